@@ -1,0 +1,36 @@
+# `make demo` and `make test` are all that a newcomer needs. Both work without a GPU and say so.
+PYTHON ?= python3
+BIN := .venv/bin
+PHOTOS := build/photos
+
+.PHONY: demo test lint bench photos clean
+
+$(BIN)/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --upgrade pip==26.3  # the first pip that reads dependency groups is 25.1
+	$(BIN)/pip install --quiet --group dev
+	$(BIN)/pip install --quiet --no-deps --editable .
+	touch $@
+
+$(PHOTOS)/.ready: $(BIN)/.ready benchmarks/photos.py
+	$(BIN)/python benchmarks/photos.py $(PHOTOS) --count 2000
+	touch $@
+
+photos: $(PHOTOS)/.ready
+
+demo: $(PHOTOS)/.ready
+	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
+
+test: $(BIN)/.ready
+	$(BIN)/pytest
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(PHOTOS)/.ready
+	$(BIN)/python benchmarks/throughput.py
+
+clean:
+	rm -rf .venv build dist

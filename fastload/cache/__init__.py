@@ -1,0 +1,1 @@
+"""Decode once: caches of samples, and the dataset that reads them."""

@@ -1,0 +1,86 @@
+"""Every error that fastload raises by its own name, drawn first.
+
+Each also inherits the built-in that a caller of torch's DataLoader would already catch.
+An error that the user's own code raises is never replaced: it keeps its type and gets a note.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class FastloadError(Exception):
+    """Base of all errors that fastload itself raises."""
+
+
+# --- transport -------------------------------------------------------------------------------------------
+
+
+class WorkerDiedError(FastloadError, RuntimeError):
+    """A worker process ended while it still owed batches (torch raises RuntimeError here)."""
+
+
+class WorkerStartError(FastloadError, RuntimeError):
+    """Worker processes cannot be started from here, and why."""
+
+
+class LoaderClosedError(FastloadError, RuntimeError):
+    """A batch was asked of an iterator whose loader was closed."""
+
+
+class SegmentError(FastloadError, MemoryError):
+    """Shared memory could not be made or grown: how many bytes were asked for, and why not."""
+
+
+# --- caches ----------------------------------------------------------------------------------------------
+
+
+class CacheError(FastloadError):
+    """Base of the errors of CachedDataset and the caches under it."""
+
+
+class RandomDatasetError(CacheError, ValueError):
+    """The dataset gives another sample at each access, so that caching it would freeze one draw."""
+
+
+class UnsupportedSampleError(CacheError, TypeError):
+    """A sample holds something that cannot be cached; the path of the leaf is in the message."""
+
+
+class CacheMismatchError(CacheError, ValueError):
+    """The cache was made from something else; the message says which part differs."""
+
+
+class CacheCorruptError(CacheError, OSError):
+    """A stored record is damaged."""
+
+
+class CacheBusyError(CacheError, OSError):
+    """Another process is building this cache, or one died while it did."""
+
+
+# --- images ----------------------------------------------------------------------------------------------
+
+
+class ImageReadError(FastloadError, OSError):
+    """An image file could not be read or decoded.
+
+    Attributes:
+        path: The file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        self.path = os.fspath(path)
+        self.reason = reason
+        super().__init__(f"cannot read the image {self.path!r}: {reason}")
+
+    def __reduce__(self) -> tuple[type[ImageReadError], tuple[str, str]]:
+        # OSError's own pickling would call the constructor with the message alone.
+        return type(self), (self.path, self.reason)
+
+
+# --- device ----------------------------------------------------------------------------------------------
+
+
+class DeviceUnavailableError(FastloadError, RuntimeError):
+    """The device that was asked for by name is not there, and why."""

@@ -1,0 +1,1 @@
+"""Files to C-contiguous HWC uint8 RGB arrays."""

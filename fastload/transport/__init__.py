@@ -1,0 +1,1 @@
+"""From a list of indices to a batch in memory."""
