@@ -1,0 +1,192 @@
+"""Uniform samples as columns: for each leaf one contiguous `(rows, *shape)` array, and row = index.
+
+Called by `shared`, in any process; pure but for the memory it is given. A column of str or bytes is
+`(rows, 4 + width) uint8`: the length in four little-endian bytes, then the text. A batch is one gather a
+column, in the structure that torch's default_collate would give it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastload.cache.leaves import (
+    TEXT_KINDS,
+    Array,
+    Leaf,
+    array_tensor,
+    storage_dtype,
+    text_value,
+    to_bytes,
+    view_array,
+)
+from fastload.cache.spec import Spec, build_batch
+from fastload.transport.segment import round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
+
+COLUMN_ALIGNMENT_BYTES = 64
+_LENGTH_BYTES = 4
+_LEAST_TEXT_BYTES = 64
+_TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts go elsewhere
+_PLAIN_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
+_INT64_BYTES = 8
+
+
+class Column(NamedTuple):
+    """One leaf's array: where it lies in the segment, and what a row is."""
+
+    leaf: Leaf
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return prod(self.row_shape) * self.dtype.itemsize
+
+    def pack(self, value: Any) -> bytes | Array | None:
+        """The bytes of a row, or None if this value does not fit: a long text, an int beyond 64 bits."""
+        payload = to_bytes(self.leaf, value)
+        if self.leaf.kind in TEXT_KINDS:
+            room = self.row_shape[0] - _LENGTH_BYTES
+            return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload if len(payload) <= room else None
+        if self.leaf.kind == "int" and len(payload) != _INT64_BYTES:
+            return None
+        return payload
+
+
+def plan_columns(
+    spec: Spec, examples: Sequence[list[Any]], rows_at: int, budget_bytes: int, num_samples: int
+) -> tuple[tuple[Column, ...], int, int]:
+    """Lay out the columns of samples of one spec.
+
+    Args:
+        spec: Of all samples.
+        examples: The values of some samples; they tell how wide text columns must be.
+        rows_at: Offset of the first column.
+        budget_bytes: For all columns together; says how many rows there can be.
+        num_samples: The most rows that are of use.
+
+    Returns:
+        The columns, the number of rows, and the offset behind the last column.
+    """
+    shapes = [_row(leaf, [values[i] for values in examples]) for i, leaf in enumerate(spec.leaves)]
+    row_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes)
+    padding = COLUMN_ALIGNMENT_BYTES * len(shapes)
+    rows = min(num_samples, max(0, budget_bytes - padding) // max(1, row_bytes))
+    columns = []
+    end = rows_at
+    for leaf, (dtype, shape) in zip(spec.leaves, shapes, strict=True):
+        columns.append(Column(leaf, dtype, shape, round_up(end, COLUMN_ALIGNMENT_BYTES)))
+        end = columns[-1].offset + rows * columns[-1].row_bytes
+    return tuple(columns), rows, end
+
+
+def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    if leaf.kind in ("array", "tensor", "scalar"):
+        return storage_dtype(leaf), leaf.shape
+    if leaf.kind in TEXT_KINDS:
+        longest = max(len(to_bytes(leaf, value)) for value in examples)
+        return np.dtype(np.uint8), (_LENGTH_BYTES + max(_LEAST_TEXT_BYTES, _TEXT_MARGIN * longest),)
+    return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else (_PLAIN_DTYPES[leaf.kind], ())
+
+
+class ColumnReader:
+    """Reads rows and batches through one process's mapping.
+
+    Args:
+        spec: Of the samples.
+        columns: As `plan_columns` laid them out.
+        rows: Number of rows.
+        mapping: The segment, read-only; what is read keeps it alive.
+    """
+
+    def __init__(self, spec: Spec, columns: tuple[Column, ...], rows: int, mapping: Any) -> None:
+        self._spec = spec
+        self._columns = [
+            (column.leaf, view_array(column.dtype, (rows, *column.row_shape), mapping, column.offset))
+            for column in columns
+        ]
+        self._readers = [_row_reader(leaf, array) for leaf, array in self._columns]
+
+    def sample(self, index: int) -> Any:
+        """The sample in a row: read-only views of arrays, private copies of tensors."""
+        return self._spec.build([read(index) for read in self._readers])
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """A batch of rows, `(len(indices), ...)` each, in the structure of torch's default_collate.
+
+        Args:
+            indices: Of rows that are written; their bounds are the caller's care.
+            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+
+        Returns:
+            None if default_collate would not make tensors or lists of such samples.
+        """
+        if not all(_collates(leaf) for leaf, _ in self._columns):
+            return None
+        batch: list[Any] = []
+        for (leaf, array), read in zip(self._columns, self._readers, strict=True):
+            if leaf.kind in TEXT_KINDS:
+                batch.append([read(index) for index in indices.tolist()])
+                continue
+            out = allocate((len(indices), *array.shape[1:]), array.dtype)
+            np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+            batch.append(_batch_tensor(leaf, out))
+        return build_batch(self._spec.node, iter(batch))
+
+
+def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
+    """A function from a row's number to its value."""
+    if leaf.kind == "array":
+        return lambda index: array[index, ...]
+    if leaf.kind == "tensor":
+        return lambda index: array_tensor(array[index, ...].copy(), leaf.dtype)
+    if leaf.kind == "scalar":
+        return lambda index: array[index, ...].copy()[()]
+    if leaf.kind in TEXT_KINDS:
+        return lambda index: text_value(leaf.kind, _text(array[index]))
+    if leaf.kind == "none":
+        return lambda _: None
+    return array.item
+
+
+def _text(row: Array) -> bytes:
+    length = int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little")
+    return row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
+
+
+def _batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
+    if leaf.kind == "tensor":
+        return array_tensor(out, leaf.dtype)
+    tensor = torch.from_numpy(out)
+    if leaf.kind == "scalar":
+        # default_collate calls as_tensor on the list of scalars, whose choice of dtype is torch's own affair.
+        tensor = tensor.to(torch.as_tensor([out.dtype.type(0)]).dtype)
+    return tensor
+
+
+@lru_cache(maxsize=256)
+def _collates(leaf: Leaf) -> bool:
+    """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
+    if leaf.kind in ("none", "bytes_"):
+        return False
+    if leaf.kind in ("array", "scalar"):
+        dtype = storage_dtype(leaf)
+        try:
+            torch.from_numpy(np.empty(0, dtype))
+            if leaf.kind == "scalar":
+                torch.as_tensor([dtype.type(0)])
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    return True

@@ -1,0 +1,114 @@
+"""Walks over nests of samples and of what transforms make of them: copies, read-only views, comparison.
+
+Called by `guard`, `transform` and `dataset`, in any process. A nest is made of dicts, lists, tuples and
+namedtuples, subclasses included; anything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastload.cache.leaves import to_bytes
+from fastload.cache.spec import flatten, is_namedtuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
+    """The nest with every leaf replaced by `change(leaf)`; containers in which nothing changes are kept."""
+    if isinstance(nest, dict):
+        items = {key: map_leaves(value, change) for key, value in nest.items()}
+        if all(items[key] is value for key, value in nest.items()):
+            return nest
+        if type(nest) is dict:
+            return items
+        other = copy.copy(nest)  # keeps a subclass and what it knows, such as a default factory
+        other.update(items)
+        return other
+    if isinstance(nest, (list, tuple)):
+        values = [map_leaves(value, change) for value in nest]
+        if all(new is old for new, old in zip(values, nest, strict=True)):
+            return nest
+        if is_namedtuple(nest):
+            return type(nest)._make(values)  # type: ignore[union-attr]
+        return type(nest)(values)
+    return change(nest)
+
+
+def leaves(nest: Any) -> Iterator[Any]:
+    """Every leaf, in order."""
+    if isinstance(nest, dict):
+        nest = nest.values()
+    elif not isinstance(nest, (list, tuple)):
+        yield nest
+        return
+    for value in nest:
+        yield from leaves(value)
+
+
+def private_copy(sample: Any) -> Any:
+    """The sample with writable, private, C-contiguous copies of its arrays; its tensors are private."""
+    return map_leaves(sample, lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+
+
+def read_only(sample: Any) -> Any:
+    """A sample fresh from the dataset as a cache would give it: read-only arrays, private tensors.
+
+    Raises:
+        UnsupportedSampleError: Something in it is of no kind that is cached; names its path.
+    """
+    spec, values = flatten(sample)
+    return spec.build([_read_only_leaf(value) for value in values])
+
+
+def _read_only_leaf(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        view = value.view()
+        view.flags.writeable = False
+        return view
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def first_difference(one: Any, other: Any) -> str | None:
+    """The path of the first leaf in which two samples differ in type, dtype, shape or value, or None.
+
+    NaN equals NaN.
+
+    Raises:
+        UnsupportedSampleError: Something in a sample is of no kind that is cached.
+    """
+    spec, values = flatten(one)
+    other_spec, other_values = flatten(other)
+    paths, other_paths = spec.paths(), other_spec.paths()
+    for i, path in enumerate(paths):
+        if i >= len(other_paths) or other_paths[i] != path or spec.leaves[i] != other_spec.leaves[i]:
+            return path
+        if not _equal(
+            to_bytes(spec.leaves[i], values[i]), to_bytes(spec.leaves[i], other_values[i])
+        ) and not (_equal_with_nan(values[i], other_values[i])):
+            return path
+    if len(other_paths) > len(paths):
+        return other_paths[len(paths)]
+    return None if spec.node == other_spec.node else "$"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return bool(one == other)
+
+
+def _equal_with_nan(one: Any, other: Any) -> bool:
+    """Whether floats, arrays or tensors of one dtype and shape, differ in the bits of NaN alone."""
+    if isinstance(one, torch.Tensor):
+        if not (one.is_floating_point() or one.is_complex()):
+            return False
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        return torch.allclose(one.to(wide), other.to(wide), rtol=0, atol=0, equal_nan=True)
+    dtype = np.asarray(one).dtype
+    return dtype.kind in "fc" and bool(np.array_equal(one, other, equal_nan=True))

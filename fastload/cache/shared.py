@@ -1,0 +1,340 @@
+"""SharedMemoryCache: each sample decoded once, in one piece of anonymous memory for all workers.
+
+Made in the parent, used by it and by every worker of every start method: the cache pickles as a handle. The
+segment is sparse (memory is taken as samples are stored) and sealed (its size never changes):
+
+    header   magic, version, number of samples; how much of the ragged area is used
+    table    8 bytes a sample: 0 = empty, 1 = a uniform row, else the offset of a ragged record
+    columns  uniform samples, row = index (see `columns`); the first `rows` indices have a row
+    ragged   records (see `record`) behind a frame that names the sample they belong to
+
+Rules:
+
+1. Read through a PROT_READ mapping, written with pwrite: the payload first, the 8 bytes of the table that
+   publish it last. A writer that dies before that leaves an empty entry and nothing to repair. This leans on
+   x86, where stores are seen in order; the frame of a ragged record is checked at every read besides.
+2. Uniform rows need no lock: whoever writes a row writes the same bytes. Ragged space is claimed under a
+   try-lock around the bump of one number; whoever does not get it serves the sample uncached.
+3. The lock is taken on a file description opened for the purpose: on an inherited one flock excludes nobody.
+4. Nothing is evicted: under a fresh permutation each epoch, a fixed subset is the best there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastload.cache.budget import parse_budget
+from fastload.cache.columns import Column, ColumnReader, plan_columns
+from fastload.cache.locks import try_lock, unlock
+from fastload.cache.record import ALIGNMENT_BYTES, decode, encode_values
+from fastload.cache.spec import Spec, flatten
+from fastload.transport.segment import PAGE_BYTES, Segment, round_up
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+    from fastload.cache.columns import Allocate
+
+log = logging.getLogger("fastload")
+
+EMPTY, UNIFORM = 0, 1
+
+_HEADER = struct.Struct("<8sQQ")  # magic, version, number of samples
+_MAGIC = b"FLcache\0"
+_VERSION = 1
+_CURSOR_AT = 64
+_CURSOR = struct.Struct("<QQ")  # bytes of the ragged area in use; uniform rows given up for ragged records
+_ENTRY = struct.Struct("<Q")
+_ENTRY_BYTES = 8
+_TABLE_AT = PAGE_BYTES
+_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
+_FRAME_MAGIC = b"FLragged"
+_FRAME_BYTES = ALIGNMENT_BYTES
+_LOCK_ATTEMPTS = 50  # each yields the core once; a holder needs a few microseconds
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the segment; decided once, the same in every process."""
+
+    num_samples: int
+    budget_bytes: int
+    spec: Spec | None  # of uniform samples; None if there are none
+    columns: tuple[Column, ...]
+    rows: int
+    ragged_at: int
+    ragged_bytes: int  # address space; what may be used of it is less
+    spare_bytes: int  # what the budget leaves beside header, table and columns
+
+    @classmethod
+    def plan(cls, num_samples: int, budget_bytes: int, examples: Sequence[Any]) -> Layout:
+        """Columns if the examples are all alike, else ragged records only."""
+        columns_at = round_up(_TABLE_AT + num_samples * _ENTRY_BYTES, PAGE_BYTES)
+        left = max(0, budget_bytes - columns_at)
+        flat = [flatten(example) for example in examples]
+        specs = {spec.node: spec for spec, _ in flat}
+        spec = next(iter(specs.values())) if len(specs) == 1 else None
+        columns: tuple[Column, ...] = ()
+        rows, end = 0, columns_at
+        if spec is not None:
+            values = [values for _, values in flat]
+            columns, rows, end = plan_columns(spec, values, columns_at, left, num_samples)
+            if any(
+                column.pack(value) is None
+                for row in values
+                for column, value in zip(columns, row, strict=True)
+            ):
+                spec, columns, rows, end = None, (), 0, columns_at
+        spare = max(0, left - (end - columns_at))
+        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
+        ragged_bytes = round_up(spare + (end - columns_at), PAGE_BYTES)
+        return cls(
+            num_samples, budget_bytes, spec, columns, rows, round_up(end, PAGE_BYTES), ragged_bytes, spare
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one uniform sample."""
+        return sum(column.row_bytes for column in self.columns)
+
+
+class SharedMemoryCache:
+    """A cache of samples in shared memory, for one dataset object and all its workers.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        examples: Up to a few samples that show what the others look like; they are not stored.
+        budget: The most memory it may take, as in `parse_budget`.
+
+    Raises:
+        SegmentError: The system refused the memory.
+        UnsupportedSampleError: An example holds something that cannot be cached.
+        ValueError: The budget is none.
+    """
+
+    def __init__(
+        self, num_samples: int, examples: Sequence[Any] = (), *, budget: str | float = "auto"
+    ) -> None:
+        layout = Layout.plan(num_samples, parse_budget(budget), examples)
+        segment = Segment.create(layout.ragged_at + layout.ragged_bytes, name="fastload-cache", sealed=True)
+        os.pwrite(segment.fd, _HEADER.pack(_MAGIC, _VERSION, num_samples), 0)
+        self._attach(segment, layout)
+
+    def _attach(self, segment: Segment, layout: Layout) -> None:
+        self._segment = segment
+        self._plan = layout
+        self._mapping: mmap.mmap | None = None
+        self._memory = memoryview(b"")
+        self._entries = self._memory.cast("Q")
+        self._columns: ColumnReader | None = None
+        self._is_full = False
+        weakref.finalize(self, segment.close).atexit = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (self._segment, self._plan)
+
+    def __copy__(self) -> SharedMemoryCache:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemoryCache:
+        return self
+
+    # --- what it is ---------------------------------------------------------------------------------------
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the dataset."""
+        return self._plan.num_samples
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most memory it takes."""
+        return self._plan.budget_bytes
+
+    @property
+    def layout(self) -> str:
+        """`"uniform"` (columns, and ragged records for what does not match) or `"ragged"`."""
+        return "ragged" if self._plan.spec is None else "uniform"
+
+    @property
+    def capacity(self) -> int | None:
+        """How many uniform samples fit; None for ragged ones, of which nobody knows."""
+        return None if self._plan.spec is None else self._plan.rows
+
+    @property
+    def num_cached(self) -> int:
+        """How many samples are stored now."""
+        return int(np.count_nonzero(np.asarray(self._entries))) if self._map() else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use now, by all processes together."""
+        return os.fstat(self._segment.fd).st_blocks * 512 if self._segment.fd >= 0 else 0
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def _map(self) -> bool:
+        """Map the segment if this process has not, nor its parent before the fork; False once closed."""
+        if self._mapping is None:
+            if self._segment.fd < 0:
+                return False
+            plan = self._plan
+            mapping = self._segment.map(writable=False)
+            self._memory = memoryview(mapping)
+            self._entries = self._memory[_TABLE_AT : _TABLE_AT + plan.num_samples * _ENTRY_BYTES].cast("Q")
+            if plan.spec is not None:
+                self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
+            self._mapping = mapping  # last: other threads look here whether the rest is there
+        return True
+
+    def get(self, index: int) -> Any | None:
+        """The sample at `0 <= index < num_samples`, or None if it is not cached.
+
+        Arrays are read-only views of the shared memory and keep it mapped, also after close(); tensors are
+        private copies.
+        """
+        if self._mapping is None and not self._map():
+            return None
+        entry = self._entries[index]
+        if entry == UNIFORM and self._columns is not None:
+            return self._columns.sample(index)
+        return self._ragged_sample(index, entry) if entry != EMPTY else None
+
+    def _ragged_sample(self, index: int, offset: int) -> Any | None:
+        plan = self._plan
+        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - _FRAME_BYTES:
+            return None
+        magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
+        if magic != _FRAME_MAGIC or owner != index:
+            return None  # the entry was seen half-written: not there yet
+        start = offset + _FRAME_BYTES
+        return decode(self._memory[start : start + nbytes])
+
+    def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Which of these samples are cached as uniform rows, `(len(indices),) bool`."""
+        if not self._map():
+            return np.zeros(len(indices), np.bool_)
+        rows: npt.NDArray[np.bool_] = np.asarray(self._entries).take(indices) == UNIFORM
+        return rows
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch that torch's default_collate would make of these samples, gathered column by column.
+
+        Args:
+            indices: `(n,)`, each `0 <= index < num_samples`.
+            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+
+        Returns:
+            None if a sample is not cached as a uniform row, or default_collate must decide.
+        """
+        if not self._map() or self._columns is None or not self.cached_rows(indices).all():
+            return None
+        return self._columns.gather(indices, allocate)
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def put(self, index: int, sample: Any) -> bool:
+        """Store a sample; False if it does not fit, or the space could not be claimed at once.
+
+        Raises:
+            UnsupportedSampleError: Something in the sample is of no kind that is cached.
+        """
+        spec, values = flatten(sample)
+        if self._is_full or not self._map():
+            return False
+        if self._entries[index] != EMPTY:
+            return True
+        try:
+            return self._put_row(index, spec, values) or self._put_ragged(index, spec, values)
+        except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, never an error
+            self._is_full = True
+            log.warning(
+                "the cache stops growing at %.2f GB of %.2f, the rest comes from the dataset: %s",
+                self.nbytes / 1e9,
+                self.budget_bytes / 1e9,
+                str(error),  # the error itself would keep this frame alive in a log handler
+            )
+            return False
+
+    def _put_row(self, index: int, spec: Spec, values: list[Any]) -> bool:
+        plan = self._plan
+        if index >= plan.rows or plan.spec is None or spec.node != plan.spec.node:
+            return False
+        rows = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
+        if any(row is None for row in rows):
+            return False
+        for column, row in zip(plan.columns, rows, strict=True):
+            self._write(row, column.offset + index * column.row_bytes)
+        self._publish(index, UNIFORM)
+        return True
+
+    def _put_ragged(self, index: int, spec: Spec, values: list[Any]) -> bool:
+        plan = self._plan
+        if (
+            plan.spec is not None
+            and spec.node == plan.spec.node
+            and index >= plan.rows
+            and plan.spare_bytes < plan.row_bytes
+        ):
+            return False  # the usual case of a budget that is too small: not worth taking bytes apart
+        record = encode_values(spec, values)
+        offset = self._claim(index, round_up(_FRAME_BYTES + len(record), ALIGNMENT_BYTES))
+        if offset is None:
+            return False
+        frame = _FRAME.pack(_FRAME_MAGIC, index, len(record))
+        self._write(frame, offset)
+        self._write(record, offset + _FRAME_BYTES)
+        self._publish(index, offset)
+        return True
+
+    def _claim(self, index: int, nbytes: int) -> int | None:
+        """The offset of space that is this caller's alone, or None."""
+        plan = self._plan
+        fd = self._segment.reopen()
+        try:
+            if not try_lock(fd, attempts=_LOCK_ATTEMPTS):
+                return None
+            try:
+                used, given_up = _CURSOR.unpack(os.pread(fd, _CURSOR.size, _CURSOR_AT))
+                given_up += index < plan.rows
+                if used + nbytes > min(plan.spare_bytes + given_up * plan.row_bytes, plan.ragged_bytes):
+                    return None
+                os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), _CURSOR_AT)
+                return plan.ragged_at + int(used)
+            finally:
+                # A fork in another thread may have copied the descriptor: closing it would not be enough.
+                unlock(fd)
+        finally:
+            os.close(fd)
+
+    def _publish(self, index: int, entry: int) -> None:
+        os.pwrite(self._segment.fd, _ENTRY.pack(entry), _TABLE_AT + index * _ENTRY_BYTES)
+
+    def _write(self, data: Any, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._segment.fd, view, offset)
+            view, offset = view[written:], offset + written
+
+    def close(self) -> None:
+        """Give up this process's hold; samples that were handed out stay valid. Later, nothing is cached."""
+        self._segment.close()
+        self._columns = None
+        self._memory = memoryview(b"")
+        self._entries = self._memory.cast("Q")
+        self._mapping = None
+
+
+def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
+    cache = SharedMemoryCache.__new__(SharedMemoryCache)
+    cache._attach(segment, layout)
+    return cache

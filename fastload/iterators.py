@@ -1,0 +1,252 @@
+"""One epoch over a loader, in this process or with workers: what `iter(loader)` gives.
+
+Both kinds build on torch's own base iterator, which draws the base seed, runs the sampler, warns about
+lengths and labels the profile, so that these are torch's by construction. What is ours is where a batch
+is written and how it travels. Both run in the consumer's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from fastload.cache import budget
+from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.errors import LoaderClosedError, WorkerDiedError
+from fastload.transport.fetch import Fetcher
+from fastload.transport.job import Job
+from fastload.transport.memory import Buffers
+from fastload.transport.packing import unpack
+from fastload.transport.pool import Pool, Task, load_error
+from fastload.transport.ring import Ring
+from fastload.transport.schedule import Schedule
+from fastload.transport.worker import Kind, Reply
+
+if TYPE_CHECKING:
+    from fastload.loader import DataLoader
+
+# Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
+_AUTO_RING_SHARE = 0.25
+
+
+def _ring_bytes(loader: DataLoader) -> int:
+    if loader.ring_bytes == "auto":
+        return int(budget.available_bytes() * _AUTO_RING_SHARE)
+    return budget.parse_budget(loader.ring_bytes)
+
+
+class LocalIterator(_BaseDataLoaderIter):
+    """An epoch without workers: samples are fetched here, into buffers that stay warm."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        # torch's assertions, word for word.
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._loader = weakref.ref(loader)
+        self._buffers = Buffers(_ring_bytes(loader))
+        self._is_closed = False
+        self._fetcher = Fetcher(
+            self._dataset,
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            arena=self._buffers.arena,
+            in_worker=False,
+            channels_last=loader.memory_format is torch.channels_last,
+        )
+
+    def _next_data(self) -> Any:
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        index = self._next_index()
+        self._buffers.begin()
+        try:
+            batch = self._fetcher.fetch(index)
+        finally:
+            self._buffers.arena.end()
+        if self._pin_memory:
+            batch = pin_batch(batch, self._pin_memory_device)
+        return batch
+
+    def belongs_to(self, loader: DataLoader) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self._loader() is loader
+
+    def close(self) -> None:
+        """Let go of the buffers; batches that the caller holds stay valid."""
+        self._is_closed = True
+        self._buffers.clear()
+
+
+class WorkerIterator(_BaseDataLoaderIter):
+    """Epochs with worker processes: one, or one after another with persistent workers."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        super().__init__(loader)
+        self._prefetch_factor: int = loader.prefetch_factor or 0
+        if self._prefetch_factor <= 0:  # torch's assertion, word for word
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        self._loader = weakref.ref(loader)
+        self._pid = os.getpid()
+        self._schedule = Schedule(self._num_workers)
+        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+        job = Job(
+            dataset=self._dataset,
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=self._base_seed,
+            num_workers=self._num_workers,
+            seed_pipelines=loader.seed_pipelines,
+            channels_last=loader.memory_format is torch.channels_last,
+        )
+        ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
+        self._pool = pool = Pool(job, context, ring)
+        self._pin_thread: PinThread | None = None
+        if self._pin_memory:
+            self._pin_thread = _start_pin_thread(pool, self._pin_memory_device)
+        self._finalizer = weakref.finalize(self, _close, pool, self._pin_thread)
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)
+        if not first_iter:
+            self._drop_pinned()
+            self._pool.restart()
+        self._schedule = Schedule(self._num_workers)
+        for _ in range(self._prefetch_factor * self._num_workers):
+            self._put_index()
+
+    def _put_index(self) -> None:
+        """Draw the next index and give it to the next worker, at the moments when torch does."""
+        try:
+            index = self._next_index()
+        except StopIteration:
+            return
+        assigned = self._schedule.assign()
+        if assigned is None:
+            return
+        task, worker = assigned
+        self._pool.submit(worker, task, index)
+        if self._pin_thread is not None:
+            self._pin_thread.expect(worker)
+
+    def _next_data(self) -> Any:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this DataLoader iterator belongs to the process that forked this one; "
+                "start a new one here with iter(loader)"
+            )
+        while (head := self._schedule.head()) is not None:
+            task, reply, batch = self._receive(head[1])
+            _, worker = self._schedule.answer()
+            if reply.kind is Kind.ENDED:
+                if self._schedule.is_active(worker):
+                    self._schedule.exhaust(worker)
+                    self._put_index()
+                continue
+            self._put_index()
+            if isinstance(batch, ExceptionWrapper):
+                self._raise(batch, task, worker)
+            return batch
+        if not self._persistent_workers:
+            self.close()
+        raise StopIteration
+
+    def _receive(self, worker: int) -> tuple[Task, Reply, Any]:
+        try:
+            if self._pin_thread is not None:
+                answer: tuple[Task, Reply, Any] = self._pin_thread.get(self._timeout)
+                return answer
+            return _open(self._pool, *self._pool.receive(worker, self._timeout))
+        except TimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        except WorkerDiedError:
+            self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
+            self._sampler_iter = iter(())
+            self.close()
+            raise
+
+    def _raise(self, wrapper: ExceptionWrapper, task: Task, worker: int) -> None:
+        try:
+            wrapper.reraise()
+        except Exception as error:
+            index = repr(task.index)
+            index = index if len(index) <= 200 else index[:200] + "..."
+            error.add_note(f"fastload: batch {task.number}, worker {worker}, dataset index {index}")
+            raise
+
+    def _drop_pinned(self) -> None:
+        """Take what the pin thread still has of the old epoch out of its hands."""
+        if self._pin_thread is not None:
+            while self._schedule.head() is not None:
+                with contextlib.suppress(TimeoutError):
+                    self._pin_thread.get(self._timeout)
+                self._schedule.answer()
+
+    def belongs_to(self, loader: DataLoader) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self._loader() is loader
+
+    def close(self) -> None:
+        """Stop the workers and give the slots back; batches that the caller holds stay valid."""
+        self._finalizer()
+
+    def _shutdown_workers(self) -> None:
+        self.close()  # the name under which torch's iterator is stopped by others
+
+
+def _close(pool: Pool, pin_thread: PinThread | None) -> None:
+    pid_is_ours = pool.is_ours
+    pool.close()
+    if pin_thread is not None and pid_is_ours:
+        pin_thread.close()
+
+
+def _open(pool: Pool, task: Task, reply: Reply) -> tuple[Task, Reply, Any]:
+    """The batch of an answer: lent views of its slot, or a private copy when slots are scarce."""
+    slot, packed = task.slot, reply.packed
+    if slot is None:
+        raise AssertionError("an answered task has a slot")
+    with pool.lock:
+        if packed is None or not packed.used_bytes or slot.memory is None:
+            pool.ring.release(slot)
+            if reply.kind is Kind.ERROR:
+                return task, reply, load_error(reply)
+            return task, reply, None if packed is None else unpack(packed, b"")
+        lease = slot.memory.lease()
+        if pool.ring.lend(slot):
+            return task, reply, unpack(packed, lease)
+    copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
+    with pool.lock:
+        pool.ring.release(slot)
+    return task, reply, unpack(packed, copy)
+
+
+def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
+    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+    def receive(worker: int) -> tuple[Task, Reply, Any]:
+        return _open(pool, *pool.receive(worker, 0))
+
+    def pin(answer: tuple[Task, Reply, Any]) -> tuple[Task, Reply, Any]:
+        task, reply, batch = answer
+        if reply.kind is Kind.BATCH:
+            try:
+                batch = pin_batch(batch, device)
+            except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
+                batch = pin_error(index)
+        return task, reply, batch
+
+    return PinThread(receive, pin, index)

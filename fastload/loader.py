@@ -1,0 +1,199 @@
+"""DataLoader: torch's arguments and torch's batches, over our own transport.
+
+The class holds settings only. Everything that must be stopped or freed belongs to the iterators that
+`iter(loader)` makes (iterators.py), so that a loader can be copied, pickled, re-created by a framework
+from its public attributes, or forgotten, at no risk.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import types
+import weakref
+from multiprocessing import context as mp_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.data
+from torch.utils.data import IterDataPipe, MapDataPipe
+
+from fastload.cache import budget
+from fastload.iterators import LocalIterator, WorkerIterator
+from fastload.transport import segment
+from fastload.transport.collate import to_channels_last
+from fastload.transport.seeding import seed_worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.context import BaseContext
+    from typing import Self
+
+    from torch.utils.data import Dataset, Sampler
+
+_log = logging.getLogger("fastload")
+
+_KNOWN_CONTEXTS = (
+    mp_context.DefaultContext,
+    mp_context.ForkContext,
+    mp_context.SpawnContext,
+    mp_context.ForkServerContext,
+)
+
+# Every live iterator of ours, and torch's own where we leave the work to it: what close() looks through.
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_owner_of_torch_iterator: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see __class_getitem__
+    """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
+
+    Batches are written once, into shared memory that is used again, and lent to the caller as tensors: a
+    batch stays valid and unchanged for as long as anything made from it is alive. "Differences from
+    torch.utils.data.DataLoader" in the README lists all that differs, and the way back.
+
+    The first 17 arguments are torch's, in torch's order, with torch's checks.
+
+    Args:
+        memory_format: ``torch.channels_last`` hands batches of images out as `(B, C, H, W)` with
+            channels-last strides: `(B, H, W, C)` ones are permuted without a copy.
+        ring_bytes: Upper bound for the memory that batches travel in: bytes, ``"2GB"``, a share of free
+            memory such as 0.5, or ``"auto"`` (a quarter of what is free when an epoch starts).
+        seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
+            each worker. False leaves them as torch does: albumentations 2.0.8 then draws the same
+            "random" numbers in all workers.
+
+    Raises:
+        ValueError, TypeError: As torch's loader, and for the arguments above.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: BaseContext | str | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        memory_format: torch.memory_format | None = None,
+        ring_bytes: int | float | str = "auto",
+        seed_pipelines: bool = True,
+    ) -> None:
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        if memory_format not in (None, torch.channels_last):
+            raise ValueError(f"memory_format should be None or torch.channels_last, but got {memory_format!r}")
+        if ring_bytes != "auto":
+            budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
+        self.memory_format = memory_format
+        self.ring_bytes = ring_bytes
+        self.seed_pipelines = seed_pipelines
+
+    def __class_getitem__(cls, item: Any) -> types.GenericAlias:
+        # torch's class has one type parameter today and two in the next release; ours takes any.
+        return types.GenericAlias(cls, item)
+
+    def _get_iterator(self) -> Any:
+        reason = self._why_torch()
+        iterator: Any
+        if reason is not None:
+            _log.debug("this loader uses torch's own iterator: %s", reason)
+            iterator = self._torch_iterator()
+            _owner_of_torch_iterator[iterator] = weakref.ref(self)
+        elif self.num_workers == 0:
+            iterator = LocalIterator(self)
+        else:
+            self.check_worker_number_rationality()
+            iterator = WorkerIterator(self)
+        _live.add(iterator)
+        return iterator
+
+    def _why_torch(self) -> str | None:
+        """Why this loader's work is left to torch's iterator; None when it is ours."""
+        if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
+            return "the dataset is a DataPipe"
+        if self.num_workers == 0:
+            return None
+        if not self.in_order:
+            return "in_order=False"
+        context = self.multiprocessing_context
+        if context is not None and type(context) not in _KNOWN_CONTEXTS:
+            return f"multiprocessing_context is a {type(context).__name__}"
+        if not segment.is_supported():
+            _warn_unsupported()
+            return "this platform has no memfd"
+        return None
+
+    def _torch_iterator(self) -> Any:
+        """torch's iterator, with our seeds and our memory format."""
+        twin = copy.copy(self)
+        if self.memory_format is torch.channels_last:
+            twin.collate_fn = functools.partial(_collate_channels_last, self.collate_fn)
+        if self.seed_pipelines and self.num_workers > 0:
+            init = self.worker_init_fn
+            twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
+        return super(DataLoader, twin)._get_iterator()
+
+    def close(self) -> None:
+        """Stop all workers of this loader and give its memory back; batches in use stay valid.
+
+        The loader can be iterated again. An iterator that was open raises LoaderClosedError.
+        """
+        for iterator in list(_live):
+            if isinstance(iterator, (LocalIterator, WorkerIterator)):
+                if iterator.belongs_to(self):
+                    iterator.close()
+            else:
+                owner = _owner_of_torch_iterator.get(iterator)
+                if owner is not None and owner() is self and hasattr(iterator, "_shutdown_workers"):
+                    iterator._shutdown_workers()
+        self._iterator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    return to_channels_last(collate_fn(samples))
+
+
+@functools.cache
+def _warn_unsupported() -> None:
+    """Say once that this platform gets torch's speed."""
+    _log.warning(
+        "shared memory without a name (memfd_create) is missing on this platform: "
+        "workers use torch's own transport, and a RAM cache is private to each process"
+    )

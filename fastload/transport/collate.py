@@ -1,0 +1,376 @@
+"""torch's default_collate, written row by row into the memory that the batch will travel in.
+
+Runs wherever samples are fetched: in a worker, or in the parent without workers. Rules:
+
+1. The result is what torch.utils.data.default_collate gives for the same samples in the same kind of
+   process: values, types, dtypes, strides, and errors.
+2. A sample is let go as soon as it is written, so that its memory is warm for the next one.
+3. Only exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors are written here.
+   Every other leaf is kept and collated by torch at the end.
+4. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
+   still fetched (random streams must go on), and torch's own collate decides; its error is the error.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.transport.packing import is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.transport.memory import Arena
+
+IMAGE_CHANNELS = (1, 3, 4)
+
+# torch documents that users may change this map in place; then default_collate is no longer what we know.
+_TORCH_RULES = tuple(torch_collate.default_collate_fn_map.items())
+_TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+
+
+_NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+
+
+class _MismatchError(Exception):
+    """A sample that does not fit the rows of its batch; never leaves this file."""
+
+
+class _Batch:
+    """What the leaves of one batch need to know: where rows come from, and how many."""
+
+    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+        self.arena = arena
+        self.in_worker = in_worker
+        self.channels_last = channels_last
+        self.count = 0
+
+    def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Writable rows for the whole batch: ``(count, *shape)``."""
+        nbytes = self.count * dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        flat = self.arena.allocate(nbytes).view(dtype)
+        if self.channels_last and _is_chw(shape):
+            channels, height, width = shape
+            return flat.reshape(self.count, height, width, channels).transpose(0, 3, 1, 2)
+        return flat.reshape(self.count, *shape)
+
+
+def _is_chw(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] in IMAGE_CHANNELS and shape[2] not in IMAGE_CHANNELS
+
+
+class _ArrayRows:
+    """A leaf that is the same kind of numpy array in every sample."""
+
+    def __init__(self, batch: _Batch, first: np.ndarray[Any, Any]) -> None:
+        self._batch = batch
+        self._shape = first.shape
+        self._dtype = first.dtype
+        # Without workers torch.stack follows the samples' strides; we only write what is plainly contiguous.
+        self._any_strides = batch.in_worker or (batch.channels_last and len(first.shape) == 3)
+        self._rows = _NO_ROWS
+
+    def begin(self) -> None:
+        self._rows = self._batch.rows(self._shape, self._dtype)
+
+    def write(self, value: Any, row: int) -> None:
+        if type(value) is not np.ndarray or value.shape != self._shape or value.dtype != self._dtype:
+            raise _MismatchError
+        if not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
+            raise _MismatchError  # torch refuses negative strides
+        self._rows[row] = value
+
+    def restore(self, row: int) -> Any:
+        return np.array(self._rows[row], order="C")
+
+    def result(self, count: int) -> Any:
+        rows, self._rows = self._rows, _NO_ROWS  # or this plan would keep the slot leased
+        return torch.from_numpy(rows[:count])
+
+
+class _TensorRows:
+    """A leaf that is the same kind of plain tensor in every sample."""
+
+    def __init__(self, batch: _Batch, first: torch.Tensor) -> None:
+        self._batch = batch
+        self._shape = tuple(first.shape)
+        self._dtype = first.dtype
+        self._any_strides = batch.in_worker or (batch.channels_last and first.dim() == 3)
+        # numpy has no bfloat16 or float8: those bytes travel as integers of the same width.
+        self._carrier = _carrier(first.dtype)
+        self._rows = _NO_ROWS
+
+    def begin(self) -> None:
+        carrier = self._carrier or self._dtype
+        self._rows = self._batch.rows(self._shape, torch.empty(0, dtype=carrier).numpy().dtype)
+
+    def write(self, value: Any, row: int) -> None:
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not self._dtype
+            or value.shape != self._shape
+            or not is_plain(value)
+            or not (self._any_strides or value.is_contiguous())
+        ):
+            raise _MismatchError
+        self._rows[row] = (value if self._carrier is None else value.view(self._carrier)).numpy()
+
+    def restore(self, row: int) -> Any:
+        return self._as_tensor(np.array(self._rows[row], order="C"))
+
+    def result(self, count: int) -> Any:
+        rows, self._rows = self._rows, _NO_ROWS
+        return self._as_tensor(rows[:count])
+
+    def _as_tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._carrier is None else tensor.view(self._dtype)
+
+
+class _Kept:
+    """A leaf that torch collates: numbers, strings, and everything this file does not know."""
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+
+    def begin(self) -> None:
+        self._values = []
+
+    def write(self, value: Any, row: int) -> None:
+        self._values.append(value)
+
+    def restore(self, row: int) -> Any:
+        return self._values[row]
+
+    def result(self, count: int) -> Any:
+        values, self._values = self._values, []
+        return default_collate(values)
+
+
+class _DictNode:
+    def __init__(self, children: dict[Any, Any]) -> None:
+        self._children = children
+
+    def begin(self) -> None:
+        for child in self._children.values():
+            child.begin()
+
+    def write(self, value: Any, row: int) -> None:
+        if type(value) is not dict:
+            raise _MismatchError
+        for key, child in self._children.items():
+            if key not in value:
+                raise _MismatchError
+            child.write(value[key], row)
+
+    def restore(self, row: int) -> Any:
+        return {key: child.restore(row) for key, child in self._children.items()}
+
+    def result(self, count: int) -> Any:
+        return {key: child.result(count) for key, child in self._children.items()}
+
+
+class _SequenceNode:
+    def __init__(self, kind: type[Any], children: list[Any]) -> None:
+        self._kind = kind
+        self._children = children
+        self._is_named = hasattr(kind, "_fields")
+
+    def begin(self) -> None:
+        for child in self._children:
+            child.begin()
+
+    def write(self, value: Any, row: int) -> None:
+        if type(value) is not self._kind or len(value) != len(self._children):
+            raise _MismatchError
+        for child, part in zip(self._children, value, strict=True):
+            child.write(part, row)
+
+    def restore(self, row: int) -> Any:
+        parts = [child.restore(row) for child in self._children]
+        return self._kind(*parts) if self._is_named else self._kind(parts)
+
+    def result(self, count: int) -> Any:
+        parts = [child.result(count) for child in self._children]
+        return self._kind(*parts) if self._is_named else parts  # tuples become lists, as torch has it
+
+
+class RowCollate:
+    """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
+
+    Args:
+        arena: Where rows are laid out.
+        in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
+        channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
+    """
+
+    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+        self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
+        self._root: Any = None
+        self._num_samples = 0
+        self._strays: list[Any] | None = None
+
+    def begin(self, count: int) -> None:
+        """Start a batch of at most ``count`` samples."""
+        self._batch.count = count
+        self._num_samples = 0
+        self._strays = None
+
+    def add(self, sample: Any) -> None:
+        """Write the next sample into its rows; it is not needed afterwards."""
+        row = self._num_samples
+        self._num_samples += 1
+        if self._strays is not None:
+            self._strays.append(sample)
+            return
+        if row == 0:
+            self._add_first(sample)
+            return
+        try:
+            self._root.write(sample, row)
+        except _MismatchError:
+            self._strays = [self._root.restore(earlier) for earlier in range(row)]
+            self._strays.append(sample)
+            self.forget()
+
+    def finish(self) -> Any:
+        """The batch of the samples that were added."""
+        if self._strays is not None or not self._num_samples:
+            strays, self._strays = self._strays or [], None
+            return default_collate(strays)
+        return self._root.result(self._num_samples)
+
+    def forget(self) -> None:
+        """Let go of rows and plan, after an error or a mismatch."""
+        self._root = None
+
+    def _add_first(self, sample: Any) -> None:
+        if self._root is not None:
+            try:
+                self._root.begin()
+                self._root.write(sample, 0)
+            except _MismatchError:
+                self._root = None
+                # What was laid out for the old kind of sample is dead: start over in the same memory.
+                self._batch.arena.begin(self._batch.arena.memory)
+        if self._root is None:
+            self._root = _compile(sample, self._batch)
+            self._root.begin()
+            self._root.write(sample, 0)
+
+
+def _compile(sample: Any, batch: _Batch) -> Any:
+    """The tree of writers for samples like this one."""
+    kind = type(sample)
+    if kind is dict:
+        return _DictNode({key: _compile(value, batch) for key, value in sample.items()})
+    if kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make")):
+        return _SequenceNode(kind, [_compile(part, batch) for part in sample])
+    if kind is np.ndarray and _is_row_array(sample, batch):
+        return _ArrayRows(batch, sample)
+    if kind is torch.Tensor and _is_row_tensor(sample, batch):
+        return _TensorRows(batch, sample)
+    return _Kept()
+
+
+def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
+    if not array.nbytes or array.dtype.hasobject or array.dtype.names is not None:
+        return False
+    if not array.flags.c_contiguous:
+        if min(array.strides) < 0:
+            return False
+        if not (batch.in_worker or (batch.channels_last and array.ndim == 3)):
+            return False
+    try:
+        torch.from_numpy(np.empty(0, array.dtype))
+    except (TypeError, ValueError):
+        return False  # a dtype or byte order that torch refuses; it says so itself
+    return True
+
+
+def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
+    if not tensor.numel() or not is_plain(tensor):
+        return False
+    return batch.in_worker or tensor.is_contiguous() or (batch.channels_last and tensor.dim() == 3)
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype | None:
+    """The integer type that stands in for a dtype numpy does not know; None where numpy knows it."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return None
+
+
+def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written."""
+    return collate_fn is default_collate and _rules() == _TORCH_RULES
+
+
+def _rules() -> tuple[Any, ...]:
+    rules = torch_collate.default_collate_fn_map
+    if rules.get(torch.Tensor) is _slot_rule:
+        return tuple((kind, _TENSOR_RULE if kind is torch.Tensor else rule) for kind, rule in rules.items())
+    return tuple(rules.items())
+
+
+_slot_arena: Arena | None = None
+
+
+def stack_into(arena: Arena) -> None:
+    """Let default_collate, wherever a worker's collate function calls it, stack tensors into ``arena``.
+
+    Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
+    """
+    global _slot_arena
+    _slot_arena = arena
+    rules = torch_collate.default_collate_fn_map
+    if rules[torch.Tensor] is _TENSOR_RULE:
+        rules[torch.Tensor] = _slot_rule
+
+
+def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
+    first = batch[0]
+    if (
+        _slot_arena is None
+        or not first.numel()
+        or not all(is_plain(t) and t.dtype is first.dtype and t.shape == first.shape for t in batch)
+    ):
+        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    nbytes = first.numel() * first.itemsize * len(batch)
+    flat = torch.from_numpy(_slot_arena.allocate(nbytes)).view(first.dtype)
+    out = flat.view(len(batch), *first.shape)
+    return torch.stack(tuple(batch), 0, out=out)
+
+
+def to_channels_last(batch: Any) -> Any:
+    """Every batch of images in a nest as `(B, C, H, W)` with channels-last strides.
+
+    A 4-D tensor with 1, 3 or 4 channels in its last dimension is `(B, H, W, C)`: it is permuted and shares
+    memory with what came in. One with its channels in dimension 1 is `(B, C, H, W)` already: it is copied
+    only if its strides are not channels-last. Everything else stays as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() != 4:
+            return batch
+        if batch.shape[3] in IMAGE_CHANNELS:
+            return batch.permute(0, 3, 1, 2)
+        if batch.shape[1] in IMAGE_CHANNELS:
+            return batch.contiguous(memory_format=torch.channels_last)
+        return batch
+    if type(batch) is dict:
+        return {key: to_channels_last(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return type(batch)(*(to_channels_last(part) for part in batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(to_channels_last(part) for part in batch)
+    return batch

@@ -1,0 +1,160 @@
+"""From indices to one collated batch: what torch calls a fetcher, writing into our memory.
+
+Runs in a worker, or in the parent without workers. Which samples are fetched, in which order, and when
+StopIteration ends an epoch are torch's rules (torch/utils/data/_utils/fetch.py).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from fastload.cache.dataset import CachedDataset
+from fastload.transport.collate import RowCollate, is_torch_default, to_channels_last
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastload.transport.memory import Arena
+
+
+class Fetcher:
+    """Fetches and collates batches of one dataset.
+
+    Args:
+        dataset: Map-style or iterable.
+        is_iterable: Whether it is consumed with ``iter`` (which is called here).
+        auto_collation: Whether an index is a list of indices (``batch_size`` or ``batch_sampler`` is set).
+        collate_fn: As torch's.
+        drop_last: Whether a short last batch of an iterable dataset is dropped.
+        arena: Where batches are laid out; the caller begins and ends it around each fetch.
+        in_worker: Whether this is a worker process.
+        channels_last: Give batches of images channels-last strides.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        is_iterable: bool,
+        auto_collation: bool,
+        collate_fn: Callable[[Any], Any],
+        drop_last: bool,
+        arena: Arena,
+        in_worker: bool,
+        channels_last: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._samples = iter(dataset) if is_iterable else None
+        self._has_ended = False
+        self._auto_collation = auto_collation
+        self._collate_fn = collate_fn
+        self._drop_last = drop_last
+        self._arena = arena
+        self._channels_last = channels_last
+        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=channels_last)
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of ``index``.
+
+        Raises:
+            StopIteration: An iterable dataset has ended.
+        """
+        try:
+            batch = self._fetch(index)
+        except BaseException:
+            self._rows.forget()
+            raise
+        return to_channels_last(batch) if self._channels_last else batch
+
+    def _fetch(self, index: Any) -> Any:
+        if self._samples is not None:
+            return self._fetch_next(self._samples, index)
+        if not self._auto_collation:
+            return self._collate_fn(self._dataset[index])
+        if not is_torch_default(self._collate_fn):
+            return self._collate_fn(_samples(self._dataset, index))
+        cached, positions = _find_cache(self._dataset, index)
+        if cached is not None:
+            return self._fetch_cached(cached, positions)
+        return self._fetch_rows(index)
+
+    def _fetch_rows(self, indices: Any) -> Any:
+        dataset, rows = self._dataset, self._rows
+        if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+            samples = dataset.__getitems__(indices)
+            rows.begin(len(samples))
+            for sample in samples:
+                rows.add(sample)
+            return rows.finish()
+        if not hasattr(indices, "__len__"):
+            indices = list(indices)
+        rows.begin(len(indices))
+        for index in indices:
+            rows.add(dataset[index])
+        return rows.finish()
+
+    def _fetch_cached(self, dataset: CachedDataset, positions: list[Any]) -> Any:
+        batch = dataset.gather(positions, self._allocate)
+        if batch is not None:
+            return batch
+        get = dataset.view if dataset.transform is None else dataset.__getitem__
+        rows = self._rows
+        rows.begin(len(positions))
+        for position in positions:
+            rows.add(get(position))
+        return rows.finish()
+
+    def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        if not self._auto_collation:
+            return self._collate_fn(next(samples))
+        writes_rows = is_torch_default(self._collate_fn)
+        kept: list[Any] = []
+        keep = kept.append
+        if writes_rows:
+            self._rows.begin(len(index))
+            keep = self._rows.add
+        count = 0
+        for _ in index:
+            try:
+                sample = next(samples)
+            except StopIteration:
+                self._has_ended = True
+                break
+            keep(sample)
+            count += 1
+        if count == 0 or (self._drop_last and count < len(index)):
+            raise StopIteration
+        return self._rows.finish() if writes_rows else self._collate_fn(kept)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(dtype)
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        return self._arena.allocate(nbytes).view(dtype).reshape(shape)
+
+
+def _samples(dataset: Any, indices: Any) -> Any:
+    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+def _find_cache(dataset: Any, indices: Any) -> tuple[CachedDataset | None, list[Any]]:
+    """The cached dataset itself or under torch's Subset, with the indices that it knows."""
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    if not isinstance(inner, CachedDataset):
+        return None, []
+    positions = list(indices)
+    while type(dataset) is Subset:
+        positions = [dataset.indices[position] for position in positions]
+        dataset = dataset.dataset
+    return inner, positions

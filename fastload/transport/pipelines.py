@@ -1,0 +1,322 @@
+"""The search for albumentations pipelines: every one that a dataset holds, wherever it holds it.
+
+Called by `seeding`, in worker processes. Pure: it changes nothing.
+
+Rules:
+1. albumentations is never imported; its objects are recognised by the names of their classes.
+2. The search runs no code of the user's: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``.
+   What could raise is therefore not called at all.
+3. The work is bounded, however large the dataset is.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import logging
+import random
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_log = logging.getLogger("fastload")
+
+_CHUNK_ELEMENTS = 1_000  # of a container, in one round of the search
+_MAX_VISITS = 200_000  # objects in one search; a fraction of a second
+
+
+def find_pipelines(root: Any) -> list[Any]:
+    """Every outermost albumentations pipeline or single transform that is reachable from ``root``.
+
+    Followed are attributes (also in ``__slots__`` and on the class), elements of dicts, lists, tuples, sets
+    and deques, partials, bound methods, and of functions the closures, the defaults, and the globals that
+    they name, unless those are functions of another module. Not followed are modules, classes as values,
+    object arrays, and whatever is made later by running code.
+
+    The work is bounded. Containers are looked at 1,000 elements at a time, in rounds; a round that brings no
+    new pipeline is the last. A million paths cost no more than a thousand; a thousand and one datasets with
+    a pipeline each are all found. After 200,000 objects the search ends with a warning in the log.
+
+    Returns:
+        Each pipeline once, those nearest to ``root`` first. The order is the same in every run, except
+        among pipelines of the same class in one set, for which Python promises no order.
+    """
+    found = _Search(root).run()
+    parts = {id(part) for outer in found for part in parts_of([outer]).values() if part is not outer}
+    outermost = [transform for transform in found if id(transform) not in parts]
+    # Transforms that hold each other in a circle have no outermost one: the first found stands for all.
+    covered = parts_of(outermost)
+    for transform in found:
+        if id(transform) not in covered:
+            outermost.append(transform)
+            covered |= parts_of([transform])
+    return outermost
+
+
+class _Search:
+    """A breadth-first walk: what is near the dataset comes before the depths of its annotations."""
+
+    def __init__(self, root: Any) -> None:
+        self._queue: collections.deque[Any] = collections.deque([root])
+        self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay theirs
+        self._long: list[tuple[Any, int]] = []  # containers, and how many elements were looked at
+        self._found: list[Any] = []
+
+    def run(self) -> list[Any]:
+        num_before = -1
+        while len(self._found) > num_before:
+            num_before = len(self._found)
+            unfinished, self._long = self._long, []
+            for container, offset in unfinished:
+                self._add_elements(container, offset)
+            if not self._drain():
+                break
+        return self._found
+
+    def _drain(self) -> bool:
+        while self._queue:
+            if len(self._seen) > _MAX_VISITS:
+                _log.warning(
+                    "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
+                    "dataset keep the random state they have, maybe the same in every worker. Hold pipelines "
+                    "in an attribute of the dataset, or seed them in a worker_init_fn.",
+                    _MAX_VISITS,
+                )
+                return False
+            self._visit(self._queue.popleft())
+        return True
+
+    def _visit(self, value: Any) -> None:
+        kind = _kind(type(value))
+        if kind.is_transform:
+            self._found.append(value)
+        if kind.elements is not None:
+            self._add_elements(value, 0)
+        if type(value) is types.FunctionType:
+            self._add(_inside_function(value))
+        else:
+            self._add(_inside_other(value))
+        self._add(attributes(value).values())
+        self._add_classes(kind)
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if not _kind(type(value)).is_leaf and id(value) not in self._seen:
+                self._seen[id(value)] = value
+                self._queue.append(value)
+
+    def _add_elements(self, container: Any, offset: int) -> None:
+        elements, has_more = _elements(container, offset)
+        self._add(elements)
+        if has_more:
+            self._long.append((container, offset + _CHUNK_ELEMENTS))
+
+    def _add_classes(self, kind: _Kind) -> None:
+        for cls in kind.user_classes:
+            if id(cls) not in self._seen:
+                self._seen[id(cls)] = cls
+                self._add(_class_dict(cls).values())
+
+
+def parts_of(pipelines: list[Any]) -> dict[int, Any]:
+    """The pipelines and all transforms they are made of, by id: parts of parts, in lists and attributes."""
+    held = {id(pipeline): pipeline for pipeline in pipelines}
+    queue = collections.deque(pipelines)
+    containers: dict[int, Any] = {}
+    while queue:
+        value = queue.popleft()
+        for part in [*_elements(value, 0)[0], *attributes(value).values()]:
+            kind = _kind(type(part))
+            if kind.is_transform and id(part) not in held:
+                held[id(part)] = part
+                queue.append(part)
+            elif kind.elements is not None and id(part) not in containers:
+                containers[id(part)] = part
+                queue.append(part)
+    return held
+
+
+# --- what an object holds, read without running its code -------------------------------------------------
+
+# inspect.getattr_static's way: a metaclass cannot intercept these.
+_read_class_dict = type.__dict__["__dict__"].__get__
+_read_mro = type.__dict__["__mro__"].__get__
+
+_LEAVES = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, range, slice),
+    *(np.generic, np.ndarray, np.random.Generator, torch.Tensor, torch.Generator),
+    *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
+    *(logging.Logger, random.Random),  # a logger leads to every other logger
+)
+
+_ELEMENTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
+    (dict, dict.values),
+    (list, list.__iter__),
+    (tuple, tuple.__iter__),
+    (collections.deque, collections.deque.__iter__),
+    (set, set.__iter__),
+    (frozenset, frozenset.__iter__),
+)
+
+_OTHER_MAKERS = ("builtins", "torch", "numpy", "albumentations")  # no user's pipeline is on their classes
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of all objects of one class."""
+
+    is_leaf: bool
+    is_transform: bool
+    elements: Callable[[Any], Iterable[Any]] | None
+    is_unordered: bool
+    dict_of: Any  # the descriptor that reads an object's __dict__, or None
+    slots: tuple[tuple[str, Any], ...]  # name and descriptor
+    user_classes: tuple[type, ...]  # those whose attributes may be a user's pipeline
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(key: _ById) -> _Kind:
+    mro: tuple[type, ...] = _read_mro(key.cls)
+    dicts = [_class_dict(cls) for cls in mro]
+    bases = {id(cls) for cls in mro}
+    elements = next((read for cls, read in _ELEMENTS if id(cls) in bases), None)
+    dict_of = next((d["__dict__"] for d in dicts if "__dict__" in d), None)
+    return _Kind(
+        is_leaf=any(id(leaf) in bases for leaf in _LEAVES),
+        is_transform=(
+            any(_is_albumentations(cls, own) for cls, own in zip(mro, dicts, strict=True))
+            and any("set_random_state" in own for own in dicts)
+        ),
+        elements=elements,
+        is_unordered=id(set) in bases or id(frozenset) in bases,
+        dict_of=dict_of if type(dict_of) is types.GetSetDescriptorType else None,
+        slots=tuple(
+            (name, member)
+            for own in dicts
+            if "__slots__" in own
+            for name, member in own.items()
+            if type(member) is types.MemberDescriptorType
+        ),
+        user_classes=tuple(
+            cls
+            for cls, own in zip(mro, dicts, strict=True)
+            if _module(own).split(".")[0] not in _OTHER_MAKERS
+        ),
+    )
+
+
+class _ById:
+    """A class as a key for the cache; its metaclass may define ``__eq__`` and ``__hash__``."""
+
+    __slots__ = ("cls",)
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is _ById and self.cls is other.cls
+
+    def __hash__(self) -> int:
+        return id(self.cls)
+
+
+def _kind(cls: type) -> _Kind:
+    return _kind_of(_ById(cls))
+
+
+def _class_dict(cls: type) -> types.MappingProxyType[str, Any]:
+    found: types.MappingProxyType[str, Any] = _read_class_dict(cls)
+    return found
+
+
+def _module(class_dict: types.MappingProxyType[str, Any]) -> str:
+    name = class_dict.get("__module__", "builtins")
+    return name if type(name) is str else "builtins"
+
+
+def _is_albumentations(cls: type, class_dict: types.MappingProxyType[str, Any]) -> bool:
+    name: str = type.__dict__["__name__"].__get__(cls)
+    return name in ("BaseCompose", "BasicTransform") and _module(class_dict).split(".")[0] == "albumentations"
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The instance attributes by name, in the order they were set; slots last."""
+    kind = _kind(type(value))
+    found: dict[str, Any] = {}
+    if kind.dict_of is not None:
+        own = kind.dict_of.__get__(value)
+        if _kind(type(own)).elements is dict.values:
+            found.update(zip(dict.keys(own), dict.values(own), strict=True))
+    for name, member in kind.slots:
+        try:
+            found.setdefault(name, member.__get__(value))
+        except AttributeError:
+            continue  # a slot that was never set
+    return found
+
+
+def _elements(value: Any, offset: int) -> tuple[list[Any], bool]:
+    """One chunk of a container, and whether there is more."""
+    kind = _kind(type(value))
+    if kind.elements is None:
+        return [], False
+    stop = offset + _CHUNK_ELEMENTS
+    chunk = list(itertools.islice(kind.elements(value), offset, stop + 1))
+    has_more = len(chunk) > _CHUNK_ELEMENTS
+    del chunk[_CHUNK_ELEMENTS:]
+    if kind.is_unordered:
+        chunk.sort(key=_class_name)
+    return chunk, has_more
+
+
+def _class_name(value: Any) -> str:
+    cls = type(value)
+    name: str = type.__dict__["__qualname__"].__get__(cls)
+    return f"{_module(_class_dict(cls))}.{name}"
+
+
+def _inside_function(function: types.FunctionType) -> list[Any]:
+    values: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:
+            continue  # a cell that is not filled yet
+    values += function.__defaults__ or ()
+    values += (function.__kwdefaults__ or {}).values()
+    for name in _global_names(function.__code__):
+        value = function.__globals__.get(name)
+        if type(value) is not types.FunctionType or value.__globals__ is function.__globals__:
+            values.append(value)
+    return values
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """The names that a function may look up in its module, those of the functions within it included."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            names += _global_names(constant)
+    return names
+
+
+def _inside_other(value: Any) -> list[Any]:
+    """What the interpreter's own wrappers wrap."""
+    cls = type(value)
+    if cls is types.MethodType:
+        return [value.__self__, value.__func__]
+    if cls is staticmethod or cls is classmethod:
+        return [value.__func__]
+    if cls is property:
+        return [value.fget]
+    if any(base is functools.partial for base in _read_mro(cls)):
+        own = functools.partial.__dict__
+        return [own[name].__get__(value) for name in ("func", "args", "keywords")]
+    return []

@@ -1,0 +1,333 @@
+"""Start, feed, watch and stop workers. Runs in the parent, and owns every process, pipe and slot.
+
+The pool knows nothing of samplers and epochs: it takes tasks for a worker and gives answers of a worker,
+in the order in which the tasks were given. Rules:
+
+1. Only this process keeps books; workers share nothing with each other.
+2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
+3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
+4. close() may be called at any time, from any state, twice, and in a forked child, where it only lets go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from multiprocessing import forkserver, process
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
+from fastload.transport.channel import Channel, make_channel
+from fastload.transport.job import Job, PickledJob, pickle_job
+from fastload.transport.memory import Memory
+from fastload.transport.ring import Ring, Slot
+from fastload.transport.segment import Segment
+from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+# A worker may finish the sample it is at; then it is asked, then it is ended.
+_GRACE_S = 5.0
+_TERMINATE_S = 1.0
+# One look at a pool of live processes costs less than this matters.
+_WATCH_INTERVAL_S = 5.0
+
+
+class Task:
+    """A task that a worker has been given, or will be as soon as a slot is free."""
+
+    __slots__ = ("index", "is_stale", "number", "slot")
+
+    def __init__(self, number: int, index: Any) -> None:
+        self.number = number
+        self.index = index
+        self.slot: Slot | None = None
+        self.is_stale = False  # of an epoch that was left; its answer is dropped
+
+
+class _WorkerHandle:
+    """What the parent knows of one worker."""
+
+    def __init__(self, process_: Any, channel: Channel) -> None:
+        self.process = process_
+        self.channel = channel
+        self.waiting: deque[Task] = deque()  # no slot yet
+        self.sent: deque[Task] = deque()  # in the order in which answers will come
+
+
+class Pool:
+    """The workers of one iterator.
+
+    Args:
+        job: What they do.
+        context: The multiprocessing context that starts them.
+        ring: The books of their slots.
+
+    Raises:
+        WorkerStartError: Processes cannot be started from here.
+    """
+
+    def __init__(self, job: Job, context: BaseContext, ring: Ring) -> None:
+        self.ring = ring
+        self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
+        self._pid = os.getpid()
+        self._workers: list[_WorkerHandle] = []
+        self._is_closed = False
+        method = context.get_start_method()
+        _check_start(job, method)
+        shipped: Job | PickledJob = job
+        try:
+            if method == "forkserver":
+                _preload_forkserver()
+            if method != "fork":
+                shipped = pickle_job(job)
+            for worker_id in range(job.num_workers):
+                self._start(worker_id, shipped, context, is_fork=method == "fork")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if isinstance(shipped, PickledJob):
+                shipped.close()
+
+    def _start(self, worker_id: int, job: Job | PickledJob, context: BaseContext, *, is_fork: bool) -> None:
+        ours, theirs = make_channel()
+        inherited = [*(worker.channel for worker in self._workers), ours] if is_fork else []
+        setup = Setup(worker_id, job, theirs, os.getpid(), inherited)
+        process_ = context.Process(  # type: ignore[attr-defined]  # typeshed's BaseContext lacks it
+            target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
+        )
+        try:
+            process_.start()
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.socket.close()
+        self._workers.append(_WorkerHandle(process_, ours))
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the workers, and not one that was forked from it."""
+        return os.getpid() == self._pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by worker number."""
+        return [worker.process.pid for worker in self._workers]
+
+    def submit(self, worker_id: int, number: int, index: Any) -> None:
+        """Give a worker its next task; never blocks."""
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        with self.lock:
+            worker = self._workers[worker_id]
+            worker.waiting.append(Task(number, index))
+            self._feed(worker, worker_id)
+
+    def restart(self) -> None:
+        """Tell all workers that a new epoch begins; answers to older tasks still come first."""
+        with self.lock:
+            for worker_id, worker in enumerate(self._workers):
+                worker.waiting.clear()  # no worker has seen these
+                for task in worker.sent:
+                    task.is_stale = True
+                self._send(worker, worker_id, Restart())
+
+    def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
+        """The worker's answer to its oldest task; the task's slot is READY.
+
+        Args:
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError: No answer came in time.
+            WorkerDiedError: A worker has ended.
+            LoaderClosedError: The pool was closed.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        worker = self._workers[worker_id] if not self._is_closed else None
+        while worker is not None and not self._is_closed:
+            with self.lock:
+                for other_id, other in enumerate(self._workers):
+                    self._feed(other, other_id)
+                received = worker.channel.receive()
+                if received is not None:
+                    task, reply = self._accept(worker, *received)
+                    if not task.is_stale:
+                        return task, reply
+                    if task.slot is not None:
+                        self.ring.release(task.slot)
+                    continue
+            self._wait(worker, deadline)
+        raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+
+    def _accept(self, worker: _WorkerHandle, reply: Reply, fd: int | None) -> tuple[Task, Reply]:
+        task = worker.sent.popleft()
+        memory = None
+        if fd is not None:
+            segment = Segment.attach(fd)
+            try:
+                memory = Memory(segment.map(writable=True), shared=True)
+            finally:
+                segment.close()
+        if task.slot is None or task.number != reply.task:
+            raise AssertionError(f"expected the answer to task {task.number}, got that to {reply.task}")
+        self.ring.fill(task.slot, memory)
+        return task, reply
+
+    def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
+        """Send what has been waiting for a slot or for room in the pipe."""
+        while worker.waiting:
+            slot = self.ring.acquire(worker_id)
+            if slot is None:
+                break
+            task = worker.waiting.popleft()
+            task.slot = slot
+            worker.sent.append(task)
+            self._send(worker, worker_id, Fetch(task.number, slot.number, slot.memory is not None, task.index))
+        else:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # receive() finds out and says so
+                worker.channel.flush()
+
+    def _send(self, worker: _WorkerHandle, worker_id: int, message: Fetch | Restart) -> None:
+        try:
+            worker.channel.send(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the worker is gone: receive() finds out why and says so
+        except Exception as error:
+            if isinstance(message, Fetch):
+                error.add_note(f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}")
+            raise
+
+    def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
+        """Wait until the worker has answered, some pipe has room, or some worker has ended."""
+        poller = select.poll()
+        sentinels = {}
+        for worker_id, other in enumerate(self._workers):
+            events = select.POLLIN if other is worker else 0
+            if not other.channel.is_flushed:
+                events |= select.POLLOUT
+            if events:
+                poller.register(other.channel, events)
+            poller.register(other.process.sentinel, select.POLLIN)
+            sentinels[other.process.sentinel] = worker_id
+        wait_s = _WATCH_INTERVAL_S
+        if deadline is not None:
+            wait_s = min(wait_s, deadline - time.monotonic())
+            if wait_s <= 0:
+                raise TimeoutError
+        ready = poller.poll(wait_s * 1000)
+        dead = [sentinels[fd] for fd, _ in ready if fd in sentinels]
+        if dead and not worker.channel.has_message():
+            self._report_death(dead)
+
+    def _report_death(self, dead: list[int]) -> None:
+        messages = []
+        for worker_id in dead:
+            worker = self._workers[worker_id]
+            worker.process.join(_TERMINATE_S)
+            messages.append(_obituary(worker_id, worker))
+        pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
+        self.close()
+        raise WorkerDiedError(
+            f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
+        )
+
+    def close(self) -> None:
+        """Stop the workers and let go of all slots; batches that the caller holds stay valid."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.is_ours:
+            for worker in self._workers:
+                worker.channel.abandon()
+            return
+        for worker in self._workers:
+            worker.channel.close()
+        for limit_s, end in ((_GRACE_S, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
+            deadline = time.monotonic() + limit_s
+            for worker in self._workers:
+                worker.process.join(max(deadline - time.monotonic(), 0.0))
+            if end is not None:
+                for worker in self._workers:
+                    if worker.process.is_alive():
+                        getattr(worker.process, end)()
+        for worker in self._workers:
+            with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
+                worker.process.close()
+        self._workers.clear()
+
+
+def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
+    """How a worker ended, what it was doing, and what is likely to blame."""
+    code = worker.process.exitcode
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+        how = f"worker {worker_id} was killed by {name}"
+        causes = {
+            signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
+            signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
+            signal.SIGTERM: "something outside asked it to end",
+        }
+        cause = causes.get(-code, "native code crashed; its Python stack is on stderr")
+    else:
+        how = f"worker {worker_id} exited with code {code}"
+        cause = (
+            "user code called sys.exit() or os._exit(), or the process could not start: "
+            "see stderr, and check that the script has an `if __name__ == '__main__':` guard"
+        )
+    doing = "It owed no batch."
+    if worker.sent:
+        task = worker.sent[0]
+        doing = f"It was at batch {task.number}, index {_short(task.index)}."
+    return f"{how} ({cause}). {doing} num_workers=0 runs the same code in this process."
+
+
+def _short(index: Any) -> str:
+    text = repr(index)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def load_error(reply: Reply) -> Any:
+    """The ExceptionWrapper that an error reply brings."""
+    if reply.error is None:
+        raise AssertionError("only error replies bring an error")
+    return pickle.loads(reply.error)
+
+
+def _check_start(job: Job, method: str) -> None:
+    """Say clearly what would otherwise fail in another process, or in the middle of a bootstrap."""
+    if getattr(process.current_process(), "_inheriting", False):
+        raise WorkerStartError(
+            "workers were asked for while this process is itself being started. "
+            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
+        )
+    if process.current_process().daemon:
+        # multiprocessing asserts this itself, with less to go on.
+        raise AssertionError("daemonic processes are not allowed to have children")
+    if method == "fork":
+        return
+    main_module = sys.modules.get("__main__")
+    kind = type(job.dataset)
+    if kind.__module__ == "__main__" and getattr(main_module, "__file__", None) is None:
+        raise WorkerStartError(
+            f"the dataset's class {kind.__qualname__} was defined interactively, and workers started with "
+            f"{method!r} cannot import it. Move it to a module file, or use multiprocessing_context='fork'."
+        )
+
+
+def _preload_forkserver() -> None:
+    """Let a fork server that is not running yet import torch once, instead of every worker."""
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+        multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])

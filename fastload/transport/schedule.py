@@ -1,0 +1,66 @@
+"""Which batch goes to which worker, and which batch comes next.
+
+Pure: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
+
+1. Tasks are numbered in the order in which the sampler gave their indices.
+2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch.
+   With all workers active this is worker k mod W, so that each worker's random streams are reproducible.
+3. Batches leave in the order of their tasks.
+4. A worker whose share of an iterable dataset has ended gets no more tasks, and those that it still
+   holds are skipped: each worker answers each of its tasks once, in order, if only to say "ended".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class Schedule:
+    """The order of one epoch.
+
+    Args:
+        num_workers: How many workers there are; all start active.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._active = [True] * num_workers
+        self._cursor = 0
+        self._pending: deque[tuple[int, int]] = deque()
+        self._num_tasks = 0
+
+    def assign(self) -> tuple[int, int] | None:
+        """Number a new task and choose its worker: ``(task, worker)``, or None when no worker is active."""
+        for _ in self._active:
+            worker = self._cursor
+            self._cursor = (worker + 1) % len(self._active)
+            if self._active[worker]:
+                task = self._num_tasks
+                self._num_tasks += 1
+                self._pending.append((task, worker))
+                return task, worker
+        return None
+
+    def head(self) -> tuple[int, int] | None:
+        """The unanswered task whose answer is due next, or None at the end of the epoch."""
+        return self._pending[0] if self._pending else None
+
+    def answer(self) -> tuple[int, int]:
+        """Take the head off: its worker has answered.
+
+        Raises:
+            IndexError: No task is pending.
+        """
+        return self._pending.popleft()
+
+    def is_active(self, worker: int) -> bool:
+        """Whether ``worker`` still gives batches in this epoch."""
+        return self._active[worker]
+
+    def exhaust(self, worker: int) -> None:
+        """Note that ``worker`` has no more samples in this epoch."""
+        self._active[worker] = False
+
+    @property
+    def num_pending(self) -> int:
+        """Tasks assigned and not yet answered."""
+        return len(self._pending)

@@ -1,0 +1,131 @@
+"""Seeds for workers: random, numpy and torch as torch seeds them, and every albumentations pipeline.
+
+Called in worker processes: by our own worker, and by torch's through ``worker_init_fn=seed_worker``.
+
+Rules:
+1. The libraries get torch's own values, bit for bit, so that calling this twice changes nothing.
+2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed``
+   gives every transform a stream of its own with the same seed: two flips with p=0.5 then always agree.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.worker import _generate_state
+
+from fastload.transport.pipelines import attributes, find_pipelines, parts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SeedWorker", "find_pipelines", "seed_libraries", "seed_pipelines", "seed_worker"]
+
+_WORD_BITS = 32  # of numpy's SeedSequence
+
+
+# --- the libraries ---------------------------------------------------------------------------------------
+
+
+def seed_libraries(base_seed: int, worker_id: int) -> int:
+    """Seed random, torch and numpy exactly as torch's own worker does.
+
+    Args:
+        base_seed: What the loader drew when the iterator was made.
+        worker_id: 0 to num_workers - 1.
+
+    Returns:
+        The worker's seed, ``base_seed + worker_id``.
+    """
+    seed = base_seed + worker_id
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(_generate_state(base_seed, worker_id))  # type: ignore[no-untyped-call]
+    return seed
+
+
+# --- the pipelines ---------------------------------------------------------------------------------------
+
+
+def seed_pipelines(root: Any, seed: int) -> int:
+    """Give each albumentations pipeline that ``root`` holds its own stream, drawn from ``seed``.
+
+    The stream depends on ``seed``, on the pipeline's place in `find_pipelines`, and on the seed that the
+    user gave to Compose, if any. All transforms of one pipeline share one pair of generators.
+
+    Returns:
+        How many pipelines were seeded.
+    """
+    pipelines = find_pipelines(root)
+    for ordinal, pipeline in enumerate(pipelines):
+        generator, py_random = _generators(seed, ordinal, attributes(pipeline).get("seed"))
+        # A Compose hands the pair on to its children. Transforms that a transform keeps in an attribute of
+        # its own are known only to us.
+        for transform in parts_of([pipeline]).values():
+            transform.set_random_state(generator, py_random)
+    return len(pipelines)
+
+
+def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Generator, random.Random]:
+    words = [*_words(seed), ordinal]
+    if isinstance(user_seed, (int, np.integer)):  # all that albumentations takes for a seed
+        # The 1 tells seed=0 from no seed: SeedSequence takes trailing zeros for nothing.
+        words += [1, *_words(int(user_seed))]
+    for_numpy, for_python = np.random.SeedSequence(words).spawn(2)
+    state = for_python.generate_state(4, np.uint32).tobytes()
+    return np.random.default_rng(for_numpy), random.Random(int.from_bytes(state, "little"))
+
+
+def _words(seed: int) -> list[int]:
+    """The low and the high 32-bit word; torch's seeds are 64 bits wide."""
+    mask = (1 << _WORD_BITS) - 1
+    return [seed & mask, (seed >> _WORD_BITS) & mask]
+
+
+# --- worker_init_fn --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeedWorker:
+    """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
+
+    Example:
+        ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, in torch's loader or in ours.
+    """
+
+    functions: tuple[Callable[[int], Any], ...] = ()
+
+    def __call__(self, worker_id: int) -> None:
+        """Seed this worker, then call the functions that were added by `then`.
+
+        Raises:
+            RuntimeError: If this process is not a loader's worker.
+        """
+        info = get_worker_info()
+        if info is None:
+            raise RuntimeError(
+                "seed_worker seeds the worker process that calls it, but this is not a worker: pass it to "
+                "the loader, as DataLoader(..., num_workers=2, worker_init_fn=fastload.seed_worker)"
+            )
+        seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
+        seed_pipelines(info.dataset, seed)
+        for function in self.functions:
+            function(worker_id)
+
+    def then(self, function: Callable[[int], Any]) -> SeedWorker:
+        """A ``worker_init_fn`` that seeds first and calls ``function(worker_id)`` last; can be chained.
+
+        Raises:
+            TypeError: If ``function`` cannot be called.
+        """
+        if not callable(function):
+            raise TypeError(f"then() expects a function of the worker's id, got {function!r}")
+        return SeedWorker((*self.functions, function))
+
+
+seed_worker = SeedWorker()

@@ -1,0 +1,141 @@
+"""What every cache promises, as one suite: a subclass says how a cache is made and inherits the tests."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import pickle
+from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fastload.cache.record import decode, encode
+from tests.cache.zoo import Everything, Images, RaggedImages, assert_same
+
+if TYPE_CHECKING:
+    from fastload.cache.protocol import SampleCache
+
+
+def read_all(cache: SampleCache, pipe: Any) -> None:
+    """Run in a child: send what it reads, as records."""
+    pipe.send([encode(cache.get(index)) for index in range(cache.num_samples)])
+    pipe.close()
+
+
+class CacheContract(ABC):
+    """Tests of a cache that holds all samples of a dataset."""
+
+    @abstractmethod
+    def make(self, dataset: Images, tmp_path: Any) -> SampleCache:
+        """A cache that holds every sample of the dataset."""
+
+    @pytest.fixture(params=[Images, RaggedImages, Everything])
+    def dataset(self, request: pytest.FixtureRequest) -> Images:
+        return request.param(12)
+
+    def test_gives_back_what_was_stored(self, dataset: Images, tmp_path: Any) -> None:
+        """Every sample comes back with its types, dtypes, shapes and values."""
+        cache = self.make(dataset, tmp_path)
+
+        for index in range(12):
+            assert_same(cache.get(index), dataset.sample(index))
+
+    def test_arrays_are_read_only(self, dataset: Images, tmp_path: Any) -> None:
+        """What get() returns cannot be written to."""
+        cache = self.make(dataset, tmp_path)
+        sample = cache.get(3)
+        image = sample["image"] if isinstance(sample, dict) else sample[0]
+
+        with pytest.raises(ValueError, match="read-only"):
+            image[0] = 0
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            image.flags.writeable = True
+
+    def test_tensors_are_private(self, tmp_path: Any) -> None:
+        """Writing to a tensor that get() returned changes nothing for the next reader."""
+        dataset = Everything(12)
+        cache = self.make(dataset, tmp_path)
+        cache.get(3)["pair"].image.fill_(-1)
+
+        assert_same(cache.get(3), dataset.sample(3))
+
+    def test_counts(self, dataset: Images, tmp_path: Any) -> None:
+        """A full cache says that it holds every sample, in more than no bytes."""
+        cache = self.make(dataset, tmp_path)
+
+        assert cache.num_samples == cache.num_cached == 12
+        assert cache.nbytes > 0
+
+    def test_samples_outlive_the_cache(self, dataset: Images, tmp_path: Any) -> None:
+        """A sample stays valid after close(), and after the cache object is gone."""
+        cache = self.make(dataset, tmp_path)
+        sample = cache.get(5)
+        cache.close()
+        del cache
+        gc.collect()
+
+        assert_same(sample, dataset.sample(5))
+
+    def test_closed_cache_holds_nothing(self, dataset: Images, tmp_path: Any) -> None:
+        """After close(), repeated or not, nothing is cached and nothing is taken, without an error."""
+        cache = self.make(dataset, tmp_path)
+        cache.close()
+        cache.close()
+
+        assert cache.get(0) is None
+        assert not cache.put(0, dataset.sample(0))
+        assert cache.gather(np.array([0]), np.empty) is None
+
+    def test_deepcopy_shares(self, dataset: Images, tmp_path: Any) -> None:
+        """A deep copy is the same cache."""
+        cache = self.make(dataset, tmp_path)
+
+        assert copy.deepcopy(cache) is cache
+
+    def test_threads_read_at_once(self, dataset: Images, tmp_path: Any) -> None:
+        """Many threads that meet an unopened cache all read what is right."""
+        original = self.make(dataset, tmp_path)
+        cache = pickle.loads(pickle.dumps(original))
+        with ThreadPoolExecutor(4) as pool:
+            samples = list(pool.map(cache.get, list(range(12)) * 8))
+
+        for position, sample in enumerate(samples):
+            if sample is not None:  # a private cache travels empty
+                assert_same(sample, dataset.sample(position % 12))
+
+
+class SharedContract(CacheContract):
+    """Tests of a cache that other processes see."""
+
+    @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+    def test_children_read(self, method: str, tmp_path: Any) -> None:
+        """A child process reads every sample, whether the parent had read before or not."""
+        dataset = Everything(12)
+        cache = self.make(dataset, tmp_path)
+        cache.get(0)
+        context = multiprocessing.get_context(method)
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=read_all, args=(cache, sender))
+        child.start()
+        sender.close()
+        records = receiver.recv()
+        child.join()
+        receiver.close()
+        child.close()
+
+        for index, record in enumerate(records):
+            assert_same(decode(record), dataset.sample(index))
+        assert_same(cache.get(1), dataset.sample(1))
+
+    def test_pickles_as_a_handle(self, tmp_path: Any) -> None:
+        """The pickle of a cache is small and opens the same samples."""
+        dataset = Images(12, shape=(100, 100, 3))
+        cache = self.make(dataset, tmp_path)
+        text = pickle.dumps(cache)
+
+        assert len(text) < 2048
+        assert_same(pickle.loads(text).get(7), dataset.sample(7))

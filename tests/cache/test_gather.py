@@ -1,0 +1,186 @@
+"""gather(): a batch in one go is the batch that torch's default_collate makes sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from fastload.cache.dataset import CachedDataset
+from tests.cache.zoo import (
+    BareImages,
+    Everything,
+    Images,
+    MixedImages,
+    Pair,
+    RaggedImages,
+    Triple,
+    assert_same,
+)
+
+
+class Made(Images):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(20)
+        self.make = make
+
+    def sample(self, index: int) -> Any:
+        return self.make(index)
+
+
+def warmed(dataset: Images) -> CachedDataset:
+    ds = CachedDataset(dataset)
+    for index in range(len(dataset)):
+        ds.view(index)
+    return ds
+
+
+SAMPLES = {
+    "array": lambda i: np.full((2, 3), i, np.uint8),
+    "zero-dim array": lambda i: np.array(i),
+    "empty array": lambda i: np.zeros((0, 2)),
+    "float16": lambda i: np.full(3, i, np.float16),
+    "uint16": lambda i: np.full(3, i, np.uint16),
+    "complex": lambda i: np.full(3, i, np.complex64),
+    "bool array": lambda i: np.array([i % 2 == 0]),
+    "tensor": lambda i: torch.full((2, 3), i),
+    "zero-dim tensor": lambda i: torch.tensor(i),
+    "bfloat16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+    "float8": lambda i: torch.full((2,), i).to(torch.float8_e4m3fn),
+    "int": lambda i: i,
+    "float": lambda i: i / 3,
+    "bool": lambda i: i % 3 == 0,
+    "str": lambda i: f"name {i}",
+    "bytes": lambda i: b"x" * i,
+    "np.str_": lambda i: np.str_(i),
+    "np.float64": lambda i: np.float64(i / 3),
+    "np.float32": lambda i: np.float32(i / 3),
+    "np.int8": lambda i: np.int8(i),
+    "np.int64": lambda i: np.int64(i),
+    "np.uint8": lambda i: np.uint8(i),
+    "np.bool": lambda i: np.bool_(i % 2),
+    "np.complex64": lambda i: np.complex64(i),
+    "tuple": lambda i: (np.full(2, i), i),
+    "list": lambda i: [np.full(2, i), i],
+    "dict": lambda i: {"b": np.full(2, i), "a": {"c": i}},
+    "namedtuple": lambda i: Pair(i, [float(i)]),
+    "untyped namedtuple": lambda i: Triple(i, (i,), {"x": i}),
+    "deep": lambda i: ({"x": [(i, (np.ones(2), "s"))]},),
+    "empty tuple": lambda i: (i, ()),
+    "empty dict": lambda i: {"x": i, "y": {}},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_same_as_default_collate(name: str) -> None:
+    """For every kind of leaf and nest the batch has default_collate's types, dtypes, shapes and values."""
+    ds = warmed(Made(SAMPLES[name]))
+    indices = [3, 0, 19, 7, 7]
+    batch = ds.gather(indices, np.empty)
+
+    assert batch is not None
+    assert_same(batch, default_collate([ds[i] for i in indices]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: None,
+        lambda i: (i, None),
+        lambda i: np.array([f"{i}"]),
+        lambda i: np.array(i, "datetime64[s]"),
+        lambda i: np.datetime64(i, "s"),
+        lambda i: np.full(2, i, ">f4"),
+        lambda i: np.longdouble(i),
+        lambda i: np.zeros(2, [("a", "i4")]),
+    ],
+)
+def test_what_torch_refuses_is_left_to_torch(make: Any) -> None:
+    """Leaves that default_collate raises on give None, so that it can raise."""
+    ds = warmed(Made(make))
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        default_collate([ds[0], ds[1]])
+
+    assert ds.gather([0, 1], np.empty) is None
+
+
+def test_batch_lies_where_it_was_told() -> None:
+    """Numbers and arrays are written into the memory that `allocate` gives, and nowhere else."""
+    given: list[np.ndarray[Any, Any]] = []
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    images, labels = warmed(Images(20)).gather([1, 2, 3], allocate)  # type: ignore[misc]
+
+    assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
+    assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
+
+
+def test_batch_is_private() -> None:
+    """Writing to a batch changes nothing in the cache."""
+    ds = warmed(BareImages(20))
+    ds.gather([1, 2], np.empty).fill_(0)  # type: ignore[union-attr]
+
+    assert_same(ds[1], BareImages(20).sample(1))
+
+
+def test_numpy_indices() -> None:
+    """Indices may be a list or an array of any integer dtype."""
+    ds = warmed(Images(20))
+    for indices in (
+        [1, 2],
+        np.array([1, 2], np.int32),
+        np.array([1, 2], np.uint8),
+        torch.tensor([1, 2]).numpy(),
+    ):
+        assert_same(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
+
+
+@pytest.mark.parametrize("indices", [[], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]])
+def test_odd_indices_are_left_to_the_samples(indices: Any) -> None:
+    """Indices that are not plain and within bounds give None: the way by samples knows what to do."""
+    assert warmed(Images(20)).gather(indices, np.empty) is None
+
+
+def test_missing_sample() -> None:
+    """While a sample of the batch is not cached there is no batch."""
+    ds = CachedDataset(Images(20))
+
+    assert ds.gather([0, 10, 19], np.empty) is not None
+    assert ds.gather([0, 1], np.empty) is None
+
+
+@pytest.mark.parametrize("kind", [RaggedImages, MixedImages])
+def test_ragged_samples(kind: type[Images]) -> None:
+    """A batch with a sample outside the columns is left to the way by samples."""
+    assert warmed(kind(20)).gather([1, 4], np.empty) is None
+
+
+def test_with_a_transform() -> None:
+    """With a transform there is no batch in one go."""
+    ds = warmed(Images(20))
+    ds.transform = lambda sample: sample
+
+    assert ds.gather([0, 1], np.empty) is None
+
+
+def test_other_caches(tmp_path: Any) -> None:
+    """A cache without columns gives None."""
+    ds = CachedDataset(Images(20), cache=f"lmdb:{tmp_path / 'cache'}")
+
+    assert ds.gather([0, 1], np.empty) is None
+
+
+def test_everything() -> None:
+    """A nest with every kind of leaf, gathered in random order, is what default_collate gives."""
+    ds = warmed(Everything(20))
+    order = np.random.RandomState(0).permutation(20)
+
+    assert_same(ds.gather(order, np.empty), default_collate([ds[int(i)] for i in order]))

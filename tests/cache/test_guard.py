@@ -1,0 +1,164 @@
+"""The guard: random datasets are refused, deterministic ones are not, and nothing random is disturbed."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import albumentations as A  # noqa: N812 the name that everyone gives it
+import numpy as np
+import pytest
+import torch
+
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.guard import find_pipelines
+from fastload.cache.nests import first_difference
+from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from tests.cache.zoo import Everything, Images, Pair, RandomImages
+
+
+@pytest.mark.parametrize("way", ["random", "numpy", "torch"])
+def test_random_dataset_is_refused(way: str) -> None:
+    """A coin tossed for each sample, whoever tosses it, is found, with the leaf that it decides."""
+    with pytest.raises(RandomDatasetError, match=r'RandomImages\[0\].*\$\["meta"\]\[1\]') as caught:
+        CachedDataset(RandomImages(way))
+
+    assert "transform=..." in str(caught.value)
+
+
+class Augmented(Images):
+    """Holds its own pipeline, as many datasets do."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__(20)
+        self.inner = {"transform": transform}
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return self.inner["transform"](image=image)["image"], label
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_pipeline_inside_the_dataset_is_refused(p: float) -> None:
+    """A random albumentations pipeline in the dataset is found, although it has generators of its own."""
+    with pytest.raises(RandomDatasetError):
+        CachedDataset(Augmented(A.Compose([A.HorizontalFlip(p=p)])))
+
+
+def test_deterministic_pipeline_is_taken() -> None:
+    """A pipeline that always does the same is no reason to refuse."""
+    CachedDataset(Augmented(A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)])))
+
+
+def test_random_state_is_put_back() -> None:
+    """Construction leaves every generator as it was: random, NumPy's, torch's and albumentations'."""
+    pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
+    dataset = Augmented(pipeline)
+    generators = [pipeline, *pipeline.transforms]
+
+    def states() -> bytes:
+        own = [(g.py_random.getstate(), g.random_generator.bit_generator.state) for g in generators]
+        return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
+
+    before = states()
+    CachedDataset(dataset)
+
+    assert states() == before
+
+
+def test_state_is_put_back_after_a_refusal() -> None:
+    """A dataset that is refused leaves no trace in the generators either."""
+    random.seed(5)
+    before = random.getstate()
+    with pytest.raises(RandomDatasetError):
+        CachedDataset(RandomImages("random"))
+
+    assert random.getstate() == before
+
+
+def test_pipelines_are_found_through_wrappers() -> None:
+    """Pipelines in attributes, containers and wrapped datasets are found, each once."""
+    pipeline = A.Compose([A.HorizontalFlip()])
+    dataset = torch.utils.data.Subset(Augmented(pipeline), [0, 1])  # type: ignore[arg-type, var-annotated]
+
+    assert find_pipelines(dataset) == [pipeline, *pipeline.transforms]
+
+
+class OneBuffer(Images):
+    """Random, and hands out the same memory at every access."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.buffer = np.zeros(4)
+
+    def sample(self, index: int) -> Any:
+        self.buffer[:] = np.random.rand()
+        return self.buffer
+
+
+def test_reused_memory_does_not_hide_randomness() -> None:
+    """A dataset whose second reading overwrites the first is compared with what the first had been."""
+    with pytest.raises(RandomDatasetError, match=r"\$ differs"):
+        CachedDataset(OneBuffer())
+
+
+class Nan(Images):
+    """Always the same, and not a number."""
+
+    def sample(self, index: int) -> Any:
+        return np.full(3, np.nan), float("nan"), torch.full((2,), float("nan"), dtype=torch.bfloat16)
+
+
+def test_nan_equals_nan() -> None:
+    """Samples with NaN are no reason to refuse."""
+    CachedDataset(Nan(3))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "path"),
+    [
+        (1, 1, None),
+        (1, 1.0, "$"),
+        (True, 1, "$"),
+        ([1, 2], (1, 2), "$"),
+        ({"a": 1}, {"b": 1}, '$["a"]'),
+        ({"a": 1, "b": 2}, {"a": 1}, '$["b"]'),
+        ([1], [1, 2], "$[1]"),
+        ((1, [2, {"x": 3}]), (1, [2, {"x": 4}]), '$[1][1]["x"]'),
+        (np.zeros(3), np.zeros(3, np.float32), "$"),
+        (np.zeros((3, 1)), np.zeros((1, 3)), "$"),
+        (np.array([1.0, np.nan]), np.array([1.0, -np.nan]), None),
+        (np.array([1.0, np.nan]), np.array([2.0, np.nan]), "$"),
+        (torch.zeros(2), torch.zeros(2), None),
+        (torch.zeros(2), np.zeros(2, np.float32), "$"),
+        (Pair(1, 2), (1, 2), "$"),
+        ([], (), "$"),
+    ],
+)
+def test_first_difference(one: Any, other: Any, path: str | None) -> None:
+    """Samples are compared by type, dtype, shape and value, and the first leaf that differs is named."""
+    assert first_difference(one, other) == path
+
+
+class Strange(Images):
+    """Returns a set."""
+
+    def sample(self, index: int) -> Any:
+        return {"image": {1, 2}}
+
+
+def test_unsupported_sample_is_found_at_construction() -> None:
+    """What cannot be cached is refused before the first epoch, not in a worker."""
+    with pytest.raises(UnsupportedSampleError, match=r'\$\["image"\]'):
+        CachedDataset(Strange(4))
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 200])
+def test_probing_costs_two_reads(num_samples: int) -> None:
+    """Construction reads each examined sample once, and two of them once more."""
+    dataset = Everything(num_samples)
+    ds = CachedDataset(dataset)
+
+    assert sum(dataset.reads) <= min(3, num_samples) + 2
+    assert ds.cache_info().num_cached == min(3, num_samples)

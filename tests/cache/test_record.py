@@ -1,0 +1,223 @@
+"""Records: every sample comes back, and no damage does more than raise."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections import OrderedDict
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import hypothesis.extra.numpy as npst
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fastload.cache.leaves import TENSOR_DTYPES
+from fastload.cache.record import ALIGNMENT_BYTES, decode, encode
+from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
+from tests.cache.zoo import Pair, Triple, assert_same
+
+_DTYPES = st.one_of(
+    npst.boolean_dtypes(),
+    npst.integer_dtypes(endianness="?"),
+    npst.unsigned_integer_dtypes(endianness="?"),
+    npst.floating_dtypes(endianness="?"),
+    npst.complex_number_dtypes(),
+    npst.datetime64_dtypes(),
+    npst.timedelta64_dtypes(),
+    npst.byte_string_dtypes(min_len=1),
+    npst.unicode_string_dtypes(min_len=1),
+    npst.array_dtypes(npst.integer_dtypes(), min_size=1, max_size=3),
+)
+_ARRAYS = _DTYPES.flatmap(
+    lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4))
+)
+_TENSORS = st.tuples(
+    st.sampled_from([name for name in TENSOR_DTYPES if name != "complex32"]),  # torch warns of it
+    st.lists(st.integers(0, 4), max_size=3),
+).map(lambda made: torch.arange(int(np.prod(made[1]))).reshape(made[1]).to(TENSOR_DTYPES[made[0]]))
+_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
+_LEAVES = st.one_of(
+    _ARRAYS,
+    _TENSORS,
+    _DTYPES.flatmap(npst.from_dtype).filter(lambda value: isinstance(value, np.generic)),
+    st.integers(),
+    st.floats(),
+    st.booleans(),
+    _TEXT,
+    st.binary(),
+    st.none(),
+)
+_SAMPLES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(_TEXT, inner, max_size=4),
+        st.builds(Pair, inner, inner),
+        st.builds(Triple, inner, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(_SAMPLES)
+@settings(deadline=None)
+def test_round_trip(sample: Any) -> None:
+    """Any nest of supported leaves comes back with its exact types, dtypes, shapes and values."""
+    assert_same(decode(encode(sample)), sample)
+
+
+@given(_SAMPLES)
+@settings(deadline=None)
+def test_same_sample_same_bytes(sample: Any) -> None:
+    """A record is a function of the sample, so that two of them can be compared."""
+    assert encode(sample) == encode(sample)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_damage_raises_at_worst(data: st.DataObject) -> None:
+    """A record with any bytes overwritten or cut off is read, or raises a cache error; nothing else."""
+    record = bytearray(encode(data.draw(_SAMPLES)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(0, len(record)))
+    with contextlib.suppress(CacheError):
+        decode(bytes(record[:end]))
+
+
+@pytest.mark.parametrize("name", TENSOR_DTYPES)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_tensor_dtype(name: str) -> None:
+    """Tensors of every dtype come back, also those that NumPy does not know."""
+    tensor = torch.tensor([0, 1, 2]).to(torch.float32).to(TENSOR_DTYPES[name])
+    back = decode(encode(tensor))
+
+    assert back.dtype is tensor.dtype
+    assert bytes(back.untyped_storage()) == bytes(tensor.untyped_storage())
+
+
+def test_arrays_are_views_and_tensors_are_not() -> None:
+    """Arrays view the record without a copy and are read-only; tensors are private and writable."""
+    record = encode((np.arange(6, dtype=np.uint8), torch.zeros(3)))
+    array, tensor = decode(record)
+    address = np.frombuffer(record, np.uint8).__array_interface__["data"][0]
+    tensor += 1
+
+    assert address <= array.__array_interface__["data"][0] < address + len(record)
+    assert not array.flags.writeable
+    assert decode(record)[1].sum() == 0
+
+
+@given(st.lists(_ARRAYS | st.integers(), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=50)
+def test_payloads_are_aligned(sample: list[Any]) -> None:
+    """Every array starts at a multiple of 64 bytes from the record's start."""
+    record = encode(sample)
+    start = np.frombuffer(record, np.uint8).__array_interface__["data"][0]
+    for value in decode(record):
+        if isinstance(value, np.ndarray) and value.size:
+            assert (value.__array_interface__["data"][0] - start) % ALIGNMENT_BYTES == 0
+
+
+def test_strided_values_become_contiguous() -> None:
+    """Arrays and tensors of any strides come back C-contiguous and equal."""
+    array = np.arange(24).reshape(2, 3, 4)
+    back = decode(
+        encode((array.T, array[:, ::-2], np.asfortranarray(array), torch.arange(6).reshape(2, 3).T))
+    )
+
+    assert all(part.flags.c_contiguous for part in back[:3])
+    np.testing.assert_array_equal(back[0], array.T)
+    np.testing.assert_array_equal(back[1], array[:, ::-2])
+    assert torch.equal(back[3], torch.arange(6).reshape(2, 3).T)
+
+
+def test_memory_map_comes_back_as_an_array(tmp_path: Path) -> None:
+    """A memory-mapped array is read: it comes back as a plain one."""
+    array = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,))
+    back = decode(encode(array))
+
+    assert type(back) is np.ndarray
+
+
+class Colour(IntEnum):
+    RED = 1
+
+
+def _local_tuple() -> Any:
+    from typing import NamedTuple
+
+    class Local(NamedTuple):
+        x: int
+
+    return Local(1)
+
+
+@pytest.mark.parametrize(
+    ("sample", "path", "advice"),
+    [
+        ({"image": Image.new("RGB", (2, 2))}, '$["image"]', "numpy.asarray(image)"),
+        ((1, [Image.new("L", (2, 2))]), "$[1][0]", "numpy.asarray(image)"),
+        ([{1, 2}], "$[0]", "plain list"),
+        ({"p": Path("x")}, '$["p"]', "str(path)"),
+        ({1: 2}, "$", "str keys"),
+        (OrderedDict(a=1), "$", "plain dict"),
+        ((Colour.RED,), "$[0]", "plain int"),
+        ([np.array([None])], "$[0]", "numbers"),
+        ([np.ma.masked_array([1])], "$[0]", "numpy.asarray"),
+        ([torch.nn.Parameter(torch.zeros(1))], "$[0]", "plain tensor"),
+        ([torch.zeros(1, requires_grad=True)], "$[0]", "detach()"),
+        ([torch.zeros(1).to_sparse()], "$[0]", "to_dense()"),
+        ([torch.zeros(1, device="meta")], "$[0]", "cpu()"),
+        ([object()], "$[0]", "arrays, tensors"),
+        ([_local_tuple()], "$[0]", "top of a module"),
+    ],
+)
+def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> None:
+    """What cannot be cached raises, naming where it is and what to return instead."""
+    with pytest.raises(UnsupportedSampleError) as caught:
+        encode(sample)
+
+    assert str(caught.value).startswith(f"{path}:")
+    assert advice in str(caught.value)
+
+
+def test_endless_nest_raises() -> None:
+    """A list that holds itself is refused instead of recursing for ever."""
+    endless: list[Any] = []
+    endless.append(endless)
+
+    with pytest.raises(UnsupportedSampleError, match="nested"):
+        encode(endless)
+
+
+def test_unknown_namedtuple_is_not_imported() -> None:
+    """A record that names a class of a module that is not imported raises, and imports nothing."""
+    record = encode(Pair(1, 2)).replace(b"tests.cache.zoo", b"tests.cache.xyz")
+
+    with pytest.raises(CacheError, match=r"import tests\.cache\.xyz"):
+        decode(record)
+
+
+def test_name_of_something_else_is_no_class() -> None:
+    """A record cannot have another object called: only a namedtuple class with these fields is taken."""
+    record = encode(Pair(1, 2)).replace(b'"Pair"', b'"Imag"')
+
+    with pytest.raises(CacheError, match="no such class"):
+        decode(record)
+
+
+def test_other_format_version_is_refused() -> None:
+    """A record of another format version raises."""
+    record = bytearray(encode(1))
+    struct.pack_into("<H", record, 4, 2)
+
+    with pytest.raises(CacheCorruptError, match="no record of format 1"):
+        decode(bytes(record))

@@ -1,0 +1,260 @@
+"""The transform: read-only input, refusals, aliases, and the conventions of albumentations."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import albumentations as A  # noqa: N812 the name that everyone gives it
+import cv2
+import numpy as np
+import pytest
+import torch
+from albumentations.pytorch import ToTensorV2
+
+from fastload.cache.dataset import CachedDataset
+from tests.cache.zoo import BareImages, Images, Pair, assert_same
+
+COMMON = [
+    A.HorizontalFlip(p=1),
+    A.VerticalFlip(p=1),
+    A.RandomRotate90(p=1),
+    A.Transpose(p=1),
+    A.RandomResizedCrop((16, 16)),
+    A.RandomCrop(16, 16),
+    A.CenterCrop(16, 16),
+    A.Resize(20, 20),
+    A.PadIfNeeded(40, 40),
+    A.Affine(rotate=(-20, 20), p=1),
+    A.ColorJitter(p=1),
+    A.RandomBrightnessContrast(p=1),
+    A.HueSaturationValue(p=1),
+    A.GaussianBlur(p=1),
+    A.GaussNoise(p=1),
+    A.CoarseDropout(p=1),
+    A.CLAHE(p=1),
+    A.ToGray(p=1),
+    A.Normalize(),
+    A.ImageCompression(p=1),
+    A.ElasticTransform(p=1),
+    A.GridDistortion(p=1),
+    A.NoOp(),
+    ToTensorV2(),
+]
+
+
+def seed(transform: Any) -> None:
+    transform.set_random_state(np.random.default_rng(7), random.Random(7))
+
+
+@pytest.mark.parametrize("transform", COMMON, ids=lambda transform: type(transform).__name__)
+def test_common_transforms_give_the_same_on_cached_input(transform: Any) -> None:
+    """A common transform gives on cached samples what it gives on plain arrays, again and again."""
+    dataset = Images(6)
+    pipeline = A.Compose([transform])
+    ds = CachedDataset(dataset, pipeline)
+    for index in [0, 1, 2, 3, 4, 5] * 4:  # beyond the trials
+        image, label = dataset.sample(index)
+        seed(pipeline)
+        expected = pipeline(image=image)["image"]
+        seed(pipeline)
+        found = ds[index]
+
+        assert_same(found, (expected, label))
+        if isinstance(found[0], np.ndarray):
+            assert found[0].flags.writeable
+        found[0][:] = 0  # whatever the caller does
+    for index in range(6):
+        assert_same(ds.view(index), dataset.sample(index))
+
+
+def test_input_is_read_only() -> None:
+    """What a transform is given cannot be written to, on a miss as on a hit."""
+    seen: list[bool] = []
+
+    def look(sample: Any) -> Any:
+        seen.append(sample[0].flags.writeable)
+        return 0
+
+    ds = CachedDataset(Images(6), look)
+    for _ in range(20):
+        ds[3]
+
+    assert seen == [False] * 20
+
+
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy, lambda a: torch.from_numpy(a.view())])
+def test_alias_is_copied(index: int, wrap: Any) -> None:
+    """A transform that returns its input, as array or tensor, hands out private memory."""
+    dataset = Images(6)
+    ds = CachedDataset(dataset, lambda sample: {"a": [wrap(sample[0][2:5, ::2])], "label": sample[1]})
+    for _ in range(12):
+        output = ds[index]["a"][0]
+        np.testing.assert_array_equal(np.asarray(output), dataset.sample(index)[0][2:5, ::2])
+        output[:] = 0
+
+    assert_same(ds.view(index), dataset.sample(index))
+
+
+def test_alias_keeps_its_strides() -> None:
+    """A transposed view comes out with the strides that it would have without the cache."""
+    ds = CachedDataset(BareImages(3), lambda image: image.transpose(2, 0, 1))
+
+    assert {ds[1].strides for _ in range(12)} == {(1, 72, 3)}
+
+
+def draw(image: np.ndarray[Any, Any]) -> Any:
+    return cv2.rectangle(image, (1, 1), (5, 5), (255, 0, 0))
+
+
+def add(image: np.ndarray[Any, Any]) -> Any:
+    image += 1
+    return image
+
+
+def add_with_torch(image: np.ndarray[Any, Any]) -> Any:
+    return torch.from_numpy(image).add_(1).numpy().copy()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+@pytest.mark.parametrize("write", [draw, add, add_with_torch])
+def test_writing_transform_gets_copies(write: Any) -> None:
+    """A transform that writes to its input, and would be refused or crash, is given private copies."""
+    dataset = BareImages(6)
+    ds = CachedDataset(dataset, write)
+    for index in list(range(6)) * 5:
+        assert_same(ds[index], write(dataset.sample(index).copy()))
+
+    for index in range(6):
+        assert_same(ds.view(index), dataset.sample(index))
+
+
+def test_refusal_is_remembered() -> None:
+    """A transform that refused once is not offered read-only memory again."""
+    calls: list[bool] = []
+
+    def count(image: Any) -> Any:
+        calls.append(image.flags.writeable)
+        return add(image)
+
+    ds = CachedDataset(BareImages(6), count)
+    for index in range(6):
+        ds[index]
+
+    assert calls == [False] + [True] * 6
+
+
+def test_late_refusal_is_met() -> None:
+    """A transform that writes only now and then is given a copy when it first does."""
+    dataset = BareImages(40)
+    ds = CachedDataset(dataset, lambda image: add(image) if image[0, 0, 0] > 200 else image)
+    for index in range(40):
+        image = dataset.sample(index)
+        assert_same(ds[index], image + 1 if image[0, 0, 0] > 200 else image)
+
+
+def test_other_errors_pass_through() -> None:
+    """An error that says nothing of read-only memory is the user's, and the transform is not run twice."""
+    calls: list[int] = []
+
+    def fail(image: Any) -> Any:
+        calls.append(1)
+        raise ValueError("of my own")
+
+    ds = CachedDataset(BareImages(6), fail)
+    with pytest.raises(ValueError, match="of my own"):
+        ds[0]
+
+    assert len(calls) == 1
+
+
+def test_transform_may_change_the_containers() -> None:
+    """A transform that takes its sample apart before it refuses is given a whole one afterwards."""
+
+    class Dicts(Images):
+        def sample(self, index: int) -> Any:
+            image, label = super().sample(index)
+            return {"image": image, "label": label}
+
+    def take(sample: Any) -> Any:
+        return add(sample.pop("image")), sample.pop("label")
+
+    ds = CachedDataset(Dicts(6), take)
+
+    assert_same(ds[2], (Images(6).sample(2)[0] + 1, 2))
+
+
+# --- conventions -----------------------------------------------------------------------------------------
+
+
+class Shaped(Images):
+    """Gives what it was told to make of image and label."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(4)
+        self.make = make
+
+    def sample(self, index: int) -> Any:
+        return self.make(*super().sample(index))
+
+
+FLIP = A.Compose([A.HorizontalFlip(p=1)])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda image, label: image, lambda image, label: image[:, ::-1]),
+        (lambda image, label: (image, label), lambda image, label: (image[:, ::-1], label)),
+        (lambda image, label: [image, "x"], lambda image, label: [image[:, ::-1], "x"]),
+        (lambda image, label: Pair(image, label), lambda image, label: Pair(image[:, ::-1], label)),
+        (lambda image, label: (image[..., 0], np.zeros(3)), lambda i, label: (i[:, ::-1, 0], np.zeros(3))),
+        (
+            lambda image, label: {"image": image, "mask": image[..., 0], "label": label},
+            lambda image, label: {"image": image[:, ::-1], "mask": image[:, ::-1, 0], "label": label},
+        ),
+    ],
+)
+def test_albumentations_conventions(make: Any, expected: Any) -> None:
+    """An array, a sequence that starts with one and a dict of targets are transformed as documented."""
+    ds = CachedDataset(Shaped(make), FLIP)
+
+    assert_same(ds[1], expected(*Images(4).sample(1)))
+
+
+def test_bare_transform_is_taken() -> None:
+    """A transform without Compose, and a user's subclass of one, follow the same conventions."""
+
+    class Invert(A.ImageOnlyTransform):
+        def apply(self, img: Any, **params: Any) -> Any:
+            return 255 - img
+
+    image, label = Images(4).sample(1)
+
+    assert_same(CachedDataset(Images(4), A.HorizontalFlip(p=1))[1], (image[:, ::-1], label))
+    assert_same(CachedDataset(Images(4), Invert(p=1))[1], (255 - image, label))
+
+
+def test_mask_in_a_tuple_is_refused() -> None:
+    """An array of the image's size beside it would miss the transform: a dict is asked for."""
+    ds = CachedDataset(Shaped(lambda image, label: (image, label, image[..., 0])), FLIP)
+
+    with pytest.raises(TypeError, match=r"element 2 .*\"mask\""):
+        ds[0]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda i, n: n, lambda i, n: (n, i), lambda i, n: (torch.from_numpy(i), n), lambda i, n: ()]
+)
+def test_samples_without_an_image_are_refused(make: Any) -> None:
+    """A sample that albumentations could make nothing of raises, saying what came."""
+    ds = CachedDataset(Shaped(make), FLIP)
+
+    with pytest.raises(TypeError, match="the dataset returned a"):
+        ds[0]
+
+
+def test_any_other_callable_gets_the_sample() -> None:
+    """A function is given the whole sample."""
+    assert CachedDataset(Images(4), lambda sample: ("seen", sample[1]))[3] == ("seen", 3)

@@ -1,0 +1,147 @@
+"""Datasets and comparisons that the cache tests share; importable, so that spawned workers find them."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+Triple = namedtuple("Triple", "a b c")
+
+
+class Images:
+    """`(32 x 24 x 3 uint8 array, int)`, a function of the index; counts its reads.
+
+    Args:
+        num_samples: Its length.
+        shape: Of an image.
+        log: A file that every read is appended to, so that reads of all processes count.
+    """
+
+    def __init__(
+        self, num_samples: int = 20, *, shape: tuple[int, ...] = (32, 24, 3), log: Any = None
+    ) -> None:
+        self.num_samples = num_samples
+        self.shape = shape
+        self.log = log
+        self._own_reads = [0] * num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        self._own_reads[index] += 1
+        if self.log is not None:
+            with open(self.log, "ab", buffering=0) as file:
+                file.write(index.to_bytes(4, "little"))
+        return self.sample(index)
+
+    @property
+    def reads(self) -> list[int]:
+        """How often each sample was read."""
+        if self.log is None:
+            return self._own_reads
+        return np.bincount(np.fromfile(self.log, "<u4"), minlength=self.num_samples).tolist()
+
+    def sample(self, index: int) -> Any:
+        return np.random.RandomState(index).randint(0, 256, self.shape, np.uint8), index
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Images:
+        copy = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+
+class BareImages(Images):
+    """The array alone."""
+
+    def sample(self, index: int) -> Any:
+        return super().sample(index)[0]
+
+
+class RaggedImages(Images):
+    """Every image of another size."""
+
+    def sample(self, index: int) -> Any:
+        shape = (8 + index % 7, 8 + index % 5, 3)
+        return np.random.RandomState(index).randint(0, 256, shape, np.uint8), index
+
+
+class MixedImages(Images):
+    """One size at both ends and in the middle, others in between."""
+
+    def sample(self, index: int) -> Any:
+        odd = index % 3 == 1 and index not in (0, self.num_samples // 2, self.num_samples - 1)
+        shape = (9, 9, 3) if odd else self.shape
+        return np.random.RandomState(index).randint(0, 256, shape, np.uint8), index
+
+
+class Everything(Images):
+    """A nest with every kind of leaf."""
+
+    def sample(self, index: int) -> Any:
+        rng = np.random.RandomState(index)
+        return {
+            "image": rng.randint(0, 256, (4, 5, 3), np.uint8),
+            "pair": Pair(torch.arange(3) + index, rng.rand()),
+            "more": [index % 2 == 0, f"name-{index}", b"\x00" * (index % 9), np.float32(index)],
+            "half": (torch.full((2,), index, dtype=torch.bfloat16), np.int16(index), np.bool_(index % 2)),
+            "zero": np.zeros((0, 3), np.float32),
+            "number": np.array(index),
+        }
+
+
+class RandomImages(Images):
+    """Random in a way that its name says."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(20)
+        self.way = way
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        draws = {
+            "random": lambda: random.random(),
+            "numpy": lambda: np.random.rand(),
+            "torch": lambda: float(torch.rand(1)),
+        }
+        return {"image": image, "meta": [label, draws[self.way]() < 0.5]}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal in type, dtype, shape and value, through all nests; NaN equals NaN."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == np.ascontiguousarray(other).tobytes()
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        contents = [t.clone(memory_format=torch.contiguous_format).untyped_storage() for t in (one, other)]
+        assert bytes(contents[0]) == bytes(contents[1])
+    elif isinstance(one, np.generic):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    else:
+        assert one == other or (one != one and other != other)

@@ -1,0 +1,267 @@
+"""A device without a device: streams are queues whose work runs late, in an order that the test chooses.
+
+Device tensors are CPU tensors over memory that the fake hands out, poisons and uses again as torch's caching
+allocator would. Nothing runs when it is asked for. `advance` runs the next piece of work of one stream, and
+`synchronize` whatever an event needs, no more. So work on two streams that nothing orders can be made to run
+either way round, and memory that came back too early is found in use.
+
+Violations are collected, because much of it is noticed in finalizers, where nothing can be raised:
+
+- a kernel that read a tensor before its copy had run, or after its memory was used again
+- pinned memory that died while a copy from it had not run, or a copy from memory that is not pinned
+- a device tensor that died while a stream that it was not recorded for still had to read it
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import itertools
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+HOST_POISON = 0xA5
+DEVICE_POISON = 0x5A
+
+
+class FakeStream:
+    """Work in order: ("copy", ...), ("read", ...), ("record", event) or ("wait", event)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: collections.deque[tuple[Any, ...]] = collections.deque()
+
+    def __repr__(self) -> str:
+        return f"<stream {self.name}>"
+
+
+class FakeEvent:
+    def __init__(self, stream: FakeStream) -> None:
+        self.stream = stream
+        self.is_done = False
+
+
+class Memory:
+    """A piece of host or device memory; outlives the tensors over it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes = bytearray(num_bytes)
+
+
+@dataclass
+class Block:
+    """Device memory while one tensor, with its views, has it."""
+
+    memory: Memory
+    recorded: set[str] = field(default_factory=set)
+    is_alive: bool = True
+
+
+@dataclass
+class Freed:
+    """Device memory between two tensors: free for use again once these events are done."""
+
+    memory: Memory
+    events: list[FakeEvent]
+
+
+class FakeBackend:
+    """See the module. The consumer's current stream is `current`; set it to move to another."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.violations: list[str] = []
+        self.log: list[str] = []
+        self.streams: list[FakeStream] = []
+        self.current = self._add_stream("main")
+        self.num_copies = 0
+        self.num_pinned_copies = 0
+        self._pinned: dict[int, Memory] = {}  # by address
+        self._blocks: dict[int, Block] = {}  # by address
+        self._free: list[Freed] = []
+        self._side: FakeStream | None = None
+
+    # --- what the prefetcher asks for ---
+
+    def make_stream(self) -> FakeStream:
+        self._side = self._add_stream(f"side {len(self.streams)}")
+        return self._side
+
+    def current_stream(self) -> FakeStream:
+        return self.current
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _address(tensor) in self._pinned:
+            return tensor
+        self.num_pinned_copies += 1
+        return self.pinned(tensor)
+
+    def copy(self, pinned: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+        source = self._pinned.get(_address(pinned))
+        if source is None:
+            self._report("copy from memory that is not pinned")
+            source = Memory(pinned.numel() * pinned.element_size())
+        self.num_copies += 1
+        block = Block(self._allocate(len(source.bytes)))
+        tensor = _tensor_over(block.memory, pinned, lambda: self._free_block(block))
+        self._blocks[_address(tensor)] = block
+        block.memory.bytes[:] = bytes([DEVICE_POISON]) * len(block.memory.bytes)
+        stream.queue.append(("copy", source, block.memory))
+        self.log.append(f"copy on {stream.name}")
+        return tensor
+
+    def move(self, value: Any) -> Any:
+        self.log.append(f"move on {self.current.name}")
+        return value.to(self.device, non_blocking=True)
+
+    def record_event(self, stream: FakeStream) -> FakeEvent:
+        event = FakeEvent(stream)
+        stream.queue.append(("record", event))
+        self.log.append(f"record on {stream.name}")
+        return event
+
+    def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
+        stream.queue.append(("wait", event))
+        self.log.append(f"{stream.name} waits for {event.stream.name}")
+
+    def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self._blocks[_address(tensor)].recorded.add(stream.name)
+        self.log.append(f"recorded for {stream.name}")
+
+    def is_done(self, event: FakeEvent) -> bool:
+        return event.is_done
+
+    def synchronize(self, event: FakeEvent) -> None:
+        while not event.is_done:
+            self._advance_to(event.stream)
+
+    # --- what the test does ---
+
+    def pinned(self, like: torch.Tensor) -> torch.Tensor:
+        """A pinned copy of ``like``, finished on return; its death is watched."""
+        memory = Memory(like.numel() * like.element_size())
+        tensor = _tensor_over(memory, like, lambda: self._free_host(memory))
+        self._pinned[_address(tensor)] = memory
+        tensor.copy_(like)
+        return tensor
+
+    def read(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
+        """Launch a kernel on the consumer's stream that reads ``tensor``; checked when it runs."""
+        base = tensor.untyped_storage().data_ptr()
+        block = self._blocks.get(base)
+        if block is None:
+            self._report("a kernel was given a tensor that is not on the device")
+            return
+        start = tensor.data_ptr() - base
+        content = expected.contiguous().numpy().tobytes()
+        self.current.queue.append(("read", block, start, content))
+
+    def use_stream(self, name: str) -> None:
+        """Make the stream of this name the consumer's current one."""
+        known = {stream.name: stream for stream in self.streams}
+        self.current = known.get(name) or self._add_stream(name)
+
+    def advance(self, stream: FakeStream) -> bool:
+        """Run the next piece of ``stream``'s work; False if there is none or it has to wait."""
+        if not stream.queue:
+            return False
+        kind, *rest = stream.queue[0]
+        if kind == "wait" and not rest[0].is_done:
+            return False
+        stream.queue.popleft()
+        if kind == "record":
+            rest[0].is_done = True
+        elif kind == "copy":
+            source, memory = rest
+            memory.bytes[:] = source.bytes
+        elif kind == "read":
+            block, start, content = rest
+            if bytes(block.memory.bytes[start : start + len(content)]) != content:
+                self._report(f"a kernel on {stream.name} did not read what the batch held")
+        return True
+
+    def drain(self) -> None:
+        """Run everything."""
+        while any([self.advance(stream) for stream in self.streams]):  # noqa: C419  # each gets its turn
+            pass
+
+    @property
+    def num_waiting_copies(self) -> int:
+        return sum(work[0] == "copy" for stream in self.streams for work in stream.queue)
+
+    @property
+    def num_pinned_alive(self) -> int:
+        return len(self._pinned)
+
+    @property
+    def num_device_alive(self) -> int:
+        return len(self._blocks)
+
+    def check(self) -> None:
+        """Run everything, then fail if anything was used without order."""
+        self.drain()
+        assert not any(stream.queue for stream in self.streams), "streams wait for each other for ever"
+        assert self.violations == []
+
+    # --- memory ---
+
+    def _allocate(self, num_bytes: int) -> Memory:
+        for freed in self._free:
+            if len(freed.memory.bytes) == num_bytes and all(event.is_done for event in freed.events):
+                self._free.remove(freed)
+                return freed.memory
+        return Memory(num_bytes)
+
+    def _free_block(self, block: Block) -> None:
+        block.is_alive = False
+        self._blocks = {address: other for address, other in self._blocks.items() if other is not block}
+        for stream in self.streams:
+            reads = any(work[0] == "read" and work[1] is block for work in stream.queue)
+            if reads and stream.name not in block.recorded:
+                self._report(f"a tensor died that {stream.name} has to read and was not recorded for")
+        # As torch does it: an event on each recorded stream at the time of death. Work of the stream that it
+        # was allocated under is in order with the next copy there.
+        events = []
+        for stream in self.streams:
+            if stream.name in block.recorded:
+                events.append(FakeEvent(stream))
+                stream.queue.append(("record", events[-1]))
+        self._free.append(Freed(block.memory, events))
+
+    def _free_host(self, memory: Memory) -> None:
+        self._pinned = {key: other for key, other in self._pinned.items() if other is not memory}
+        if any(work[0] == "copy" and work[1] is memory for stream in self.streams for work in stream.queue):
+            self._report("pinned memory died before the copy from it had run")
+        memory.bytes[:] = bytes([HOST_POISON]) * len(memory.bytes)
+
+    # --- the rest ---
+
+    def _add_stream(self, name: str) -> FakeStream:
+        stream = FakeStream(name)
+        self.streams.append(stream)
+        return stream
+
+    def _advance_to(self, stream: FakeStream) -> None:
+        """Run one piece of ``stream``'s work, and before it what that waits for."""
+        if not self.advance(stream):
+            (kind, event), *_ = itertools.islice(stream.queue, 1)
+            assert kind == "wait"
+            self._advance_to(event.stream)
+
+    def _report(self, what: str) -> None:
+        self.violations.append(what)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensor_over(memory: Memory, like: torch.Tensor, at_death: Any) -> torch.Tensor:
+    """A tensor over ``memory``, of the shape of ``like``; ``at_death`` is called with its last view."""
+    exporter = (ctypes.c_ubyte * len(memory.bytes)).from_buffer(memory.bytes)
+    weakref.finalize(exporter, at_death).atexit = False
+    flat = torch.frombuffer(exporter, dtype=like.dtype)
+    return torch.as_strided(flat, like.shape, torch.empty_like(like, device="meta").stride())

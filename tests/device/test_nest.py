@@ -1,0 +1,228 @@
+"""Nested batches: leaves replaced, everything around them kept."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload.device.nest import map_leaves
+
+
+class Point(NamedTuple):
+    x: Any
+    name: str
+
+
+class Coordinates(tuple):
+    """A tuple of another type."""
+
+
+class Tagged(list):
+    tag = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    image: Any
+    label: str = "cat"
+    seen: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.seen.append("init")
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("image", "unset")
+    image: Any
+    unset: Any
+
+    def __init__(self, image: Any) -> None:
+        self.image = image
+
+
+class Keyed(Mapping):
+    """A mapping that keeps its data in an attribute, which copy.copy would share."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class KeyedByArguments(Keyed):
+    def __init__(self, first: Any, second: Any) -> None:
+        super().__init__({"first": first, "second": second})
+
+
+class Listed(Sequence):
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.parts[index]
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Graph:
+    """Moves itself, as a graph library's batch does."""
+
+    def to(self, device: Any, non_blocking: bool = False) -> Graph:
+        return self
+
+
+class Quantity:
+    """Its ``to`` converts units."""
+
+    def to(self, unit: str) -> Quantity:
+        raise AssertionError("not a device")
+
+
+class Refuses(dict):
+    """Like some model outputs: items may be set, update() may not be called."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("update is not allowed")
+
+
+def doubled(leaf: Any) -> Any:
+    return leaf * 2 if isinstance(leaf, torch.Tensor) else "moved"
+
+
+ONE = torch.tensor([1])
+TWO = torch.tensor([2])
+
+
+def with_default(value: Any) -> Any:
+    return collections.defaultdict(list, a=value)
+
+
+CONTAINERS = {
+    "tensor": lambda x: x,
+    "dict": lambda x: {"a": x, "b": "text"},
+    "ordered dict": lambda x: collections.OrderedDict(b=1, a=x),
+    "defaultdict": with_default,
+    "user dict": lambda x: collections.UserDict({"a": x}),
+    "mapping": lambda x: Keyed({"a": x, "b": 3}),
+    "mapping proxy": lambda x: types.MappingProxyType({"a": x}),
+    "dict that refuses update": lambda x: Refuses(a=x),
+    "list": lambda x: [x, None, 1.5],
+    "user list": lambda x: collections.UserList([x, 2]),
+    "list subclass": lambda x: Tagged([x]),
+    "deque": lambda x: collections.deque([x, 2]),
+    "sequence": lambda x: Listed([x, b"bytes"]),
+    "tuple": lambda x: (x, True),
+    "tuple subclass": lambda x: Coordinates((x, 2)),
+    "namedtuple": lambda x: Point(x, "p"),
+    "dataclass": lambda x: Frozen(x),
+    "dataclass with slots": lambda x: Slotted(x),
+    "nest": lambda x: {"a": [(x, {"b": Point(Frozen(x), "q")})]},
+}
+
+
+def flat(value: Any) -> Any:
+    """The content as plain dicts and lists, for comparison."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {key: flat(part) for key, part in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {f.name: flat(getattr(value, f.name, None)) for f in dataclasses.fields(value)}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [flat(part) for part in value]
+    return value
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
+    """Each container comes back as a new one of its type with new leaves, and the old one is unchanged."""
+    value = make(ONE)
+    mapped = map_leaves(value, doubled)
+
+    assert type(mapped) is type(value)
+    assert flat(mapped) == flat(make(TWO))
+    assert flat(value) == flat(make(ONE))
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS.keys())
+def test_what_does_not_change_is_the_same_object(make: Any) -> None:
+    """A container whose leaves stay comes back itself."""
+    value = make(ONE)
+
+    assert map_leaves(value, lambda leaf: leaf) is value
+    without = make("no tensor")
+    assert map_leaves(without, doubled) is without
+
+
+def test_extras_of_containers_are_kept() -> None:
+    """A default factory, attributes of a list subclass, and what __post_init__ did are all still there."""
+    tagged = Tagged([ONE])
+    tagged.tag = "t"
+
+    assert map_leaves(with_default(ONE), doubled).default_factory is list
+    assert map_leaves(tagged, doubled).tag == "t"
+    assert map_leaves(Frozen(ONE), doubled).seen == ["init"]
+
+
+def test_a_type_made_in_another_way_becomes_a_plain_one() -> None:
+    """As with torch's pin_memory, a mapping whose constructor takes no mapping becomes a dict."""
+    assert flat(map_leaves(KeyedByArguments(ONE, 1), doubled)) == {"first": [2], "second": 1}
+    assert type(map_leaves(KeyedByArguments(ONE, 1), doubled)) is dict
+
+
+def test_objects_with_torchs_to_are_leaves() -> None:
+    """A PackedSequence or a graph moves itself; a ``to`` that means something else is left alone."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
+    quantity, array = Quantity(), np.zeros(2)
+
+    assert map_leaves([packed, Graph()], doubled) == ["moved", "moved"]
+    values = [quantity, array, Graph, "text", {1, 2}]
+    assert map_leaves(values, doubled) is values
+
+
+def test_struct_sequences_of_torch_keep_their_type() -> None:
+    """What torch.max returns is a tuple that is made in a way of its own."""
+    found = torch.max(torch.tensor([[1, 5]]), dim=1)
+    mapped = map_leaves(found, doubled)
+
+    assert type(mapped) is type(found)
+    assert flat(mapped) == [[10], [2]]
+
+
+nests = st.recursive(
+    st.sampled_from([ONE, 1, "a", None]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(nests)
+def test_any_nest_of_lists_and_dicts(value: Any) -> None:
+    """In every nest exactly the tensors are replaced."""
+
+    def expected(part: Any) -> Any:
+        if isinstance(part, list):
+            return [expected(p) for p in part]
+        if isinstance(part, dict):
+            return {key: expected(p) for key, p in part.items()}
+        return [2] if part is ONE else part
+
+    assert flat(map_leaves(value, doubled)) == expected(value)

@@ -1,0 +1,408 @@
+"""The prefetcher on the fake device: order, lifetimes, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from fastload.device import prefetch
+from tests.device.fake import FakeBackend
+from tests.device.loaders import Loader, Stumbles, batch, on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+# --- what comes out ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("length", [0, 1, 2, 7])
+def test_all_batches_come_in_order(length: int, depth: int) -> None:
+    """Every batch comes once, in order, in each epoch, whatever the depth."""
+    fake = FakeBackend()
+    prefetcher = on(fake, Loader(length), depth)
+    for _ in range(2):
+        batches = list(prefetcher)
+        fake.drain()
+
+        assert [int(b[0, 0]) for b in batches] == list(range(length))
+        assert all(torch.equal(b, batch(n)) for n, b in enumerate(batches))
+    fake.check()
+
+
+def test_depth_batches_are_under_way_behind_the_one_handed_out() -> None:
+    """After each next(), ``depth`` more batches were pulled and their copies begun, no more and no fewer."""
+    fake, loader = FakeBackend(), Loader(6)
+    iterator = iter(on(fake, loader, depth=2))
+    pulled = [(loader.num_pulled, fake.num_copies) for _ in iterator]
+
+    assert pulled == [(3, 3), (4, 4), (5, 5), (6, 6), (6, 6), (6, 6)]
+    fake.check()
+
+
+def test_nothing_is_pulled_before_the_first_next() -> None:
+    """iter() alone asks the loader for nothing."""
+    fake, loader = FakeBackend(), Loader(3)
+    iter(on(fake, loader))
+
+    assert loader.num_pulled == fake.num_copies == 0
+
+
+def test_nests_arrive_whole() -> None:
+    """Tensors of a nest are copied, the rest passes through, and the loader's own batch is not changed."""
+    fake = FakeBackend()
+    text, tensor = ["a", "b"], batch(3)
+    source = {"image": tensor, "names": text, "pair": (batch(4), 7), "none": None}
+
+    (result,) = on(fake, [source])
+    fake.drain()
+
+    assert list(result) == ["image", "names", "pair", "none"]
+    assert torch.equal(result["image"], batch(3))
+    assert torch.equal(result["pair"][0], batch(4))
+    assert result["names"] is text
+    assert result["pair"][1:] == (7,)
+    assert source["image"] is tensor
+    assert result["image"] is not tensor
+    fake.check()
+
+
+def test_a_tensor_that_is_there_twice_is_copied_once() -> None:
+    """Two places of one tensor in a batch are one tensor on the device too."""
+    fake, shared = FakeBackend(), batch(1)
+    (result,) = on(fake, [[shared, {"again": shared}]])
+
+    assert result[0] is result[1]["again"]
+    assert fake.num_copies == 1
+    fake.check()
+
+
+def test_strides_are_kept() -> None:
+    """A channels_last batch is channels_last on the device."""
+    fake = FakeBackend()
+    source = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    (result,) = on(fake, [source])
+    fake.drain()
+
+    assert result.stride() == source.stride()
+    assert torch.equal(result, source)
+    fake.check()
+
+
+# --- streams and events -----------------------------------------------------------------------------------
+
+
+def test_the_consumer_waits_for_the_copy_and_is_recorded() -> None:
+    """The order of one batch: copy and event on the side, wait and record_stream on the consumer's stream."""
+    fake = FakeBackend()
+    list(on(fake, [batch(0)]))
+
+    assert fake.log == ["copy on side 1", "record on side 1", "main waits for side 1", "recorded for main"]
+
+
+def test_one_stream_for_life() -> None:
+    """The side stream is made at the first iteration and used by all epochs, abandoned ones included."""
+    fake = FakeBackend()
+    prefetcher = on(fake, Loader(4))
+
+    assert [s.name for s in fake.streams] == ["main"]
+    for _ in range(3):
+        next(iter(prefetcher))
+        list(prefetcher)
+    assert [s.name for s in fake.streams] == ["main", "side 1"]
+    fake.check()
+
+
+def test_the_stream_that_is_current_at_hand_over_is_the_consumers() -> None:
+    """A caller who changes streams between batches gets each one ordered with the stream current then."""
+    fake = FakeBackend()
+    iterator = iter(on(fake, Loader(2)))
+    for name in ("one", "two"):
+        fake.use_stream(name)
+        fake.read(next(iterator), batch({"one": 0, "two": 1}[name]))
+
+    assert [line for line in fake.log if "waits" in line] == ["one waits for side 1", "two waits for side 1"]
+    fake.check()
+
+
+def test_pinned_memory_is_read_in_place() -> None:
+    """Tensors that are pinned already are not copied on the host; others are, once."""
+    fake = FakeBackend()
+    list(on(fake, [fake.pinned(batch(0)), batch(1)]))
+
+    assert fake.num_pinned_copies == 1
+    fake.check()
+
+
+def test_pageable_memory_is_let_go_once_it_is_pinned() -> None:
+    """The loader's own memory, a lent slot for instance, is free again before the batch is even handed out."""
+    fake = FakeBackend()
+    tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def make(number: int) -> torch.Tensor:
+        tensor = batch(number)
+        tensors.append(weakref.ref(tensor))
+        return tensor
+
+    next(iter(on(fake, Loader(9, make), depth=2)))
+
+    assert [tensor() for tensor in tensors] == [None] * 3
+    fake.check()
+
+
+def test_pinned_batches_are_kept_whole_until_their_event() -> None:
+    """Not the tensors alone: the batch around them, which may own the memory, lives until the copy ran."""
+    fake = FakeBackend()
+    owners: list[weakref.ref[Owner]] = []
+
+    class Owner(dict[str, Any]):
+        pass
+
+    def make(number: int) -> Owner:
+        owner = Owner(x=fake.pinned(batch(number)))
+        owners.append(weakref.ref(owner))
+        return owner
+
+    iterator = iter(on(fake, Loader(1, make)))
+    next(iterator)
+    assert owners[0]() is not None
+    fake.drain()
+
+    assert list(iterator) == []
+    assert owners[0]() is None
+    assert fake.num_pinned_alive == 0
+    fake.check()
+
+
+def test_host_memory_that_waits_is_bounded() -> None:
+    """With a device that never gets on by itself, no more than depth + 1 batches wait for their copies."""
+    fake = FakeBackend()
+    most = 0
+    for _ in on(fake, Loader(20), depth=3):
+        most = max(most, fake.num_waiting_copies)
+
+    assert most == 4
+    assert fake.num_waiting_copies == 0
+    fake.check()
+
+
+def test_device_memory_is_not_held() -> None:
+    """The prefetcher keeps no device tensor that it has handed over."""
+    fake = FakeBackend()
+    iterator = iter(on(fake, Loader(10), depth=2))
+    for _ in range(5):
+        next(iterator)
+
+    assert fake.num_device_alive == 2
+    fake.check()
+
+
+# --- leaving early ----------------------------------------------------------------------------------------
+
+
+def test_an_abandoned_iteration_leaves_nothing_pending() -> None:
+    """After break, the copies that were begun are done, and neither host nor device memory is kept."""
+    fake = FakeBackend()
+    for _ in on(fake, Loader(10, lambda n: fake.pinned(batch(n)))):
+        break
+    del _
+    gc.collect()
+
+    assert fake.num_waiting_copies == fake.num_pinned_alive == fake.num_device_alive == 0
+    fake.check()
+
+
+def test_an_abandoned_iteration_lets_the_loaders_iterator_go() -> None:
+    """The loader sees the end of its own iterator, so that it can stop its workers."""
+    ended = []
+
+    def source() -> Iterator[torch.Tensor]:
+        try:
+            yield from (batch(n) for n in range(9))
+        finally:
+            ended.append(True)
+
+    next(iter(on(FakeBackend(), source())))
+    gc.collect()
+
+    assert ended == [True]
+
+
+def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that is not the one that began the copies, dropping the iterator touches no event."""
+    fake = FakeBackend()
+    iterator = iter(on(fake, Loader(3)))
+    next(iterator)
+    monkeypatch.setattr(prefetch.os, "getpid", lambda: -1)
+    del iterator
+
+    assert fake.num_waiting_copies == 3
+
+
+# --- errors -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_comes_out_after_the_batches_before_it() -> None:
+    """The loader's own exception object is raised in its batch's turn, and the iteration can go on."""
+    error = KeyError("three")
+    fake = FakeBackend()
+    iterator = iter(on(fake, Stumbles(6, {3: error})))
+    before = [next(iterator) for _ in range(3)]
+    with pytest.raises(KeyError) as info:
+        next(iterator)
+    after = list(iterator)
+    fake.drain()
+
+    assert info.value is error
+    assert [int(b[0, 0]) for b in before + after] == [0, 1, 2, 4, 5]
+    fake.check()
+
+
+def test_a_generator_that_raised_is_over() -> None:
+    """After an error of a source that cannot go on, the iteration ends."""
+
+    def source() -> Iterator[torch.Tensor]:
+        yield batch(0)
+        raise ValueError("broken file")
+
+    iterator = iter(on(FakeBackend(), source()))
+    next(iterator)
+
+    with pytest.raises(ValueError, match="broken file"):
+        next(iterator)
+    assert list(iterator) == []
+
+
+def test_nothing_is_pulled_past_an_error_before_it_was_raised() -> None:
+    """Whether the loader is asked again after an error is the caller's decision."""
+    loader = Stumbles(6, {1: KeyError(1)})
+    iterator = iter(on(FakeBackend(), loader, depth=4))
+    next(iterator)
+
+    assert next(loader.numbers) == 2
+
+
+def test_an_interrupt_comes_out_at_once() -> None:
+    """KeyboardInterrupt does not wait for its turn, and no batch is lost by it."""
+    fake = FakeBackend()
+    iterator = iter(on(fake, Stumbles(4, {1: KeyboardInterrupt()})))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    batches = list(iterator)
+    fake.drain()
+
+    assert [int(b[0, 0]) for b in batches] == [0, 2, 3]
+    fake.check()
+
+
+def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
+    """When the device refuses a batch's second tensor, the first one's source lives until its copy ran."""
+
+    class Full(FakeBackend):
+        def copy(self, pinned: torch.Tensor, stream: Any) -> torch.Tensor:
+            if self.num_copies == 3:
+                self.num_copies += 1
+                raise torch.cuda.OutOfMemoryError("no room")
+            return super().copy(pinned, stream)
+
+    fake = Full()
+    iterator = iter(on(fake, Loader(4, lambda n: [batch(n), batch(n + 10)])))
+    kept = [next(iterator)]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="no room"):
+        next(iterator)
+    kept += list(iterator)
+    fake.drain()
+
+    assert [int(b[1][0, 0]) for b in kept] == [10, 12, 13]
+    fake.check()
+
+
+def test_a_raised_error_is_not_kept() -> None:
+    """An error that was raised dies with its handler, although its traceback goes through our frames."""
+
+    class Broken(ValueError):
+        pass
+
+    raised: list[weakref.ref[Broken]] = []
+
+    def source() -> Iterator[torch.Tensor]:
+        error = Broken("file")
+        raised.append(weakref.ref(error))
+        try:
+            raise error
+        finally:
+            del error
+        yield
+
+    iterator = iter(on(FakeBackend(), source()))
+    gc.disable()  # a circle would not go without it
+    try:
+        with contextlib.suppress(Broken):
+            next(iterator)
+        alive = raised[0]()
+    finally:
+        gc.enable()
+
+    assert alive is None
+
+
+# --- leaves that are no plain tensors ---------------------------------------------------------------------
+
+
+class Graph:
+    """Moves itself; notes how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, torch.device, bool]:
+        self.asked.append(device)
+        return "moved", device, non_blocking
+
+
+def special_leaves() -> dict[str, Any]:
+    return {
+        "gradient": torch.zeros(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.zeros(2)),
+        "sparse": torch.eye(2).to_sparse(),
+        "subclass": torch.zeros(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+        "elsewhere": torch.zeros(2, device="meta"),
+        "packed": torch.nn.utils.rnn.pack_sequence([torch.zeros(3)]),
+    }
+
+
+@pytest.mark.parametrize("name", special_leaves())
+def test_special_leaves_move_on_the_callers_stream(name: str) -> None:
+    """What is no plain CPU tensor is not copied ahead, but moved by its own ``to`` when it is handed over."""
+
+    class Notes(FakeBackend):
+        def move(self, value: Any) -> Any:
+            super().move(value.to("cpu") if name != "elsewhere" else torch.zeros(2))
+            return f"{type(value).__name__} moved"
+
+    fake, leaf = Notes(), special_leaves()[name]
+    (result,) = on(fake, [{"special": leaf, "plain": batch(1)}])
+
+    assert result["special"] == f"{type(leaf).__name__} moved"
+    assert fake.num_copies == 1
+    assert fake.log[-2:] == ["move on main", "record on main"]
+    fake.check()
+
+
+def test_objects_with_a_to_of_their_own_are_moved_without_blocking() -> None:
+    """``to(device, non_blocking=True)`` is called once, when the batch is handed over."""
+    fake, graph = FakeBackend(), Graph()
+    iterator = iter(on(fake, [batch(0), (graph, batch(1))]))
+    next(iterator)
+    assert graph.asked == []
+    moved, _ = next(iterator)
+
+    assert moved == ("moved", fake.device, True)
+    assert graph.asked == [fake.device]
+    fake.check()

@@ -1,0 +1,147 @@
+"""The prefetcher as the caller sees it: attributes, arguments, and what it does without a device."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from fastload.device import prefetch
+from fastload.device.prefetch import CUDAPrefetcher
+from fastload.errors import DeviceUnavailableError
+from tests.device.loaders import Loader, batch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+# --- the caller's view ------------------------------------------------------------------------------------
+
+
+def test_the_loader_stays_reachable() -> None:
+    """len(), set_epoch and attributes are the loader's; what it lacks is missing here too."""
+    loader = Loader(5)
+    prefetcher = CUDAPrefetcher(loader, device="cpu")
+    prefetcher.set_epoch(3)
+
+    assert len(prefetcher) == 5
+    assert loader.epoch == 3
+    assert prefetcher.loader is loader
+    assert prefetcher.dataset is loader.dataset
+    assert not hasattr(prefetcher, "sampler")
+    assert copy.copy(prefetcher).loader is loader
+
+
+def test_an_iterable_without_length_has_none_here() -> None:
+    """len() raises the TypeError of the iterable, and list() works all the same."""
+    prefetcher = CUDAPrefetcher((n for n in range(3)), device="cpu")
+
+    with pytest.raises(TypeError, match="generator"):
+        len(prefetcher)
+    assert list(prefetcher) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("depth", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_depth_is_checked(depth: Any, error: type[Exception]) -> None:
+    """A depth that is no whole number of batches is refused, with the value."""
+    with pytest.raises(error, match=f"{depth}"):
+        CUDAPrefetcher([], device="cpu", depth=depth)
+
+
+# --- without a device -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make torch say that it was built with CUDA and sees so many devices."""
+
+    def pretend(*, is_built: bool = True, num_devices: int = 0) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+
+    prefetch._say_once.cache_clear()
+    return pretend
+
+
+def test_on_the_cpu_batches_pass_through_untouched() -> None:
+    """device="cpu" hands out the loader's own objects."""
+    batches = [object(), batch(1)]
+
+    assert all(a is b for a, b in zip(CUDAPrefetcher(batches, device="cpu"), batches, strict=True))
+
+
+def test_auto_says_once_why_it_uses_the_cpu(cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Without CUDA, device="auto" passes batches through and logs the reason, once for all prefetchers."""
+    cuda(is_built=False)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        prefetchers = [CUDAPrefetcher([1, 2], device="auto") for _ in range(3)]
+
+    assert [list(p) for p in prefetchers] == [[1, 2]] * 3
+    assert [str(p.device) for p in prefetchers] == ["cpu"] * 3
+    assert len(caplog.records) == 1
+    assert "built without CUDA" in caplog.text
+
+
+def test_auto_uses_cuda_where_there_is_one(cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With a device, "auto" means "cuda" and nothing is said."""
+    cuda(num_devices=1)
+
+    assert CUDAPrefetcher([], device="auto").device == torch.device("cuda")
+    assert caplog.records == []
+
+
+def test_cuda_by_name_without_cuda_in_torch_raises(cuda: Any) -> None:
+    """The error of a CPU build of torch names the build, at construction."""
+    cuda(is_built=False)
+
+    with pytest.raises(DeviceUnavailableError, match="built without CUDA"):
+        CUDAPrefetcher([], device="cuda")
+
+
+def test_cuda_by_name_without_a_visible_device_raises(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names CUDA_VISIBLE_DEVICES and its value."""
+    cuda(num_devices=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+
+    with pytest.raises(DeviceUnavailableError, match="CUDA_VISIBLE_DEVICES='-1'"):
+        CUDAPrefetcher([], device="cuda")
+
+
+@pytest.mark.parametrize("device", ["cuda:2", 2, torch.device("cuda", 2)])
+def test_an_index_that_is_not_there_raises(cuda: Any, device: Any) -> None:
+    """The error tells how many devices there are."""
+    cuda(num_devices=2)
+
+    with pytest.raises(DeviceUnavailableError, match="torch sees 2 CUDA"):
+        CUDAPrefetcher([], device=device)
+
+
+def test_an_index_is_respected(cuda: Any) -> None:
+    """The index that was asked for stays."""
+    cuda(num_devices=2)
+
+    assert CUDAPrefetcher([], device="cuda:1").device == torch.device("cuda:1")
+
+
+def test_other_devices_are_refused() -> None:
+    """A device of a kind that is not supported is named in the error."""
+    with pytest.raises(ValueError, match="'mps'"):
+        CUDAPrefetcher([], device="mps")
+
+
+def test_importing_touches_no_cuda() -> None:
+    """The import alone neither initialises CUDA nor asks for devices."""
+    code = (
+        "import torch; torch.cuda.is_available = torch.cuda.device_count = None; "
+        "import fastload.device.prefetch, sys; sys.exit(torch.cuda.is_initialized())"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

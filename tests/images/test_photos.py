@@ -1,0 +1,90 @@
+"""Claims of benchmarks/photos.py: the same arguments make the same pictures, of the promised size."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from fastload.images.folder import ImageFolder
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "photos.py"
+
+
+@pytest.fixture(scope="module")
+def photos() -> ModuleType:
+    """The script as a module; it is no part of a package."""
+    spec = importlib.util.spec_from_file_location("photos", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["photos"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob("*/*"))}
+
+
+def test_size_and_classes(photos: ModuleType, tmp_path: Path) -> None:
+    """Each source gives one picture here: about 500 x 375 pixels and 60-120 KB, in a folder of its own."""
+    paths = photos.make_photos(tmp_path, 12, classes=12, processes=1)
+
+    folder = ImageFolder(tmp_path)
+    assert [path for path, _ in folder.samples] == [str(path) for path in paths]
+    assert folder.targets == list(range(12))
+    for index, path in enumerate(paths):
+        image, _ = folder[index]
+        assert 60_000 <= path.stat().st_size <= 120_000
+        assert abs(image.shape[0] - 375) <= 15
+        assert abs(image.shape[1] - 500) <= 20
+
+
+def test_deterministic_and_idempotent(photos: ModuleType, tmp_path: Path) -> None:
+    """A second call writes nothing, an interrupted one is completed, and the pictures are the same."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    paths = photos.make_photos(first, 4, classes=2, processes=1)
+    photos.make_photos(second, 4, classes=2, processes=1)
+    times = [path.stat().st_mtime_ns for path in paths]
+
+    photos.make_photos(first, 4, classes=2, processes=1)
+    assert [path.stat().st_mtime_ns for path in paths] == times
+
+    paths[1].unlink()
+    photos.make_photos(first, 4, classes=2, processes=1)
+    assert contents(first) == contents(second)
+
+
+def test_other_arguments(photos: ModuleType, tmp_path: Path) -> None:
+    """Another seed gives other pictures, and a smaller count leaves none of the old ones."""
+    photos.make_photos(tmp_path, 4, classes=2, processes=1)
+    before = contents(tmp_path)
+
+    photos.make_photos(tmp_path, 1, classes=1, seed=1, processes=1)
+
+    after = contents(tmp_path)
+    assert list(after) == ["astronaut/00000.jpg"]
+    assert not set(after.values()) & set(before.values())
+
+
+def test_foreign_folder(photos: ModuleType, tmp_path: Path) -> None:
+    """A folder of somebody else's pictures is left alone."""
+    (tmp_path / "holidays").mkdir()
+
+    with pytest.raises(FileExistsError, match="did not make"):
+        photos.make_photos(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["holidays"]
+
+
+@pytest.mark.parametrize(("count", "classes"), [(1, 2), (10, 0), (100, 13)])
+def test_impossible_numbers(photos: ModuleType, tmp_path: Path, count: int, classes: int) -> None:
+    """More classes than photographs, or than pictures, is refused."""
+    with pytest.raises(ValueError, match="must be"):
+        photos.make_photos(tmp_path / "new", count, classes=classes)

@@ -1,0 +1,272 @@
+"""The search for pipelines: found wherever a dataset holds them, with bounded work and no user code run."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import albumentations as A  # noqa: N812  # the name its own documentation uses
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from fastload.transport import pipelines
+from fastload.transport.pipelines import find_pipelines
+from fastload.transport.seeding import seed_pipelines
+from tests.transport import seeding_zoo as zoo
+
+
+class Slots:
+    __slots__ = ("never_set", "transform")
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+
+class Plain:
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def apply(self, image: Any) -> Any:
+        return self.transform(image=image)
+
+
+class Module(torch.nn.Module):
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+
+@dataclass(frozen=True)
+class Data:
+    transform: Any
+
+
+Named = collections.namedtuple("Named", "path transform")
+on_module = zoo.crop()
+in_module = {"train": zoo.crop()}
+
+
+def uses_global(image: Any) -> Any:
+    return on_module(image=image)
+
+
+class CallsGlobal:
+    def __getitem__(self, index: int) -> Any:
+        def inner() -> Any:
+            return uses_global(None)
+
+        return inner()
+
+
+class CallsGlobalTable:
+    def __getitem__(self, index: int) -> Any:
+        return in_module["train"](image=None)
+
+
+def closure(transform: Any) -> Any:
+    return lambda image: transform(image=image)
+
+
+def default(transform: Any) -> Any:
+    def apply(image: Any, *, transform: Any = transform) -> Any:
+        return transform(image=image)
+
+    return apply
+
+
+def class_with(transform: Any) -> Any:
+    class OnClass:
+        shared = transform
+
+    class Below(OnClass):
+        pass
+
+    return Below()
+
+
+def property_with(transform: Any) -> Any:
+    class WithProperty:
+        @property
+        def pipeline(self) -> Any:
+            return transform
+
+    return WithProperty()
+
+
+def partial_with(transform: Any) -> Any:
+    return functools.partial(print, 3, image={"a": transform})
+
+
+def object_subclass(base: type) -> Any:
+    return type("Own" + base.__name__, (base,), {"__iter__": None})
+
+
+HOLDERS = {
+    "itself": lambda t: t,
+    "attribute": Plain,
+    "slot": Slots,
+    "module": Module,
+    "dataclass": Data,
+    "namedtuple": lambda t: Named("a", t),
+    "dict": lambda t: {"a": t},
+    "list": lambda t: [1, t],
+    "tuple": lambda t: (1, t),
+    "set": lambda t: {t},
+    "frozenset": lambda t: frozenset([t]),
+    "deque": lambda t: collections.deque([t]),
+    "defaultdict": lambda t: collections.defaultdict(list, a=[t]),
+    "list subclass": lambda t: object_subclass(list)([t]),
+    "dict subclass": lambda t: object_subclass(dict)(a=t),
+    "subset": lambda t: Subset(ConcatDataset([Subset(class_with(t), [0])]), [0]),
+    "bound method": lambda t: Plain(t).apply,
+    "partial": partial_with,
+    "closure": closure,
+    "default": default,
+    "class attribute": class_with,
+    "property's own closure": property_with,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS.keys())
+def test_pipelines_are_found_in(holder: Any) -> None:
+    """A pipeline is found in every kind of holder, once, alone and below another object."""
+    transform = zoo.crop()
+
+    assert find_pipelines(holder(transform)) == [transform]
+    assert find_pipelines(Plain([holder(transform), transform])) == [transform]
+
+
+@pytest.mark.parametrize(("user", "pipeline"), [(CallsGlobal(), on_module), (CallsGlobalTable(), in_module)])
+def test_globals_that_methods_name_are_found(user: Any, pipeline: Any) -> None:
+    """Scripts keep the transform in a global; it is found through the functions that name it."""
+    expected = pipeline["train"] if isinstance(pipeline, dict) else pipeline
+
+    assert find_pipelines(user) == [expected]
+
+
+def test_the_outermost_comes_alone_even_if_a_part_is_held_too() -> None:
+    """A transform that belongs to a pipeline is not a pipeline, wherever else the dataset holds it."""
+    outer, parts = zoo.nested()
+
+    assert find_pipelines({"parts": parts, "outer": outer}) == [outer]
+
+
+def test_cycles_end() -> None:
+    """Objects, and transforms, that hold each other in a circle are visited once."""
+    first, second = A.HorizontalFlip(), A.VerticalFlip()
+    first.partner, second.partner = second, first
+    holder = Plain([])
+    holder.transform += [holder, first, second]
+
+    assert find_pipelines(holder) == [first]
+    assert seed_pipelines(holder, 7) == 1
+    assert first.py_random is second.py_random
+
+
+def test_the_order_is_by_distance_then_by_place() -> None:
+    """Pipelines come nearest first, then in the order in which the dataset holds them."""
+    near, left, right = zoo.crop(), zoo.crop(), zoo.crop()
+
+    assert find_pipelines({"deep": [left, right], "near": near}) == [near, left, right]
+
+
+def test_elements_of_sets_come_in_the_order_of_their_classes() -> None:
+    """The order of a set, which differs from run to run, does not decide which pipeline gets which stream."""
+    transforms = [A.VerticalFlip(), A.HorizontalFlip(), A.Transpose(), A.Compose([])]
+    names = [type(found).__name__ for found in find_pipelines(set(transforms))]
+
+    assert names == ["HorizontalFlip", "Transpose", "VerticalFlip", "Compose"]
+
+
+def test_no_code_of_the_users_is_run() -> None:
+    """Objects that raise at every touch are looked through all the same."""
+    transform = zoo.crop()
+
+    assert find_pipelines([zoo.Raises(transform), zoo.Raises(None)]) == [transform]
+
+
+def test_classes_with_a_hostile_metaclass_are_looked_through() -> None:
+    """A metaclass that refuses to be hashed, compared or read does not get into the way."""
+
+    class Meta(type):
+        def __getattribute__(cls, name: str) -> Any:
+            raise ZeroDivisionError("user code was run")
+
+        __eq__ = __hash__ = None  # type: ignore[assignment]
+
+    class Holder(metaclass=Meta):
+        def __init__(self, transform: Any) -> None:
+            self.transform = transform
+
+    transform = zoo.crop()
+
+    assert find_pipelines(Holder(transform)) == [transform]
+
+
+# --- the bound -------------------------------------------------------------------------------------------
+
+
+def count_visits(monkeypatch: pytest.MonkeyPatch, root: Any) -> int:
+    visits = 0
+    visit = pipelines._Search._visit
+
+    def counted(self: Any, value: Any) -> None:
+        nonlocal visits
+        visits += 1
+        visit(self, value)
+
+    monkeypatch.setattr(pipelines._Search, "_visit", counted)
+    find_pipelines(root)
+    return visits
+
+
+def test_a_million_paths_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings and numbers are never visited, whatever their number."""
+    root = {
+        "paths": [f"{i}.jpg" for i in range(1_000_000)],
+        "labels": list(range(1_000_000)),
+        "t": zoo.crop(),
+    }
+
+    assert count_visits(monkeypatch, root) < 100
+
+
+def test_of_a_million_tuples_only_two_chunks_are_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of (path, label) costs one chunk, and one more where the first round found a pipeline."""
+    samples = [("a.jpg", i) for i in range(1_000_000)]
+
+    assert count_visits(monkeypatch, samples) <= pipelines._CHUNK_ELEMENTS + 1
+    assert count_visits(monkeypatch, [samples, zoo.crop()]) <= 2 * pipelines._CHUNK_ELEMENTS + 100
+
+
+def test_datasets_with_a_pipeline_each_are_all_found() -> None:
+    """The rounds go on as long as each brings a new pipeline."""
+    transforms = [A.HorizontalFlip() for _ in range(2_500)]
+
+    assert find_pipelines([Plain(t) for t in transforms]) == transforms
+
+
+def test_a_search_without_end_ends_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The number of objects visited has a limit; reaching it is said, and what was found is returned."""
+    monkeypatch.setattr(pipelines, "_MAX_VISITS", 50)
+    near, far = zoo.crop(), zoo.crop()
+    chain: Any = far
+    for _ in range(100):
+        chain = [chain]
+
+    assert find_pipelines([chain, near]) == [near]
+    assert "ended after 50 objects" in caplog.text
+
+
+def test_albumentations_classes_are_recognised_by_name_and_home() -> None:
+    """A class that only has the name, or only the method, is no pipeline."""
+
+    class BasicTransform:
+        def set_random_state(self, *_: Any) -> None: ...
+
+    assert find_pipelines(BasicTransform()) == []

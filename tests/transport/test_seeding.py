@@ -1,0 +1,321 @@
+"""Seeds: torch's own for the libraries, independent streams for albumentations' pipelines."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import albumentations as A  # noqa: N812  # the name its own documentation uses
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from fastload.transport.seeding import seed_libraries, seed_pipelines, seed_worker
+from tests.transport import seeding_zoo as zoo
+
+NUM_DRAWS = 2_000
+CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed, so no luck is involved
+
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def keep_random_state() -> Any:
+    """Tests that seed the libraries leave this process's streams as they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def load(dataset: Any, method: str, **options: Any) -> list[Any]:
+    generator = torch.Generator().manual_seed(11)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context=method,
+        generator=generator,
+        collate_fn=list,
+        **options,
+    )
+    return list(loader)
+
+
+@functools.cache
+def crops(method: str, *, is_seeded: bool) -> list[tuple[int, int]]:
+    """The samples of `zoo.Crops`; kept, because to spawn workers takes seconds."""
+    return load(zoo.Crops(), method, worker_init_fn=seed_worker if is_seeded else None)
+
+
+def crops_of(worker: int, samples: list[Any]) -> list[int]:
+    return [position for where, position in samples if where == worker]
+
+
+# --- the libraries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worker_id", [0, 3])
+def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
+    """seed_libraries gives the streams of a real torch worker with the same base seed."""
+    workers = worker_id + 1
+    loader = DataLoader(
+        zoo.Draws(),
+        batch_size=None,
+        num_workers=workers,
+        generator=torch.Generator().manual_seed(3),
+        multiprocessing_context="fork",
+    )
+    theirs = list(loader)[worker_id]
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)))
+
+    seed = seed_libraries(base_seed, worker_id)
+
+    assert seed == base_seed + worker_id
+    assert torch.initial_seed() == seed
+    assert theirs == pytest.approx(zoo.Draws()[0], abs=0)
+
+
+def test_albumentations_is_not_imported() -> None:
+    """Neither importing this module nor searching a dataset imports albumentations."""
+    code = (
+        "import sys; from fastload.transport.seeding import find_pipelines; "
+        "assert find_pipelines({'a': [object()]}) == []; sys.exit('albumentations' in sys.modules)"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- in workers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_torchs_loader_repeats_crops_across_workers(method: str) -> None:
+    """The fault that we mend: albumentations 2.0.8 draws the same crops in every worker of torch's loader."""
+    samples = crops(method, is_seeded=False)
+
+    assert crops_of(0, samples) == crops_of(1, samples)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
+    """With seed_worker no crop of one worker is repeated by the other."""
+    samples = crops(method, is_seeded=True)
+
+    assert len(crops_of(0, samples)) == len(crops_of(1, samples)) == 8
+    assert not set(crops_of(0, samples)) & set(crops_of(1, samples))
+
+
+def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> None:
+    """The base seed alone decides the crops, whatever state the parent's pipeline is in."""
+    used = zoo.Crops()
+    zoo.corner(used.transform)
+
+    samples = load(used, "fork", worker_init_fn=seed_worker)
+
+    assert samples == crops("fork", is_seeded=True) == crops("spawn", is_seeded=True)
+
+
+def test_the_parents_pipeline_is_left_as_it_was() -> None:
+    """Seeding in workers changes neither the state nor the identity of the parent's generators."""
+    dataset = zoo.Crops()
+    transform = dataset.transform
+    before = transform.py_random.getstate(), transform.random_generator.bit_generator.state
+    generators = transform.py_random, transform.random_generator
+
+    load(dataset, "fork", worker_init_fn=seed_worker)
+
+    assert (transform.py_random.getstate(), transform.random_generator.bit_generator.state) == before
+    assert transform.py_random is generators[0]
+    assert transform.random_generator is generators[1]
+
+
+def test_torchs_own_streams_are_left_as_torch_seeded_them() -> None:
+    """seed_worker draws nothing: the libraries' streams are those of a worker without it."""
+    assert load(zoo.Draws(), "fork", worker_init_fn=seed_worker) == load(zoo.Draws(), "fork")
+
+
+def test_then_calls_functions_in_order_after_seeding() -> None:
+    """Functions added by then() run in the order given, each with freshly seeded streams before it."""
+    chain = seed_worker.then(zoo.append_zero).then(zoo.append_one)
+
+    (calls,) = load(zoo.Calls(), "fork", worker_init_fn=chain)
+
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(11)))
+    expected = random.Random(base_seed)
+    assert [tuple(call) for call in calls] == [("zero", expected.random()), ("one", expected.random())]
+
+
+def test_then_leaves_the_original_as_it_was() -> None:
+    """then() returns a new function; seed_worker itself keeps calling nothing else."""
+    chain = seed_worker.then(zoo.append_zero)
+
+    assert chain.functions == (zoo.append_zero,)
+    assert seed_worker.functions == ()
+
+
+def test_then_refuses_what_cannot_be_called() -> None:
+    """then() names what it was given when that is not a function."""
+    with pytest.raises(TypeError, match="got 3"):
+        seed_worker.then(3)  # type: ignore[arg-type]
+
+
+def test_pickling_keeps_the_chain() -> None:
+    """seed_worker and chains of it survive pickling, equal by value."""
+    chain = seed_worker.then(zoo.append_zero)
+
+    assert pickle.loads(pickle.dumps(seed_worker)) == seed_worker
+    assert pickle.loads(pickle.dumps(chain)) == chain != seed_worker
+
+
+def test_outside_a_worker_it_says_where_it_belongs() -> None:
+    """Called in the parent, seed_worker raises and tells how it is meant to be used."""
+    with pytest.raises(RuntimeError, match="worker_init_fn=fastload"):
+        seed_worker(0)
+
+
+# --- independence ----------------------------------------------------------------------------------------
+
+
+def flips(pipeline: A.Compose, num_draws: int) -> collections.Counter[tuple[bool, bool]]:
+    """How often each of the four outcomes of a horizontal and a vertical flip came."""
+    image = np.array([[0, 1], [2, 3]], np.uint8)[..., None]
+    outcomes: collections.Counter[tuple[bool, bool]] = collections.Counter()
+    for _ in range(num_draws):
+        top_left = int(pipeline(image=image)["image"][0, 0, 0])
+        outcomes[(top_left in (1, 3), top_left in (2, 3))] += 1
+    return outcomes
+
+
+def chi_square(counts: collections.Counter[tuple[bool, bool]]) -> float:
+    """Against four equally likely outcomes."""
+    expected = counts.total() / 4
+    outcomes = [(a, b) for a in (False, True) for b in (False, True)]
+    return sum((counts[outcome] - expected) ** 2 / expected for outcome in outcomes)
+
+
+def two_flips() -> A.Compose:
+    return A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
+
+
+def test_two_flips_of_one_pipeline_are_independent() -> None:
+    """After seed_pipelines all four outcomes of two p=0.5 flips come equally often."""
+    pipeline = two_flips()
+    seed_pipelines(pipeline, 7)
+
+    assert chi_square(flips(pipeline, NUM_DRAWS)) < CHI_SQUARE_LIMIT
+
+
+def test_two_flips_always_agree_after_set_random_seed() -> None:
+    """Why set_random_seed is not used: in albumentations 2.0.8 it gives both flips the same stream."""
+    pipeline = two_flips()
+    pipeline.set_random_seed(7)
+    outcomes = flips(pipeline, NUM_DRAWS)
+
+    assert outcomes[(True, False)] == outcomes[(False, True)] == 0
+    assert chi_square(outcomes) > 100 * CHI_SQUARE_LIMIT
+
+
+def test_two_pipelines_of_one_dataset_are_independent() -> None:
+    """Pipelines of equal construction in one dataset draw from different streams."""
+    first, second = zoo.crop(), zoo.crop()
+
+    assert seed_pipelines([first, second], 7) == 2
+    assert zoo.corner(first) != zoo.corner(second)
+
+
+# --- what the stream depends on --------------------------------------------------------------------------
+
+
+def stream(seed: int, user_seed: int | None = None) -> list[int]:
+    pipeline = zoo.crop(user_seed)
+    seed_pipelines(pipeline, seed)
+    return [zoo.corner(pipeline) for _ in range(5)]
+
+
+def test_the_same_seed_gives_the_same_stream() -> None:
+    """seed_pipelines is a pure function of its seed, the pipelines and their own seeds, called twice too."""
+    pipeline = zoo.crop(5)
+    seed_pipelines(pipeline, 7)
+    seed_pipelines(pipeline, 7)
+
+    assert [zoo.corner(pipeline) for _ in range(5)] == stream(7, 5) == stream(7, 5)
+
+
+def test_every_seed_gives_another_stream() -> None:
+    """Worker seeds and user seeds are mixed: each pair, None and 0 among them, has its own stream."""
+    seeds = [0, 1, 1 << 32, (1 << 64) - 1]
+    user_seeds = [None, 0, 1, 137, 1 << 32]
+
+    streams = {tuple(stream(seed, user)) for seed in seeds for user in user_seeds}
+
+    assert len(streams) == len(seeds) * len(user_seeds)
+
+
+def test_a_users_seed_still_differs_between_workers() -> None:
+    """Compose(seed=137) decides the stream together with the worker's seed, not instead of it."""
+    alone = zoo.crop(137)
+
+    assert [zoo.corner(alone) for _ in range(5)] not in (stream(0, 137), stream(1, 137))
+    assert stream(0, 137) != stream(1, 137)
+
+
+# --- what a pipeline is made of --------------------------------------------------------------------------
+
+
+class WithInner(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
+    """A user's transform that keeps another one in an attribute, unknown to the Compose around it."""
+
+    def __init__(self) -> None:
+        super().__init__(p=1.0)
+        self.inner = {"of": [two_flips()]}
+
+    def apply(self, img: Any, **params: Any) -> Any:
+        return self.inner["of"][0](image=img)["image"]
+
+
+def test_all_parts_of_a_pipeline_share_one_pair() -> None:
+    """The pair reaches OneOf, Sequential, SomeOf, ReplayCompose, an inner Compose and their transforms."""
+    outer, parts = zoo.nested()
+    seed_pipelines(outer, 7)
+
+    assert all(part.random_generator is outer.random_generator for part in parts)
+    assert all(part.py_random is outer.py_random for part in parts)
+
+
+def test_no_part_keeps_a_generator_elsewhere() -> None:
+    """Of albumentations 2.0.8: it keeps its generators in two attributes only, processors keep none."""
+    outer, parts = zoo.nested()
+    holders = [outer, *parts, *outer.processors.values()]
+    kept = {
+        name
+        for holder in holders
+        for name, value in vars(holder).items()
+        if isinstance(value, (random.Random, np.random.Generator))
+    }
+
+    assert kept == {"random_generator", "py_random"}
+
+
+def test_a_pipeline_inside_a_users_transform_shares_the_pair() -> None:
+    """Transforms that Compose itself does not know of are seeded with the pipeline they belong to."""
+    outer = A.Compose([WithInner()])
+
+    assert seed_pipelines(outer, 7) == 1
+    assert outer[0].inner["of"][0].py_random is outer.py_random
+    assert outer[0].inner["of"][0][1].py_random is outer.py_random
+
+
+def test_a_single_transform_is_seeded() -> None:
+    """A transform outside any Compose is a pipeline of its own."""
+    first, second = A.RandomCrop(8, 8), A.RandomCrop(8, 8)
+
+    assert seed_pipelines({"a": first}, 7) == seed_pipelines({"b": second}, 7) == 1
+    assert zoo.corner(first) == zoo.corner(second)
