@@ -18,7 +18,8 @@ import lmdb
 import torch
 import torch.utils.data
 
-from fastload.cache.lmdb import META_KEY, LMDBCache, Meta, pack_key, pack_meta, pack_value, padded_bytes
+from fastload.cache.lmdb import LMDBCache
+from fastload.cache.lmdb_format import Meta, pack_key, pack_value, write_description
 from fastload.cache.locks import try_lock
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
@@ -32,7 +33,6 @@ _FIRST_MAP_BYTES = 64 << 20  # doubled whenever it is full
 _COMMIT_BYTES = 64 << 20  # records are held this long: a transaction that meets a full map is written again
 _COMMIT_RECORDS = 4096
 _MOST_WORKERS = 16
-_LONGEST_SPEC = 64 << 10  # characters that the description holds in full
 _WORTH_WORKERS = 64  # samples; fewer are decoded before workers have started
 
 
@@ -84,7 +84,7 @@ def check_source(cache: LMDBCache, num_samples: int, first: Any) -> None:
     Raises:
         CacheMismatchError: It was not; says what differs and what to do.
     """
-    expected = _describe(num_samples, 0, _record(first, 0) if num_samples else None)
+    expected = _describe(num_samples, _record(first, 0) if num_samples else None)
     names = {
         "num_samples": "number of samples",
         "spec": "structure of sample 0",
@@ -100,13 +100,10 @@ def check_source(cache: LMDBCache, num_samples: int, first: Any) -> None:
             )
 
 
-def _describe(num_samples: int, longest_bytes: int, first_record: bytes | None) -> Meta:
+def _describe(num_samples: int, first_record: bytes | None) -> Meta:
     if first_record is None:
-        return Meta(num_samples, longest_bytes, None, None)
-    spec = spec_of(first_record).text.decode("ascii")
-    if len(spec) > _LONGEST_SPEC:
-        spec = f"{len(spec)} characters with crc32 {zlib.crc32(spec.encode('ascii'))}"
-    return Meta(num_samples, longest_bytes, spec, zlib.crc32(first_record))
+        return Meta(num_samples, None, None)
+    return Meta(num_samples, spec_of(first_record).text.decode("ascii"), zlib.crc32(first_record))
 
 
 # --- decoding --------------------------------------------------------------------------------------------
@@ -190,11 +187,8 @@ class _Writer:
         )
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
-        self.longest_bytes = 0
-        self.content_bytes = 0  # known when finished
 
     def put(self, key: bytes, value: bytes) -> None:
-        self.longest_bytes = max(self.longest_bytes, len(value))
         self._pending.append((key, value))
         self._pending_bytes += len(value)
         if self._pending_bytes >= _COMMIT_BYTES or len(self._pending) >= _COMMIT_RECORDS:
@@ -213,11 +207,11 @@ class _Writer:
         self._pending.clear()
         self._pending_bytes = 0
 
-    def finish(self) -> None:
-        """Bring everything to the disk."""
+    def finish(self) -> int:
+        """Bring everything into the file; says how many bytes a page has."""
         self._commit()
         self._environment.sync(True)
-        self.content_bytes = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
+        return int(self._environment.stat()["psize"])
 
     def close(self) -> None:
         self._environment.close()
@@ -242,26 +236,14 @@ def _build(dataset: Any, path: str, probed: Mapping[int, Any], num_workers: int 
                 first = record if index == 0 else first
                 writer.put(pack_key(index), pack_value(index, record))
                 progress.advance(len(record))
-            writer.put(META_KEY, pack_meta(_describe(num_samples, writer.longest_bytes, first)))
-            writer.finish()
-        _pad(partial, writer)
+            page_bytes = writer.finish()
+        write_description(partial, _describe(num_samples, first), page_bytes)
         os.rename(partial, path)
         _sync_directory(os.path.dirname(path))
     finally:
         _stop_workers(records)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
-
-
-def _pad(partial: str, writer: _Writer) -> None:
-    """Append what readers may read behind the last page, and bring the file to the disk."""
-    fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        content_bytes = max(writer.content_bytes, os.fstat(fd).st_size)
-        os.truncate(fd, padded_bytes(content_bytes, writer.longest_bytes))
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

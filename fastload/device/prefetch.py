@@ -184,20 +184,18 @@ class _CopiesAhead(Iterator[T]):
             if self._ahead and isinstance(self._ahead[-1], _Failed):
                 return  # whether to go on after an error is the caller's choice
             self._reading.release_done(max_left=self._depth)
-            outcome = self._pull(self._source)
-            if outcome is None:
-                self._source = None
-            else:
-                self._ahead.append(outcome)
+            self._pull(self._source)
 
-    def _pull(self, source: Iterator[T]) -> _Ahead | _Failed | None:
+    def _pull(self, source: Iterator[T]) -> None:
+        # A function of its own, so that no name is left here for the batch, or the error, of last time.
         try:
             batch = next(source)
         except StopIteration:
-            return None
+            self._source = None
         except Exception as error:
-            return _Failed(error)  # raised in its turn
-        return self._start(batch)
+            self._ahead.append(_Failed(error))  # raised in its turn
+        else:
+            self._ahead.append(self._start(batch))
 
     def _start(self, batch: T) -> _Ahead | _Failed:
         ahead = _Ahead(batch)

@@ -141,7 +141,7 @@ def test_pinned_memory_is_read_in_place() -> None:
 
 
 def test_pageable_memory_is_let_go_once_it_is_pinned() -> None:
-    """The loader's own memory, a lent slot for instance, is free again before the batch is even handed out."""
+    """The loader's own memory, a lent slot for instance, is free before the batch is even handed out."""
     fake = FakeBackend()
     tensors: list[weakref.ref[torch.Tensor]] = []
 
@@ -326,13 +326,13 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
 def test_a_raised_error_is_not_kept() -> None:
     """An error that was raised dies with its handler, although its traceback goes through our frames."""
 
-    class Broken(ValueError):
+    class BrokenError(ValueError):
         pass
 
-    raised: list[weakref.ref[Broken]] = []
+    raised: list[weakref.ref[BrokenError]] = []
 
     def source() -> Iterator[torch.Tensor]:
-        error = Broken("file")
+        error = BrokenError("file")
         raised.append(weakref.ref(error))
         try:
             raise error
@@ -343,7 +343,7 @@ def test_a_raised_error_is_not_kept() -> None:
     iterator = iter(on(FakeBackend(), source()))
     gc.disable()  # a circle would not go without it
     try:
-        with contextlib.suppress(Broken):
+        with contextlib.suppress(BrokenError):
             next(iterator)
         alive = raised[0]()
     finally:

@@ -61,7 +61,7 @@ class Consumer:
 @settings(max_examples=200, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Random, depth: int) -> None:
-    """Whoever holds, drops, aliases or delays batches, and however the streams get on, reads what was sent."""
+    """Whoever holds, drops, aliases or delays batches reads what was sent, however the streams get on."""
     fake = FakeBackend()
     Consumer(fake, depth, choices.randrange).run()
     fake.check()

@@ -1,0 +1,205 @@
+"""The prefetcher's contract on a real CUDA device; skipped where there is none."""
+
+from __future__ import annotations
+
+import collections
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from fastload.device.prefetch import CUDAPrefetcher
+from tests.device.loaders import Loader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+LONG_CYCLES = 500_000_000  # a quarter of a second or so of a busy device
+SHORT_CYCLES = 200_000
+
+
+def numbered(number: int) -> torch.Tensor:
+    """``(64, 257) int32``, different in every element and batch."""
+    return torch.arange(64 * 257, dtype=torch.int32).reshape(64, 257) + number * 1_000_003
+
+
+def pinned(number: int) -> torch.Tensor:
+    return numbered(number).pin_memory()
+
+
+@pytest.fixture(autouse=True)
+def finish() -> Iterator[None]:
+    """Each test ends with an idle device."""
+    yield
+    torch.cuda.synchronize()
+
+
+def test_values_types_and_strides_arrive() -> None:
+    """Tensors of a nest are equal to the host's, on the device; everything else is as it was."""
+    image = torch.rand(2, 3, 5, 7).to(memory_format=torch.channels_last)
+    pair = collections.namedtuple("pair", "a b")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    gaps, overlapping = torch.arange(12).reshape(3, 4)[:, ::2], torch.arange(3).expand(4, 3)
+    batch = {
+        "image": image,
+        "pair": pair(torch.tensor(3), "text"),
+        "list": [gaps, overlapping, torch.empty(0, 3), torch.arange(6).reshape(1, 2, 3).permute(0, 2, 1)],
+        "packed": packed,
+        "gradient": torch.ones(2, requires_grad=True),
+    }
+
+    (result,) = CUDAPrefetcher([batch])
+
+    assert result["image"].stride() == image.stride()
+    assert torch.equal(result["image"].cpu(), image)
+    assert type(result["pair"]) is pair
+    assert result["pair"].b == "text"
+    for moved, source in zip(result["list"], batch["list"], strict=True):
+        assert moved.is_cuda
+        assert torch.equal(moved.cpu(), source)
+    assert result["packed"].data.is_cuda
+    assert result["gradient"].grad_fn is not None
+    assert not batch["image"].is_cuda
+
+
+@pytest.mark.parametrize("make", [numbered, pinned])
+@pytest.mark.parametrize("consumer_cycles", [0, SHORT_CYCLES])
+@pytest.mark.slow
+def test_two_thousand_batches_bit_for_bit(make: Any, consumer_cycles: int) -> None:
+    """Fast and slow consumers read every batch as it was sent; the comparison runs on the device."""
+    expected = torch.arange(64 * 257, dtype=torch.int32, device="cuda").reshape(64, 257)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for number, batch in enumerate(CUDAPrefetcher(Loader(2_000, make))):
+        torch.cuda._sleep(consumer_cycles)
+        wrong += (batch != expected + number * 1_000_003).sum()
+
+    assert int(wrong) == 0
+
+
+def test_copies_run_while_the_consumer_computes() -> None:
+    """The next batches' copies end while the consumer's stream is still busy with the current one."""
+    batches = [pinned(number) for number in range(8)]
+    prefetcher = CUDAPrefetcher(batches, depth=2)
+    list(prefetcher)  # allocations, which may wait for the device, are made here
+    torch.cuda.synchronize()
+
+    iterator = iter(prefetcher)
+    next(iterator)
+    torch.cuda._sleep(LONG_CYCLES)
+    busy = torch.cuda.Event()
+    busy.record()
+    next(iterator)
+    prefetcher._stream.synchronize()
+
+    assert not busy.query()
+
+
+def test_the_consumer_waits_for_a_late_copy() -> None:
+    """A kernel launched right after next() reads the whole batch, even if the side stream is held up."""
+    prefetcher = CUDAPrefetcher(Loader(3, pinned), depth=1)
+    iterator = iter(prefetcher)
+    next(iterator)
+    with torch.cuda.stream(prefetcher._stream):
+        torch.cuda._sleep(LONG_CYCLES)
+    results = [batch.clone() for batch in iterator]
+
+    assert [torch.equal(r.cpu(), numbered(n)) for n, r in enumerate(results, start=1)] == [True, True]
+
+
+def test_held_batches_and_aliases_stay_valid() -> None:
+    """Batches, and views of batches that are gone, keep their content through the rest of the epoch."""
+    held, aliases = [], []
+    for number, batch in enumerate(CUDAPrefetcher(Loader(50, pinned))):
+        if number % 5 == 0:
+            held.append((number, batch))
+        aliases.append(batch[3:5])
+        torch.cuda._sleep(SHORT_CYCLES)
+
+    assert all(torch.equal(batch.cpu(), numbered(number)) for number, batch in held)
+    assert all(torch.equal(alias.cpu(), numbered(n)[3:5]) for n, alias in enumerate(aliases))
+
+
+def test_memory_of_a_batch_that_was_dropped_waits_for_its_readers() -> None:
+    """A batch that the caller drops while its kernel is still queued is not written over."""
+    results = []
+    for batch in CUDAPrefetcher(Loader(30, pinned), depth=1):
+        torch.cuda._sleep(10 * SHORT_CYCLES)
+        results.append(batch.sum(dtype=torch.int64))
+        del batch
+
+    assert [int(r) for r in results] == [int(numbered(n).sum(dtype=torch.int64)) for n in range(30)]
+
+
+def test_one_stream_and_flat_memory_over_epochs() -> None:
+    """Each epoch uses the same stream, and reserved memory stops growing after the first."""
+    prefetcher = CUDAPrefetcher(Loader(20, pinned))
+    streams, reserved = set(), []
+    for _ in range(20):
+        for batch in prefetcher:
+            batch.sum()
+        del batch
+        torch.cuda.synchronize()
+        streams.add(prefetcher._stream.cuda_stream)
+        reserved.append(torch.cuda.memory_reserved())
+
+    assert len(streams) == 1
+    assert streams != {torch.cuda.current_stream().cuda_stream}
+    assert len(set(reserved[2:])) == 1
+
+
+def test_the_loop_never_synchronises() -> None:
+    """No operation of an iteration over pinned batches makes the host wait for the device."""
+    iterator = iter(CUDAPrefetcher(Loader(10, pinned)))
+    next(iterator)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        num_batches = sum(1 for _ in iterator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert num_batches == 9
+
+
+def test_an_abandoned_iteration_leaves_nothing_pending() -> None:
+    """After break the side stream is idle, and the device memory of the batches ahead is free."""
+    prefetcher = CUDAPrefetcher(Loader(100, pinned), depth=4)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    for _batch in prefetcher:
+        break
+    del _batch
+    gc.collect()
+
+    assert prefetcher._stream.query()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_the_consumers_stream_may_be_any() -> None:
+    """A loop that runs on a stream of its own reads each batch as it was sent."""
+    stream = torch.cuda.Stream()
+    results = []
+    with torch.cuda.stream(stream):
+        for batch in CUDAPrefetcher(Loader(20, pinned)):
+            torch.cuda._sleep(SHORT_CYCLES)
+            results.append(batch.sum(dtype=torch.int64))
+            del batch
+    stream.synchronize()
+
+    assert [int(r) for r in results] == [int(numbered(n).sum(dtype=torch.int64)) for n in range(20)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_device_than_the_current_one() -> None:
+    """Device "cuda:1" gets the batches, and the caller's current device stays 0."""
+    batches = list(CUDAPrefetcher(Loader(3, pinned), device="cuda:1"))
+
+    assert {str(batch.device) for batch in batches} == {"cuda:1"}
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(batch.cpu(), numbered(n)) for n, batch in enumerate(batches))
