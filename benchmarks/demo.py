@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import albumentations as A  # noqa: N812  the name that its users know
+import albumentations as A
 import matplotlib as mpl
 import psutil
 import torch
@@ -157,7 +157,7 @@ def run_epochs(number: int, setting: Setting, results: Connection) -> None:
                 images += len(labels)
             results.send((images, time.perf_counter() - started))
         results.send(None)
-    except Exception:
+    except Exception:  # noqa: BLE001  # whatever it is, the parent prints it
         results.send(traceback.format_exc())
         raise SystemExit(1) from None
 

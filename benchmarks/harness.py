@@ -134,6 +134,8 @@ def save(name: str, command: str, questions: list[dict[str, Any]]) -> Path:
     """Write the results where the README takes its figures from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"command": command, "machine": machine(), "questions": questions}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({"command": command, "machine": machine(), "questions": questions}, indent=1) + "\n"
+    )
     Console().print(f"written to {path}")
     return path

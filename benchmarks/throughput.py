@@ -81,7 +81,7 @@ def make(cls: Any, dataset: Any, batch_size: int, num_workers: int) -> Any:
 
 
 def make_bulk(dataset: Any, batch_size: int, num_workers: int) -> Any:
-    """torch's loader in the bulk idiom."""
+    """Torch's loader in the bulk idiom."""
     sampler = BatchSampler(RandomSampler(dataset), batch_size, drop_last=False)
     return torch.utils.data.DataLoader(
         dataset, batch_size=None, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0
@@ -107,10 +107,30 @@ def in_memory(side: int, num_images: int, runs: int, targets: tuple[float, float
     for w in WORKERS:
         torch_loader, ours = torch.utils.data.DataLoader, fastload.DataLoader
         rows += [
-            contender(f"torch, {w} workers", "torch", functools.partial(make, torch_loader, source, batch_size, w), num_images),
-            contender(f"torch bulk, {w} workers", "torch bulk", functools.partial(make_bulk, bulk, batch_size, w), num_images),
-            contender(f"fastload, import only, {w} workers", "import", functools.partial(make, ours, source, batch_size, w), num_images),
-            contender(f"fastload, cached, {w} workers", "cached", functools.partial(make, ours, cached, batch_size, w), num_images),
+            contender(
+                f"torch, {w} workers",
+                "torch",
+                functools.partial(make, torch_loader, source, batch_size, w),
+                num_images,
+            ),
+            contender(
+                f"torch bulk, {w} workers",
+                "torch bulk",
+                functools.partial(make_bulk, bulk, batch_size, w),
+                num_images,
+            ),
+            contender(
+                f"fastload, import only, {w} workers",
+                "import",
+                functools.partial(make, ours, source, batch_size, w),
+                num_images,
+            ),
+            contender(
+                f"fastload, cached, {w} workers",
+                "cached",
+                functools.partial(make, ours, cached, batch_size, w),
+                num_images,
+            ),
         ]
     interleave(rows, runs)
     base = best(rows, "torch").median
@@ -119,7 +139,9 @@ def in_memory(side: int, num_images: int, runs: int, targets: tuple[float, float
         "import only / torch": (best(rows, "import").median / base, targets[1]),
         "cached / torch bulk": (best(rows, "cached").median / best(rows, "torch bulk").median, 1.0),
     }
-    return report(f"{side} x {side} x 3 uint8 in memory, batch {batch_size}, shuffled", "images/s", rows, ratios)
+    return report(
+        f"{side} x {side} x 3 uint8 in memory, batch {batch_size}, shuffled", "images/s", rows, ratios
+    )
 
 
 def augmented(kind: str, runs: int, target: float) -> dict[str, Any]:
@@ -134,9 +156,24 @@ def augmented(kind: str, runs: int, target: float) -> dict[str, Any]:
     rows = []
     for w in WORKERS:
         rows += [
-            contender(f"torch, {w} workers", "torch", functools.partial(make, torch.utils.data.DataLoader, source, batch_size, w), num_images),
-            contender(f"fastload, import only, {w} workers", "import", functools.partial(make, fastload.DataLoader, source, batch_size, w), num_images),
-            contender(f"fastload, cached, {w} workers", "cached", functools.partial(make, fastload.DataLoader, cached, batch_size, w), num_images),
+            contender(
+                f"torch, {w} workers",
+                "torch",
+                functools.partial(make, torch.utils.data.DataLoader, source, batch_size, w),
+                num_images,
+            ),
+            contender(
+                f"fastload, import only, {w} workers",
+                "import",
+                functools.partial(make, fastload.DataLoader, source, batch_size, w),
+                num_images,
+            ),
+            contender(
+                f"fastload, cached, {w} workers",
+                "cached",
+                functools.partial(make, fastload.DataLoader, cached, batch_size, w),
+                num_images,
+            ),
         ]
     interleave(rows, runs)
     base = best(rows, "torch").median
@@ -144,7 +181,9 @@ def augmented(kind: str, runs: int, target: float) -> dict[str, Any]:
         "cached / torch": (best(rows, "cached").median / base, target),
         "import only / torch": (best(rows, "import").median / base, 1.0),
     }
-    return report(f"256 x 256 -> RandomResizedCrop(224) + flip, {kind}, batch {batch_size}", "images/s", rows, ratios)
+    return report(
+        f"256 x 256 -> RandomResizedCrop(224) + flip, {kind}, batch {batch_size}", "images/s", rows, ratios
+    )
 
 
 def main() -> None:

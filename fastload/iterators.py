@@ -67,7 +67,7 @@ class LocalIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
-        index = self._next_index()
+        index = self._next_index()  # type: ignore[no-untyped-call]
         self._buffers.begin()
         try:
             batch = self._fetcher.fetch(index)
@@ -106,7 +106,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             collate_fn=self._collate_fn,
             drop_last=self._drop_last,
             worker_init_fn=loader.worker_init_fn,
-            base_seed=self._base_seed,
+            base_seed=int(self._base_seed),
             num_workers=self._num_workers,
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
@@ -131,7 +131,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
         try:
-            index = self._next_index()
+            index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
             return
         assigned = self._schedule.assign()

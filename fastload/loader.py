@@ -112,7 +112,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             in_order=in_order,
         )
         if memory_format not in (None, torch.channels_last):
-            raise ValueError(f"memory_format should be None or torch.channels_last, but got {memory_format!r}")
+            raise ValueError(
+                f"memory_format should be None or torch.channels_last, but got {memory_format!r}"
+            )
         if ring_bytes != "auto":
             budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
         self.memory_format = memory_format
@@ -155,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         return None
 
     def _torch_iterator(self) -> Any:
-        """torch's iterator, with our seeds and our memory format."""
+        """Torch's iterator, with our seeds and our memory format."""
         twin = copy.copy(self)
         if self.memory_format is torch.channels_last:
             twin.collate_fn = functools.partial(_collate_channels_last, self.collate_fn)

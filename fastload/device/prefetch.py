@@ -192,7 +192,7 @@ class _CopiesAhead(Iterator[T]):
             batch = next(source)
         except StopIteration:
             self._source = None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # of any kind, raised when its turn comes
             self._ahead.append(_Failed(error))  # raised in its turn
         else:
             self._ahead.append(self._start(batch))
@@ -216,7 +216,7 @@ class _CopiesAhead(Iterator[T]):
 
         try:
             ahead.batch = map_leaves(batch, start)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # as above
             return _Failed(error)
         finally:
             if reading:  # also after an error: the copies of the first leaves are under way
@@ -321,7 +321,7 @@ class _CUDABackend:
     @staticmethod
     def why_unavailable(index: int | None) -> str | None:
         """Why there is no such device; None if there is. Makes no CUDA context."""
-        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        if not torch.backends.cuda.is_built():
             return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         setting = (
@@ -335,10 +335,10 @@ class _CUDABackend:
         return None
 
     def make_stream(self) -> torch.cuda.Stream:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device)
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
@@ -358,7 +358,7 @@ class _CUDABackend:
         return value.to(self.device, non_blocking=True)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(stream)
         return event
 
@@ -369,7 +369,7 @@ class _CUDABackend:
         tensor.record_stream(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())  # type: ignore[no-untyped-call]
+        return bool(event.query())
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()

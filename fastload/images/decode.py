@@ -144,7 +144,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None) -> npt.NDArray
 def _orientation(image: Image.Image) -> int:
     try:
         tag = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # damaged metadata fails in many ways; the picture is whole and nothing says to turn it
+    except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture itself is whole
         return 1
     return tag if isinstance(tag, int) else 1
 

@@ -338,7 +338,7 @@ def stack_into(arena: Arena) -> None:
 
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
+    """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
     first = batch[0]
     if (
         _slot_arena is None

@@ -17,19 +17,21 @@ import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastload.transport.segment import PAGE_BYTES, populate, round_up
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ALIGNMENT_BYTES = 64  # a cache line, and what torch's own CPU allocator gives
 # A new slot has room for a little more than what is known when it is made: the labels beside the images.
 SLACK_BYTES = 64 * 1024
 
-# Buffers of a loader without workers: the batch in the caller's hands, the next one, and a few in a prefetcher.
+# Buffers of a loader without workers: the caller's batch, the next one, and a few in a prefetcher.
 MAX_BUFFERS = 5
 
 Bytes = npt.NDArray[np.uint8]

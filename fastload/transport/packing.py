@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values are all there is to it: exact type, dense CPU memory, no autograd, no flags."""
+    """Whether its values are all there is to a tensor: exact type, dense on the CPU, no autograd, no flags."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -149,7 +149,7 @@ def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> Le
 
 def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int) -> Leaf | None:
     # As pickle does: an array comes back C-contiguous unless it is Fortran-contiguous.
-    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     offset = 0
     if value.nbytes:
         address = value.ctypes.data

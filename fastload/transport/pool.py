@@ -28,12 +28,13 @@ from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
-from fastload.transport.ring import Ring, Slot
 from fastload.transport.segment import Segment
 from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
+
+    from fastload.transport.ring import Ring, Slot
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
 _GRACE_S = 5.0
@@ -147,6 +148,7 @@ class Pool:
         """The worker's answer to its oldest task; the task's slot is READY.
 
         Args:
+            worker_id: The worker whose answer is due.
             timeout_s: How long to wait; 0 waits for ever.
 
         Raises:
@@ -194,9 +196,13 @@ class Pool:
             task = worker.waiting.popleft()
             task.slot = slot
             worker.sent.append(task)
-            self._send(worker, worker_id, Fetch(task.number, slot.number, slot.memory is not None, task.index))
+            self._send(
+                worker, worker_id, Fetch(task.number, slot.number, slot.memory is not None, task.index)
+            )
         else:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # receive() finds out and says so
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # receive() finds out and says so
                 worker.channel.flush()
 
     def _send(self, worker: _WorkerHandle, worker_id: int, message: Fetch | Restart) -> None:
@@ -206,7 +212,9 @@ class Pool:
             pass  # the worker is gone: receive() finds out why and says so
         except Exception as error:
             if isinstance(message, Fetch):
-                error.add_note(f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}")
+                error.add_note(
+                    f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}"
+                )
             raise
 
     def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
@@ -239,9 +247,7 @@ class Pool:
             messages.append(_obituary(worker_id, worker))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self.close()
-        raise WorkerDiedError(
-            f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
-        )
+        raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
 
     def close(self) -> None:
         """Stop the workers and let go of all slots; batches that the caller holds stay valid."""
@@ -328,6 +334,6 @@ def _check_start(job: Job, method: str) -> None:
 
 def _preload_forkserver() -> None:
     """Let a fork server that is not running yet import torch once, instead of every worker."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
         multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])

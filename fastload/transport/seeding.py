@@ -45,7 +45,7 @@ def seed_libraries(base_seed: int, worker_id: int) -> int:
     seed = base_seed + worker_id
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(_generate_state(base_seed, worker_id))  # type: ignore[no-untyped-call]
+    np.random.seed(_generate_state(base_seed, worker_id))
     return seed
 
 

@@ -146,7 +146,7 @@ def populate(mapping: mmap.mmap) -> None:
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
             raise SegmentError(f"cannot take {len(mapping):,} bytes of shared memory: {error}") from error
-        # EINVAL: a kernel before 5.14. Pages then come one fault at a time, which is slower and no less right.
+        # EINVAL: a kernel before 5.14. Pages then come one fault at a time, slower and no less right.
 
 
 def populate_tables(mapping: mmap.mmap) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import albumentations as A  # noqa: N812 the name that everyone gives it
+import albumentations as A
 import cv2
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ from typing import Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
 
-import albumentations as A  # noqa: N812  # the name its own documentation uses
+import albumentations as A  # the name its own documentation uses
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info

@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import albumentations as A  # noqa: N812  # the name its own documentation uses
+import albumentations as A  # the name its own documentation uses
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-import albumentations as A  # noqa: N812  # the name its own documentation uses
+import albumentations as A  # the name its own documentation uses
 import numpy as np
 import pytest
 import torch

@@ -1,0 +1,71 @@
+"""README snippets and examples run, and say what they say they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py"))
+
+
+def _run(script: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(script)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(tmp_path: Path) -> None:
+    """All Python blocks of the README, in order, are one program whose output is the README's."""
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+
+    done = _run(script, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_holds_its_own_claim(example: Path, tmp_path: Path) -> None:
+    """Each example asserts its claim itself and ends with exit code 0 in 20 seconds on the CPU."""
+    done = _run(example, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_every_figure_of_the_readme_is_in_a_results_file() -> None:
+    """A ratio in the README's table of figures is the rounded one of benchmarks/results/*.json."""
+    results = {}
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for question in json.loads(path.read_text())["questions"]:
+            for name, ratio in question["ratios"].items():
+                results[f"{question['title']}: {name}"] = ratio["value"]
+    section = README.split("## Figures")[1].split("\n## ")[0]
+    claimed = re.findall(r"^\| (.+?) \| (.+?) \| ([\d.]+)x \|$", section, re.MULTILINE)
+
+    assert len(claimed) >= 8
+    for title, name, figure in claimed:
+        decimals = len(figure.partition(".")[2])
+        assert f"{results[f'{title}: {name}']:.{decimals}f}" == figure
+
+
+def test_readme_never_offers_a_strangers_package() -> None:
+    """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
+    assert not re.search(r"pip install .?fastload(?!-torch)", README)
