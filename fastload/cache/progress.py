@@ -9,11 +9,10 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 if TYPE_CHECKING:
     from types import TracebackType
+
+    from rich.progress import Progress
 
 log = logging.getLogger("fastload")
 
@@ -36,6 +35,10 @@ class BuildProgress:
         self._done = 0
         self._bytes = 0
         self._start = self._last = time.monotonic()
+        # Imported by builds alone: it would double the time that `import fastload` adds to torch's.
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if shown and console.is_terminal:

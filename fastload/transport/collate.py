@@ -137,8 +137,10 @@ class _TensorRows:
 class _Kept:
     """A leaf that torch collates: numbers, strings, and everything this file does not know."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_sequence: bool) -> None:
         self._values: list[Any] = []
+        # torch transposes sequences with zip: what it collates there is a tuple, and strings stay one.
+        self._in_sequence = in_sequence
 
     def begin(self) -> None:
         self._values = []
@@ -151,7 +153,7 @@ class _Kept:
 
     def result(self, count: int) -> Any:
         values, self._values = self._values, []
-        return default_collate(values)
+        return default_collate(tuple(values) if self._in_sequence else values)
 
 
 class _DictNode:
@@ -266,18 +268,18 @@ class RowCollate:
             self._root.write(sample, 0)
 
 
-def _compile(sample: Any, batch: _Batch) -> Any:
+def _compile(sample: Any, batch: _Batch, *, in_sequence: bool = False) -> Any:
     """The tree of writers for samples like this one."""
     kind = type(sample)
     if kind is dict:
         return _DictNode({key: _compile(value, batch) for key, value in sample.items()})
     if kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make")):
-        return _SequenceNode(kind, [_compile(part, batch) for part in sample])
+        return _SequenceNode(kind, [_compile(part, batch, in_sequence=True) for part in sample])
     if kind is np.ndarray and _is_row_array(sample, batch):
         return _ArrayRows(batch, sample)
     if kind is torch.Tensor and _is_row_tensor(sample, batch):
         return _TensorRows(batch, sample)
-    return _Kept()
+    return _Kept(in_sequence=in_sequence)
 
 
 def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:

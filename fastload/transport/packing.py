@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its values are all there is to a tensor: exact type, dense on the CPU, no autograd, no flags."""
+    """Whether values are all there is to a tensor: exact type, dense CPU memory, no autograd or flags."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
