@@ -26,8 +26,6 @@ from fastload.transport.segment import Segment
 MESSAGE_BYTES = 4096
 _WHOLE, _IN_SEGMENT = b"w", b"s"
 _MAX_DESCRIPTORS = 2
-_DESCRIPTOR_SPACE = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-_HANG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class Channel:
@@ -84,7 +82,8 @@ class Channel:
         Returns None when there is none yet (parent) or when the other end has gone (both).
         """
         try:
-            data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, _DESCRIPTOR_SPACE)
+            space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+            data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, space)
         except (BlockingIOError, ConnectionResetError):
             return None
         if not data:
@@ -115,7 +114,7 @@ class Channel:
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; messages sent before that may still wait here."""
         poller = select.poll()
-        poller.register(self._socket, _HANG_UP)
+        poller.register(self._socket, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
         return bool(poller.poll(0))
 
     def close(self) -> None:

@@ -153,7 +153,8 @@ class _Kept:
 
     def result(self, count: int) -> Any:
         values, self._values = self._values, []
-        return default_collate(tuple(values) if self._in_sequence else values)
+        collate: Callable[[Any], Any] = default_collate
+        return collate(tuple(values) if self._in_sequence else values)
 
 
 class _DictNode:

@@ -85,8 +85,12 @@ class Memory:
 
 def private_memory(nbytes: int) -> Memory:
     """Anonymous private pages, taken now; a forked child keeps its own copy of what it saw."""
-    mapping = mmap.mmap(-1, round_up(max(nbytes, 1), PAGE_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    populate(mapping)
+    nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        populate(mapping)
+    else:
+        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are taken as they are touched
     return Memory(mapping, shared=False)
 
 

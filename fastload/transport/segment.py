@@ -11,20 +11,23 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import mmap
 import os
+import sys
 from multiprocessing import context, reduction
 from typing import Any
 
 from fastload.errors import SegmentError
 
+try:
+    import fcntl
+except ImportError:  # Windows, where is_supported() is False
+    fcntl = None  # type: ignore[assignment]
+
 PAGE_BYTES = mmap.PAGESIZE
 
 # Not named by Python 3.11's mmap module; values from linux/mman.h (kernel 5.14).
-_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 
@@ -141,15 +144,11 @@ def populate(mapping: mmap.mmap) -> None:
     Raises:
         SegmentError: There is not that much memory (instead of SIGBUS at the first touch).
     """
+    if sys.platform != "linux":
+        return  # pages come one fault at a time, slower and no less right
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
             raise SegmentError(f"cannot take {len(mapping):,} bytes of shared memory: {error}") from error
-        # EINVAL: a kernel before 5.14. Pages then come one fault at a time, slower and no less right.
-
-
-def populate_tables(mapping: mmap.mmap) -> None:
-    """Fill this process's page tables for pages that exist already; a hint that may go unheard."""
-    with contextlib.suppress(OSError):  # EINVAL before kernel 5.14: each page is then mapped when first read
-        mapping.madvise(_MADV_POPULATE_READ)
+        # EINVAL: a kernel before 5.14, which is as above.
