@@ -1,0 +1,54 @@
+"""The README's table of figures, from the results files: so that none is typed by hand.
+
+Command: python benchmarks/figures.py   (rewrites the section "Figures" of README.md in place)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+SHOWN = {
+    "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2:",
+    "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster:",
+}
+
+
+def table() -> str:
+    """The section's text."""
+    lines: list[str] = []
+    for name in SHOWN:
+        results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+        machine = results["machine"]
+        gpu = machine["gpu"] or "no GPU"
+        lines += [
+            f"`{results['command']}` on {machine['cores']} cores ({machine['cpu']}), {gpu}, "
+            f"torch {machine['torch']}, Python {machine['python']}. {SHOWN[name]}",
+            "",
+            "| question | comparison | ratio |",
+            "|---|---|---|",
+        ]
+        for question in results["questions"]:
+            for label, ratio in question["ratios"].items():
+                lines.append(f"| {question['title']} | {label} | {ratio['value']:.2f}x |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    section = f"## Figures\n\n{table()}\n"
+    if "<!-- figures -->" in text:
+        text = text.replace("<!-- figures -->\n\n", section)
+    else:
+        text = re.sub(
+            r"## Figures\n.*?(?=\n## )", lambda _: section.rstrip("\n") + "\n", text, flags=re.DOTALL
+        )
+    readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""Workers that die, parents that die, callers that hold on: always an error or the right batch, never a rest.
+
+Every test here runs under the leak guard of conftest.py: no process, thread, segment or socket remains.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import fastload
+from tests import zoo
+
+METHODS = [
+    "fork",
+    pytest.param("forkserver", marks=pytest.mark.slow),
+    pytest.param("spawn", marks=pytest.mark.slow),
+]
+
+
+def numbered(index: int) -> Any:
+    return np.full((16, 16, 3), index % 251, np.uint8), index
+
+
+def assert_is(batch: Any, indices: range) -> None:
+    images, labels = batch
+    assert labels.tolist() == list(indices)
+    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
+
+
+# --- workers that die ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (zoo.killed, "was killed by SIGKILL .*out-of-memory killer"),
+        (zoo.left, "exited with code 3 .*sys.exit"),
+    ],
+    ids=["killed", "left"],
+)
+def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, how: str, method: str) -> None:
+    """WorkerDiedError (a RuntimeError, as in torch) names worker, cause, batch and index; then it is over."""
+    loader = fastload.DataLoader(zoo.Made(make), 4, num_workers=2, multiprocessing_context=method)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    started_s = time.monotonic()
+
+    with pytest.raises(
+        RuntimeError, match=f"exited unexpectedly: worker 1 {how}.*batch 3, index .12, 13"
+    ) as caught:
+        next(iterator)
+
+    assert time.monotonic() - started_s < 10
+    assert caught.type is fastload.WorkerDiedError
+    assert list(iterator) == []
+
+
+def test_a_worker_killed_from_outside_while_it_is_waited_for_is_noticed() -> None:
+    """The process is watched, so nobody waits for a batch that will not come."""
+    iterator = iter(fastload.DataLoader(zoo.Made(_hangs, 8), 4, num_workers=1))
+    (pid,) = iterator._pool.pids
+    os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
+        next(iterator)
+
+
+def _hangs(index: int) -> Any:
+    signal.pause()
+
+
+# --- parents that die ------------------------------------------------------------------------------------
+
+_PARENT = """
+import os, signal, sys, time
+sys.path[:0] = {path!r}
+import fastload
+from tests import zoo
+from tests.survival.test_survival import _hangs, numbered
+
+if __name__ == "__main__":
+    make = _hangs if {busy} else numbered
+    loader = fastload.DataLoader(zoo.Made(make), 2, num_workers=2, multiprocessing_context={method!r})
+    iterator = iter(loader)
+    if not {busy}:
+        next(iterator)
+    print(*iterator._pool.pids, flush=True)
+    {then}
+"""
+
+
+def _start_parent(tmp_path: Any, *, method: str, busy: bool, then: str) -> subprocess.Popen[str]:
+    script = tmp_path / "parent.py"
+    script.write_text(_PARENT.format(path=sys.path, busy=busy, method=method, then=then))
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("busy", [False, True], ids=["waiting", "busy"])
+def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str, busy: bool) -> None:
+    """SIGKILL of the parent ends its workers, also one that is stuck in user code."""
+    parent = _start_parent(tmp_path, method=method, busy=busy, then="signal.pause()")
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+
+    parent.kill()
+    parent.communicate()
+
+    gone, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10
+    )
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["pass", "sys.exit(0)", "keep = list(iterator)"])
+def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, then: str) -> None:
+    """Exit code 0, nothing on stderr, no worker left."""
+    parent = _start_parent(tmp_path, method="fork", busy=False, then=then)
+    out, err = parent.communicate(timeout=60)
+
+    assert (parent.returncode, err) == (0, "")
+    assert not any(psutil.pid_exists(int(pid)) for pid in out.split())
+
+
+@pytest.mark.slow
+def test_interrupt_from_the_keyboard_ends_all_with_one_traceback(tmp_path: Any) -> None:
+    """SIGINT to the whole group, as a terminal sends it: workers leave without a word."""
+    parent = _start_parent(tmp_path, method="fork", busy=True, then="next(iterator)")
+    assert parent.stdout is not None
+    pids = parent.stdout.readline().split()
+
+    os.killpg(parent.pid, signal.SIGINT)
+    _, err = parent.communicate(timeout=60)
+
+    assert err.count("Traceback") == 1
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
+
+
+@pytest.mark.slow
+def test_a_missing_main_guard_under_spawn_is_explained(tmp_path: Any) -> None:
+    """The error in the parent points to the guard, and the child says so itself."""
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        textwrap.dedent("""
+        import fastload
+        list(fastload.DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn"))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in done.stderr.rstrip().splitlines()[-1]
+    assert "WorkerStartError" in done.stderr
+
+
+# --- forks of the parent ---------------------------------------------------------------------------------
+
+
+def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -> None:
+    """What the child inherited stays as it was while the parent goes on, and its exit disturbs nothing."""
+    iterator = iter(fastload.DataLoader(zoo.Made(numbered, 400), 10, num_workers=2))
+    held = next(iterator)
+    image = held[0].numpy()
+    wake, waker = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.read(wake, 1)
+            as_it_was = bool((image == np.arange(10, dtype=np.uint8)[:, None, None, None]).all())
+            try:
+                next(iterator)
+            except RuntimeError as error:
+                code = 0 if as_it_was and "belongs to the process" in str(error) else 2
+            iterator.close()
+        finally:
+            os._exit(code)
+    del held, image
+    for number, batch in enumerate(iterator, 1):
+        assert_is(batch, range(number * 10, number * 10 + 10))
+    os.write(waker, b".")
+    _, status = os.waitpid(child, 0)
+    os.close(wake)
+    os.close(waker)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# --- callers that hold on --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("ring_bytes", ["auto", 1, "100KB"])
+def test_list_of_a_loader_holds_all_batches_right(num_workers: int, ring_bytes: Any) -> None:
+    """However little memory the ring may take, keeping every batch works."""
+    batches = list(
+        fastload.DataLoader(zoo.Made(numbered, 300), 10, num_workers=num_workers, ring_bytes=ring_bytes)
+    )
+
+    assert len(batches) == 30
+    for number, batch in enumerate(batches):
+        assert_is(batch, range(number * 10, number * 10 + 10))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
+    num_workers: int, seed: int
+) -> None:
+    """A caller that holds, drops, aliases and overwrites batches at random sees only its own doing."""
+    rng = random.Random(seed)
+    held: list[tuple[Any, Any]] = []
+    loader = fastload.DataLoader(zoo.Made(zoo.growing, 160), 4, num_workers=num_workers, ring_bytes="200KB")
+    for number, batch in enumerate(loader):
+        assert batch.flatten(1)[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
+        alias = rng.choice(
+            [batch, batch[1:], batch.numpy(), memoryview(batch.numpy()), batch.untyped_storage()]
+        )
+        if rng.random() < 0.3:
+            batch.fill_(rng.randrange(256))
+        held.append((alias, bytes(_bytes_of(alias))))
+        del batch, alias
+        while held and rng.random() < 0.4:
+            held.pop(rng.randrange(len(held)))
+        for kept, content in held:
+            assert bytes(_bytes_of(kept)) == content
+
+
+def _bytes_of(alias: Any) -> bytes:
+    if isinstance(alias, torch.UntypedStorage):
+        return torch.tensor([], dtype=torch.uint8).set_(alias).numpy().tobytes()[:64]
+    return np.asarray(alias).tobytes()
+
+
+def test_two_iterators_over_one_loader_go_side_by_side() -> None:
+    """Each has its own workers and slots."""
+    loader = fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=2)
+
+    for number, (one, other) in enumerate(zip(loader, loader, strict=True)):
+        assert_is(one, range(number * 10, number * 10 + 10))
+        assert_is(other, range(number * 10, number * 10 + 10))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
+    """The loader starts anew afterwards, also with persistent workers that were ahead."""
+    loader = fastload.DataLoader(
+        zoo.Made(numbered, 60), 10, num_workers=num_workers, persistent_workers=num_workers > 0
+    )
+    for _ in loader:
+        break
+    with pytest.raises(ZeroDivisionError):
+        for _ in loader:
+            raise ZeroDivisionError
+
+    for number, batch in enumerate(loader):
+        assert_is(batch, range(number * 10, number * 10 + 10))
+    loader.close()
+
+
+# --- sizes -----------------------------------------------------------------------------------------------
+
+
+def _long_error(index: int) -> Any:
+    raise ValueError("y" * 1_000_000)
+
+
+def test_messages_of_a_megabyte_travel_both_ways() -> None:
+    """Index lists and error texts beyond the pipe's 4 KB go through segments; nobody waits for anybody."""
+    indices = [list(range(20)) * 10_000 for _ in range(4)]
+
+    lengths = [len(batch) for batch in fastload.DataLoader(range(20), batch_sampler=indices, num_workers=2)]
+    errors = []
+    iterator = iter(fastload.DataLoader(zoo.Made(_long_error, 4), num_workers=2))
+    for _ in range(4):
+        with pytest.raises(ValueError, match="yyy") as caught:
+            next(iterator)
+        errors.append(len(str(caught.value)))
+
+    assert lengths == [200_000] * 4
+    assert min(errors) > 1_000_000
+
+
+def test_prefetching_a_thousand_batches_blocks_nobody() -> None:
+    """More messages than a socket holds wait in the parent's outbox."""
+    loader = fastload.DataLoader(zoo.Made(numbered, 2000), num_workers=2, prefetch_factor=500)
+
+    assert [int(labels) for _, labels in loader] == list(range(2000))
+
+
+def test_a_timeout_is_torchs_error() -> None:
+    """RuntimeError after `timeout` seconds, in torch's words."""
+    loader = fastload.DataLoader(zoo.Made(_hangs, 2), num_workers=1, timeout=0.2)
+    iterator = iter(loader)
+
+    with pytest.raises(RuntimeError, match="DataLoader timed out after 0.2 seconds"):
+        next(iterator)
+
+    os.kill(iterator._pool.pids[0], signal.SIGKILL)  # or it would be waited for
+
+
+_TINY_SHM = """
+import os, sys
+sys.path[:0] = {path!r}
+import numpy as np, fastload
+from tests import zoo
+from tests.survival.test_survival import numbered
+size = os.statvfs("/dev/shm")
+assert size.f_blocks * size.f_frsize == 1 << 20, size
+def large(index):
+    return np.full((512, 512, 3), index, np.uint8)
+batches = list(fastload.DataLoader(zoo.Made(large, 32), 8, num_workers=2))
+assert [int(batch[0, 0, 0, 0]) for batch in batches] == [0, 8, 16, 24]
+mixed = list(fastload.DataLoader(zoo.Made(zoo.image, 4000), 2000, num_workers=2, collate_fn=zoo.mixed_up))
+assert len(mixed) == 2
+assert os.listdir("/dev/shm") == []
+print("fine")
+"""
+
+
+@pytest.mark.slow
+def test_dev_shm_of_one_megabyte_is_enough(tmp_path: Any) -> None:
+    """Nothing of ours is on /dev/shm, also when a custom collate function calls torch's."""
+    script = tmp_path / "tiny.py"
+    script.write_text(_TINY_SHM.format(path=sys.path))
+    command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {script}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False
+    )
+    if "unshare failed" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+# --- close -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_close_ends_an_open_iterator_and_the_loader_lives_on(num_workers: int) -> None:
+    """LoaderClosedError from the old iterator; a batch in hand stays right; a new epoch starts."""
+    with fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        held = next(iterator)
+    loader.close()
+
+    with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
+        next(iterator)
+    assert_is(held, range(10))
+    assert len(list(loader)) == 6
+
+
+def test_a_loader_in_a_cycle_is_collected_with_its_workers() -> None:
+    """Nobody needs to call close()."""
+    loader: Any = fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=2, persistent_workers=True)
+    next(iter(loader))
+    pids = loader._iterator._pool.pids
+    cycle = [loader]
+    cycle.append(cycle)
+
+    del loader, cycle
+    gc.collect()
+
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,175 @@
+"""Datasets, samplers and misbehaviours that started workers import."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+class Made(Dataset):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Any, size: int = 23) -> None:
+        self.make = make
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+class Bulk(Made):
+    """The same through __getitems__."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self.make(index) for index in indices]
+
+
+class OneBuffer(Dataset):
+    """Gives the same array each time, with other values."""
+
+    def __init__(self) -> None:
+        self.buffer = np.zeros((4, 4, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        self.buffer[:] = index
+        return self.buffer
+
+
+class Stream(IterableDataset):
+    """An iterable dataset, sharded or not, of which each worker may have another share."""
+
+    def __init__(
+        self, size: int = 20, *, sharded: bool = False, uneven: bool = False, claimed: int = -1
+    ) -> None:
+        self.size = size
+        self.sharded = sharded
+        self.uneven = uneven
+        if claimed >= 0:
+            self.__class__ = _claiming(claimed)
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        step = num_workers if self.sharded else 1
+        first = worker if self.sharded else 0
+        size = self.size // (worker + 1) if self.uneven else self.size
+        for number in range(first, size, step):
+            yield np.full((3, 3), number, np.float32), number, random.random()
+
+
+@functools.cache
+def _claiming(claimed: int) -> type[Stream]:
+    return type("Claiming", (Stream,), {"__len__": lambda self: claimed})
+
+
+class OddError(Exception):
+    """An exception whose constructor takes several arguments."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def image(index: int) -> Any:
+    return np.random.default_rng(index).integers(0, 256, (8, 8, 3), dtype=np.uint8), index
+
+
+def draws(index: int) -> Any:
+    """What user code draws from the global generators."""
+    return {"r": random.random(), "n": np.random.rand(2), "t": torch.rand(3), "i": index}
+
+
+def raises(index: int) -> Any:
+    errors: dict[int, Any] = {5: ValueError("five"), 9: KeyError("nine"), 13: OddError(1, 2)}
+    if index in errors:
+        raise errors[index]
+    return torch.tensor([index])
+
+
+def stops(index: int) -> Any:
+    if index == 13:
+        raise StopIteration
+    return index
+
+
+def images_of_two_sizes(index: int) -> Any:
+    return np.zeros((4, 4 + (index == 10)), np.uint8)
+
+
+def growing(index: int) -> Any:
+    """Each batch of 4 has a size of its own, up and down."""
+    side = [2, 40, 8, 120, 1][(index // 4) % 5]
+    return np.full((side, side, 3), index, np.uint8)
+
+
+def promoted(index: int) -> Any:
+    return torch.zeros(2, dtype=torch.float64 if index % 2 else torch.float32)
+
+
+def killed(index: int) -> Any:
+    if index == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return image(index)
+
+
+def left(index: int) -> Any:
+    if index == 13:
+        sys.exit(3)
+    return image(index)
+
+
+def mixed_up(samples: list[Any]) -> Any:
+    """A collate function like MixUp: torch's own first, then arithmetic with the batch turned by one."""
+    images, labels = default_collate(samples)
+    images = images.float()
+    return 0.5 * images + 0.5 * images.roll(1, 0), torch.nn.functional.one_hot(labels % 5, 5)
+
+
+def as_arrays(samples: list[Any]) -> Any:
+    return {"x": np.stack([sample[0] for sample in samples]), "names": [f"{sample[1]}" for sample in samples]}
+
+
+def ragged(samples: list[Any]) -> Any:
+    return tuple(torch.full((label % 4, 2), label) for _, label in samples)
+
+
+def info_of_worker(index: int) -> Any:
+    info = get_worker_info()
+    return (-1, -1, 0) if info is None else (info.id, info.num_workers, info.seed)
+
+
+def init(worker_id: int) -> None:
+    random.seed(worker_id)
+    np.random.seed(worker_id)
+
+
+def bad_init(worker_id: int) -> None:
+    raise ValueError(f"init of worker {worker_id}")
+
+
+class TupleBatches:
+    """A batch sampler that gives tuples and tensors."""
+
+    def __iter__(self) -> Any:
+        yield (3, 1)
+        yield torch.tensor([2, 0])
+        yield [5]
+
+    def __len__(self) -> int:
+        return 3
