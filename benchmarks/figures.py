@@ -23,9 +23,12 @@ def table() -> str:
         results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         machine = results["machine"]
         gpu = machine["gpu"] or "no GPU"
-        lines += [
+        header = (
             f"`{results['command']}` on {machine['cores']} cores ({machine['cpu']}), {gpu}, "
-            f"torch {machine['torch']}, Python {machine['python']}. {SHOWN[name]}",
+            f"torch {machine['torch']}, Python {machine['python']}. {SHOWN[name]}"
+        )
+        lines += [
+            header,
             "",
             "| question | comparison | ratio |",
             "|---|---|---|",

@@ -62,7 +62,7 @@ def _descriptors() -> dict[str, str]:
 
 def _snapshot() -> dict[str, object]:
     gc.collect()
-    shared = [target for target in _descriptors().values() if "memfd:" in target or "/dev/shm" in target]
+    shared = [target for target in _descriptors().values() if "memfd:" in target]
     return {
         "child processes": _children(),
         "threads": {t.name for t in threading.enumerate() if not t.name.startswith("pydevd")},

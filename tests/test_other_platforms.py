@@ -41,7 +41,8 @@ cached = fastload.CachedDataset(Source(), cache="ram")
 for num_workers in WORKERS:
     for dataset in (Source(), cached):
         batches = list(fastload.DataLoader(dataset, batch_size=4, num_workers=num_workers))
-        assert [batch[:, 0, 0, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        first_values = [batch[:, 0, 0, 0].tolist() for batch in batches]
+        assert first_values == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 """
 
 

@@ -101,10 +101,12 @@ class Ring:
         self._expect(slot, SlotState.READY)
         self.reclaim(slot.worker)
         slots = self._slots[slot.worker]
-        left = sum(other.state is not SlotState.LENT for other in slots) - 1
-        if left < 1 and not self._may_grow(slot.worker):
-            self.num_copies += 1
-            return False
+        if not any(other is not slot and other.state is not SlotState.LENT for other in slots):
+            if not self._may_grow(slot.worker):
+                self.num_copies += 1
+                return False
+            # Taken at once: were it left for later, other workers might have used the room up by then.
+            slots.append(Slot(slot.worker, len(slots)))
         slot.state = SlotState.LENT
         return True
 
@@ -127,8 +129,11 @@ class Ring:
             return True
         if self._largest_bytes is None:
             return False
-        pending = sum(slot.memory is None for slot in self.slots)
-        grown_bytes = self.nbytes + (pending + 1) * self._largest_bytes
+        # Room is spoken for by slots whose memory is still to be made, and by workers without a slot.
+        spoken_for = sum(slot.memory is None for slot in self.slots) + sum(
+            not others for others in self._slots
+        )
+        grown_bytes = self.nbytes + (spoken_for + 1) * self._largest_bytes
         return len(slots) < self._max_slots and grown_bytes <= self.ring_bytes
 
     def _expect(self, slot: Slot, state: SlotState) -> None:

@@ -292,11 +292,13 @@ def test_refused_arguments_are_refused_in_torchs_words(arguments: dict[str, Any]
     errors = []
     for loader_class in LOADERS:
         loader = None
-        with pytest.raises((ValueError, AssertionError)) as caught:
+        try:
             loader = loader_class([1, 2, 3], **arguments)
             iter(loader)
-        errors.append((caught.type, str(caught.value), loader is None))
+        except (ValueError, AssertionError) as error:
+            errors.append((type(error), str(error), loader is None))
 
+    assert len(errors) == 2
     assert errors[0] == errors[1]
 
 
@@ -352,7 +354,7 @@ def test_changed_collate_rules_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> No
     rules = torch.utils.data._utils.collate.default_collate_fn_map
     monkeypatch.setitem(rules, np.ndarray, functools.partial(_count_arrays))
 
-    assert [list(loader(IMAGES, batch_size=23))[0][0] for loader in LOADERS] == [23, 23]
+    assert [next(iter(loader(IMAGES, batch_size=23)))[0] for loader in LOADERS] == [23, 23]
 
 
 def _count_arrays(batch: Any, *, collate_fn_map: Any = None) -> int:

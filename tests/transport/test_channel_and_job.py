@@ -1,0 +1,170 @@
+"""Messages, descriptors and jobs cross the process border whole."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastload
+from fastload.transport.channel import make_channel
+from fastload.transport.segment import Segment
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_megabyte_each_way_at_once_blocks_nobody() -> None:
+    """Both ends send first and read afterwards."""
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    got = []
+
+    def other_end() -> None:
+        theirs.send(b"t" * 1_000_000)
+        got.append(theirs.receive())
+
+    thread = threading.Thread(target=other_end)
+    thread.start()
+    ours.send(b"o" * 1_000_000)
+    thread.join(30)
+    received = ours.receive()
+    ours.close()
+    theirs.close()
+
+    assert got == [(b"o" * 1_000_000, None)]
+    assert received == (b"t" * 1_000_000, None)
+    assert _descriptors() == before
+
+
+def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
+    """The parent's send never blocks, and nothing is lost or out of order."""
+    ours, end = make_channel()
+    theirs = end.open()
+    for number in range(500):
+        ours.send((number, b"x" * 3000))
+    waited = not ours.is_flushed
+    got = []
+    while len(got) < 500:
+        ours.flush()
+        message = theirs.receive()
+        assert message is not None
+        got.append(message[0][0])
+    ours.close()
+    theirs.close()
+
+    assert waited
+    assert got == list(range(500))
+
+
+def test_a_descriptor_arrives_with_its_message() -> None:
+    """The receiver maps the sender's memory; the sender keeps its own descriptor."""
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    os.pwrite(segment.fd, b"hello", 0)
+    theirs.send("slot", segment.fd)
+    segment.close()
+    received = ours.receive()
+    assert received is not None
+    message, fd = received
+    assert fd is not None
+    attached = Segment.attach(fd)
+    content = attached.map(writable=False)[:5]
+    attached.close()
+    ours.close()
+    theirs.close()
+
+    assert (message, content) == ("slot", b"hello")
+
+
+def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
+    """close() shuts the connection down, not only this process's descriptor."""
+    ours, end = make_channel()
+    theirs = end.open()
+    wake, waker = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(wake, 1)
+        os._exit(0)
+    ours.close()
+    seen = theirs.is_hung_up()
+    message = theirs.receive()
+    os.write(waker, b".")
+    os.waitpid(child, 0)
+    theirs.close()
+    os.close(wake)
+    os.close(waker)
+
+    assert (seen, message) == (True, None)
+
+
+class Sharing:
+    """A dataset that refers to what only multiprocessing knows how to hand over."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.count = context.Value("i", 0)
+        self.lock = context.Lock()
+        self.flags = torch.zeros(8, dtype=torch.int64).share_memory_()
+        self.table = np.arange(100_000)
+        self.segment = Segment.create(4096)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            self.count.value += 1
+        self.flags[index] = index + 1
+        self.table[0] += 1  # a private page of this worker
+        os.pwrite(self.segment.fd, bytes([index + 1]), index)
+        return int(self.table[index + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_locks_values_shared_tensors_and_segments_reach_all_workers(method: str) -> None:
+    """The dataset is pickled once, and both workers share what it shares; arrays stay private."""
+    dataset = Sharing()
+
+    got = [int(x) for x in fastload.DataLoader(dataset, num_workers=2, multiprocessing_context=method)]
+    written = os.pread(dataset.segment.fd, 8, 0)
+    dataset.segment.close()
+
+    assert got == list(range(1, 9))
+    assert dataset.count.value == 8
+    assert dataset.flags.tolist() == list(range(1, 9))
+    assert written == bytes(range(1, 9))
+    assert dataset.table[0] == 0
+
+
+class _Holder:
+    def __init__(self, transform: Any) -> None:
+        self.steps = [{"resize": transform}]
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
+    """The error keeps pickle's type; a note names the attribute and the ways out."""
+    loader = fastload.DataLoader(_Holder(lambda x: x), num_workers=1, multiprocessing_context="spawn")
+
+    with pytest.raises(Exception, match="lambda") as caught:
+        iter(loader)
+
+    assert any(
+        "dataset.steps[0]['resize'] cannot be sent" in note and "'fork'" in note
+        for note in caught.value.__notes__
+    )
