@@ -1,0 +1,105 @@
+"""pin_memory=True: batches are pinned off the main thread, in order, by torch's rules."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+
+import fastload
+from fastload import iterators
+from tests import zoo
+
+
+def numbered(index: int) -> Any:
+    return np.full((4, 4, 3), index, np.uint8), index
+
+
+def missing_seven(index: int) -> Any:
+    if index == 7:
+        raise ValueError("seven")
+    return numbered(index)
+
+
+@pytest.fixture
+def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that there is an accelerator: "pinning" copies, and notes the thread that did it."""
+    threads: list[str] = []
+
+    def pin(batch: Any, device: str | None = None) -> Any:
+        threads.append(threading.current_thread().name)
+        images, labels = batch
+        if 13 in labels.tolist():
+            raise ValueError("cannot pin 13")
+        return [images.clone(), labels.clone()]
+
+    def init(self: Any, loader: Any) -> None:
+        base_init(self, loader)
+        self._pin_memory = True
+
+    base_init = tud.dataloader._BaseDataLoaderIter.__init__
+    monkeypatch.setattr(tud.dataloader._BaseDataLoaderIter, "__init__", init)
+    monkeypatch.setattr(iterators, "pin_batch", pin)
+    return threads
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_come_pinned_in_order_from_another_thread(pinned_in: list[str], persistent: bool) -> None:
+    """Two epochs, the first of them left early: right batches, all pinned by the one thread."""
+    loader = fastload.DataLoader(zoo.Made(numbered, 12), 2, num_workers=2, persistent_workers=persistent)
+    for _ in loader:
+        break
+    labels = [batch[1].tolist() for batch in loader]
+    loader.close()
+
+    assert labels == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert set(pinned_in) == {"fastload-pin"}
+
+
+def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> None:
+    """As torch has it, and the epoch goes on."""
+    iterator = iter(fastload.DataLoader(zoo.Made(numbered, 18), 2, num_workers=1))
+    seen = [next(iterator)[1].tolist() for _ in range(6)]
+
+    with pytest.raises(ValueError, match="in pin memory thread for device"):
+        next(iterator)
+
+    assert seen[-1] == [10, 11]
+    assert next(iterator)[1].tolist() == [14, 15]
+
+
+def test_an_error_of_the_dataset_comes_through_the_thread(pinned_in: list[str]) -> None:
+    """With torch's text."""
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker process 1"):
+        list(fastload.DataLoader(zoo.Made(missing_seven, 12), 1, num_workers=2))
+
+
+def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -> None:
+    """The thread hands the error over instead of dying of it."""
+    with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
+        list(fastload.DataLoader(zoo.Made(zoo.killed), 4, num_workers=2))
+
+
+def test_without_workers_the_batch_is_pinned_where_it_is_made(pinned_in: list[str]) -> None:
+    """As in torch: there is no thread then."""
+    list(fastload.DataLoader(zoo.Made(numbered, 4), 2))
+
+    assert pinned_in == ["MainThread"] * 2
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="the warning is for machines without an accelerator"
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: int) -> None:
+    """Torch's own warning; the batches come all the same."""
+    with pytest.warns(UserWarning, match="no accelerator is found"):
+        batches = list(
+            fastload.DataLoader(zoo.Made(numbered, 4), 2, num_workers=num_workers, pin_memory=True)
+        )
+
+    assert len(batches) == 2

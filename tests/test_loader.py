@@ -1,0 +1,204 @@
+"""The class itself: a torch DataLoader that frameworks can take apart and build again."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+
+import fastload
+from tests import zoo
+
+EXTRAS = {"memory_format", "ring_bytes", "seed_pipelines"}
+IMAGES = zoo.Made(zoo.image, 12)
+
+
+def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
+    """17 names with torch's kinds and defaults, then the extras."""
+    theirs = inspect.signature(tud.DataLoader.__init__).parameters
+    ours = dict(inspect.signature(fastload.DataLoader.__init__).parameters)
+    extras = {name: ours.pop(name) for name in EXTRAS}
+
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+    assert {p.kind for p in extras.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_it_is_a_dataloader_and_can_be_subscripted() -> None:
+    """Isinstance holds, and DataLoader[T] is an annotation that can also be called."""
+    assert isinstance(fastload.DataLoader[int]([1, 2]), tud.DataLoader)
+    assert fastload.DataLoader.__name__ == "DataLoader"
+
+
+def test_public_attributes_are_arguments_alone() -> None:
+    """Ignite and Lightning build a loader again from its public attributes."""
+    theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
+    loader = fastload.DataLoader(IMAGES, 4, ring_bytes="1MB", memory_format=torch.channels_last)
+    list(loader)
+
+    assert {name for name in vars(loader) if not name.startswith("_")} == theirs | EXTRAS
+
+
+def test_a_framework_may_build_it_again_from_its_attributes() -> None:
+    """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, ring_bytes=12345, seed_pipelines=False)
+    arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
+        del arguments[name]
+
+    again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
+
+    assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
+    assert (again.ring_bytes, again.seed_pipelines) == (12345, False)
+
+
+def test_making_a_loader_takes_nothing() -> None:
+    """No descriptor, thread or process before the first iter()."""
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+    loader = fastload.DataLoader(IMAGES, num_workers=2, persistent_workers=True)
+
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert loader._iterator is None
+
+
+def test_it_can_be_pickled_and_copied_while_it_is_iterated() -> None:
+    """Nothing that is open belongs to the loader."""
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+
+    for twin in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+        assert [labels.tolist()[0] for _, labels in twin] == [0, 4, 8]
+    assert next(iterator)[1].tolist()[0] == 4
+
+
+def test_the_iterator_is_kept_only_while_workers_persist() -> None:
+    """`_iterator` means what it means in torch."""
+    fleeting = fastload.DataLoader(IMAGES, num_workers=1)
+    lasting = fastload.DataLoader(IMAGES, num_workers=1, persistent_workers=True)
+    first = iter(lasting)
+    iter(fleeting)
+
+    assert fleeting._iterator is None
+    assert lasting._iterator is first
+    assert iter(lasting) is first
+    lasting.close()
+    assert lasting._iterator is None
+
+
+def test_attributes_are_read_again_at_the_next_epoch() -> None:
+    """As in torch: what may be set is obeyed, what may not be set is refused."""
+    loader = fastload.DataLoader(IMAGES, 4)
+    loader.collate_fn = len
+    lengths = list(loader)
+    loader.num_workers = 1
+    loader.prefetch_factor = 2
+
+    assert lengths == list(loader) == [4, 4, 4]
+    with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
+        loader.batch_size = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"memory_format": torch.preserve_format}, "memory_format should be None or torch.channels_last"),
+        ({"ring_bytes": "many"}, "many"),
+        ({"ring_bytes": -1}, "-1"),
+    ],
+    ids=str,
+)
+def test_bad_extras_are_refused_at_once(arguments: dict[str, Any], text: str) -> None:
+    """With what came and what was expected."""
+    with pytest.raises(ValueError, match=text):
+        fastload.DataLoader(IMAGES, **arguments)
+
+
+# --- channels-last ---------------------------------------------------------------------------------------
+
+
+def _as_chw(index: int) -> Any:
+    return torch.from_numpy(zoo.image(index)[0]).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (IMAGES, {}),
+        (zoo.Made(_as_chw, 12), {}),
+        (zoo.Bulk(zoo.image, 12), {}),
+        (IMAGES, {"in_order": False}),
+    ],
+    ids=["HWC", "CHW", "getitems", "torch's iterator"],
+)
+def test_channels_last_hands_images_out_as_bchw(
+    dataset: Any, options: dict[str, Any], num_workers: int
+) -> None:
+    """(B, C, H, W) with channels-last strides; the same pixels as without."""
+    num_workers = min(num_workers, 1) if options else num_workers  # two would come in any order
+    plain = list(fastload.DataLoader(dataset, 4))
+    images = list(
+        fastload.DataLoader(dataset, 4, num_workers=num_workers, memory_format=torch.channels_last, **options)
+    )
+
+    for one, other in zip(plain, images, strict=True):
+        want = one[0] if isinstance(one, list) else one
+        got = other[0] if isinstance(other, list) else other
+        assert got.shape == (4, 3, 8, 8)
+        assert got.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(got, want if want.shape[1] == 3 else want.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_channels_last_from_a_cache_shares_memory_with_the_bhwc_batch(num_workers: int) -> None:
+    """It is a permuted view: seen as (B, H, W, C) it is contiguous, from the same address."""
+    cached = fastload.CachedDataset(IMAGES)
+    for index in range(12):
+        cached[index]
+    loader = fastload.DataLoader(cached, 12, num_workers=num_workers, memory_format=torch.channels_last)
+
+    ((images, _),) = loader
+    back = images.permute(0, 2, 3, 1)
+
+    assert back.is_contiguous()
+    assert back.data_ptr() == images.data_ptr()
+    assert np.array_equal(back.numpy(), np.stack([zoo.image(index)[0] for index in range(12)]))
+    cached.cache.close()
+
+
+def test_an_albumentations_pipeline_differs_between_workers_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch repeats each crop in every worker (2.0.8); ours does not, unless asked to."""
+    import albumentations
+
+    crop = albumentations.Compose([albumentations.RandomCrop(8, 8)])
+    grid = np.arange(64 * 64, dtype=np.int32).reshape(64, 64, 1).astype(np.float32)
+
+    class Same(tud.Dataset):
+        def __len__(self) -> int:
+            return 32
+
+        def __getitem__(self, index: int) -> Any:
+            return crop(image=grid)["image"][0, 0]
+
+    def corners(loader_class: Any, **options: Any) -> list[int]:
+        return [int(batch[0]) for batch in loader_class(Same(), 1, num_workers=2, **options)]
+
+    torchs = corners(tud.DataLoader)
+    ours = corners(fastload.DataLoader)
+    left_alone = corners(fastload.DataLoader, seed_pipelines=False)
+
+    assert torchs[0::2] == torchs[1::2]
+    assert sum(one == other for one, other in zip(ours[0::2], ours[1::2], strict=True)) <= 2
+    assert left_alone[0::2] == left_alone[1::2]
