@@ -1,0 +1,133 @@
+"""How workers start: quiet, with torch's seeds and settings, and with clear words when they cannot."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import fastload
+from tests import zoo
+
+
+def settings_of_worker(index: int) -> Any:
+    import cv2
+
+    return torch.get_num_threads(), cv2.getNumThreads(), os.environ["NO_ALBUMENTATIONS_UPDATE"]
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_worker_has_one_thread_and_asks_no_network(method: str) -> None:
+    """Torch and OpenCV run on the worker's own core; albumentations looks for no newer version."""
+    loader = fastload.DataLoader(
+        zoo.Made(settings_of_worker, 1), num_workers=1, multiprocessing_context=method, collate_fn=list
+    )
+
+    (((torch_threads, cv2_threads, no_update),),) = loader
+
+    assert (torch_threads, cv2_threads, no_update) == (1, 1, "1")
+
+
+def _run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+_INTERACTIVE = """
+import fastload
+
+class Typed:
+    def __len__(self): return 2
+    def __getitem__(self, index): return index
+
+try:
+    iter(fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="spawn"))
+except fastload.WorkerStartError as error:
+    print(error)
+
+print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="fork")])
+"""
+
+
+@pytest.mark.slow
+def test_a_dataset_typed_into_a_notebook_is_refused_under_spawn_with_the_way_out() -> None:
+    """The worker could not import it; under fork it works."""
+    out = _run(_INTERACTIVE).stdout
+
+    assert "the dataset's class Typed was defined interactively" in out
+    assert "multiprocessing_context='fork'" in out
+    assert "[0, 1]" in out
+
+
+_PRELOAD = """
+import multiprocessing.forkserver as server
+import fastload
+
+loader = fastload.DataLoader([1, 2], num_workers=1, multiprocessing_context="forkserver")
+print([int(x) for x in loader], server._forkserver._preload_modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_server_that_is_not_running_yet_imports_torch_once() -> None:
+    """And one that the user has set up is left as it is."""
+    ours = _run(_PRELOAD).stdout
+    users = _run(
+        "import multiprocessing\nmultiprocessing.set_forkserver_preload(['json'])\n" + _PRELOAD
+    ).stdout
+
+    assert ours == "[1, 2] ['__main__', 'fastload.transport.preload']\n"
+    assert users == "[1, 2] ['json']\n"
+
+
+def test_workers_inside_a_worker_are_refused_as_by_torch() -> None:
+    """Daemonic processes have no children."""
+    loader = fastload.DataLoader(zoo.Made(_nested, 1), num_workers=1)
+
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
+        next(iter(loader))
+
+
+def _nested(index: int) -> Any:
+    return next(iter(fastload.DataLoader([1, 2], num_workers=1)))
+
+
+class Counted:
+    """Counts, through a file, how often it is pickled."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = str(path)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __getstate__(self) -> dict[str, Any]:
+        with open(self.path, "a") as file:
+            file.write(".")
+        return self.__dict__
+
+
+@pytest.mark.parametrize(("method", "times"), [("fork", 0), pytest.param("spawn", 1, marks=pytest.mark.slow)])
+def test_the_dataset_is_pickled_once_for_all_workers_and_not_at_all_under_fork(
+    tmp_path: Any, method: str, times: int
+) -> None:
+    """Two workers, one pickle."""
+    count = tmp_path / "count"
+    count.touch()
+
+    got = [int(x) for x in fastload.DataLoader(Counted(count), num_workers=2, multiprocessing_context=method)]
+
+    assert got == [0, 1, 2, 3]
+    assert len(count.read_text()) == times
