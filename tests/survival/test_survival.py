@@ -89,6 +89,7 @@ def _hangs(index: int) -> Any:
 _PARENT = """
 import os, signal, sys, time
 sys.path[:0] = {path!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import fastload
 from tests import zoo
 from tests.survival.test_survival import _hangs, numbered
@@ -154,7 +155,11 @@ def test_interrupt_from_the_keyboard_ends_all_with_one_traceback(tmp_path: Any) 
     pids = parent.stdout.readline().split()
 
     os.killpg(parent.pid, signal.SIGINT)
-    _, err = parent.communicate(timeout=60)
+    try:
+        _, err = parent.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(parent.pid, signal.SIGKILL)
+        raise
 
     assert err.count("Traceback") == 1
     assert err.rstrip().endswith("KeyboardInterrupt")
