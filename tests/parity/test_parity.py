@@ -44,6 +44,8 @@ def assert_same(theirs: Any, ours: Any) -> None:
         assert len(theirs) == len(ours)
         for one, other in zip(theirs, ours, strict=True):
             assert_same(one, other)
+    elif isinstance(theirs, AssertionError) and not str(theirs):
+        pass  # torch 2.6 asserts without a word; ours has the words of later releases
     elif isinstance(theirs, BaseException):
         # Tracebacks name files of either loader; what comes before them is the error's own text.
         assert str(theirs).split("\nOriginal Traceback")[0] == str(ours).split("\nOriginal Traceback")[0]
@@ -299,7 +301,9 @@ def test_refused_arguments_are_refused_in_torchs_words(arguments: dict[str, Any]
             errors.append((type(error), str(error), loader is None))
 
     assert len(errors) == 2
-    assert errors[0] == errors[1]
+    (their_type, their_text, *theirs), (our_type, our_text, *ours) = errors
+    assert (their_type, theirs) == (our_type, ours)
+    assert their_text in ("", our_text)  # torch 2.6 asserts without a word
 
 
 @pytest.mark.slow
