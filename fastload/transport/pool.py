@@ -107,12 +107,17 @@ class Pool:
         process_ = context.Process(  # type: ignore[attr-defined]  # typeshed's BaseContext lacks it
             target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
         )
+        # Ctrl-C while a forked worker is on its way to our code would print a traceback of multiprocessing's:
+        # it waits until the worker is where it can leave without a word.
+        held_back = {signal.SIGINT} if is_fork else set()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
         try:
             process_.start()
         except BaseException:
             ours.close()
             raise
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.socket.close()
         self._workers.append(_WorkerHandle(process_, ours))
 

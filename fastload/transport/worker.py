@@ -16,6 +16,7 @@ import faulthandler
 import os
 import pickle
 import select
+import signal
 import sys
 import threading
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class Setup:
 def main(setup: Setup) -> None:
     """The worker's whole life."""
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back by the parent until here
         for channel in setup.inherited:
             channel.abandon()
         channel = setup.end.open()
