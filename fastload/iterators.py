@@ -24,7 +24,7 @@ from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
 from fastload.transport.packing import unpack
-from fastload.transport.pool import Pool, Task, load_error
+from fastload.transport.pool import Pool, Task, load_error, short
 from fastload.transport.ring import Ring
 from fastload.transport.schedule import Schedule
 from fastload.transport.worker import Kind, Reply
@@ -182,9 +182,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         try:
             wrapper.reraise()
         except Exception as error:
-            index = repr(task.index)
-            index = index if len(index) <= 200 else index[:200] + "..."
-            error.add_note(f"fastload: batch {task.number}, worker {worker}, dataset index {index}")
+            error.add_note(
+                f"fastload: batch {task.number}, worker {worker}, dataset index {short(task.index)}"
+            )
             raise
 
     def _drop_pinned(self) -> None:

@@ -300,11 +300,12 @@ def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
     doing = "It owed no batch."
     if worker.sent:
         task = worker.sent[0]
-        doing = f"It was at batch {task.number}, index {_short(task.index)}."
+        doing = f"It was at batch {task.number}, index {short(task.index)}."
     return f"{how} ({cause}). {doing} num_workers=0 runs the same code in this process."
 
 
-def _short(index: Any) -> str:
+def short(index: Any) -> str:
+    """An index for a message: its repr, cut where it gets long."""
     text = repr(index)
     return text if len(text) <= 200 else text[:200] + "..."
 
