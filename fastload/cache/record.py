@@ -23,7 +23,6 @@ bytes_, are stored as str and bytes are.
 from __future__ import annotations
 
 import struct
-from itertools import chain
 from typing import Any
 
 from fastload.cache.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
@@ -50,6 +49,11 @@ def encode(sample: Any) -> bytes:
 
 def encode_values(spec: Spec, values: list[Any]) -> bytes:
     """The record of a sample that `flatten` has taken apart."""
+    return b"".join(record_parts(spec, values)[0])
+
+
+def record_parts(spec: Spec, values: list[Any]) -> tuple[list[Any], int]:
+    """The record as buffers to be written one after another, arrays not copied, and its length in bytes."""
     payloads = [to_bytes(leaf, value) for leaf, value in zip(spec.leaves, values, strict=True)]
     sizes = [len(payload) for payload in payloads]
     sizes_at = round_up(_HEADER.size + len(spec.text), _WORD_BYTES)
@@ -61,7 +65,7 @@ def encode_values(spec: Spec, values: list[Any]) -> bytes:
         parts += [bytes(start - end), payload]
         end = start + len(payload)
     header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(spec.text), len(sizes), end)
-    return b"".join(chain([header], parts))
+    return [header, *parts], end
 
 
 def decode(record: bytes | memoryview) -> Any:
