@@ -10,36 +10,24 @@ It pickles as handles: all workers read and fill one cache. Rules:
 
 from __future__ import annotations
 
-import logging
 import operator
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.cache import guard
-from fastload.cache.budget import available_bytes, parse_budget
-from fastload.cache.build import build_lmdb, check_source
-from fastload.cache.lmdb import LMDBCache
+from fastload.cache.fill import fill
 from fastload.cache.nests import private_copy, read_only
-from fastload.cache.private import PrivateCache
-from fastload.cache.protocol import SampleCache
-from fastload.cache.record import encode
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.opening import Opener, Request
 from fastload.cache.transform import TransformCaller
-from fastload.errors import CacheMismatchError, UnsupportedSampleError
-from fastload.transport import segment
+from fastload.errors import UnsupportedSampleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.cache.columns import Allocate
-
-log = logging.getLogger("fastload")
-
-_LMDB_PREFIX = "lmdb:"
+    from fastload.cache.protocol import SampleCache
 
 
 @dataclass(frozen=True)
@@ -70,23 +58,31 @@ class CachedDataset(Dataset[Any]):
         transform: The random part, run at every access: an albumentations pipeline (given the targets of a
             dict sample, or the array that a sample is or starts with) or any callable (given the whole
             sample). Arrays are read-only to it.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH is not there), or a cache.
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH is not there), `["ram", "lmdb:PATH"]` (what RAM lacks
+            is read from the file, and kept), or a cache.
+        prepare: The deterministic part, run once a sample, before it is cached; called as `transform` is.
+        key: A name that always means these samples, after `prepare`: ranks and jobs of this user that give
+            the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
+            torch's Subset of one) shares without a key.
         budget: The most memory a cache in RAM may take: `"auto"` (80% of what is free), bytes, `"40GB"`, or a
-            share of what is free. Samples that do not fit are read from the dataset at every access.
+            share of what is free. Samples that do not fit are read from the dataset at every access. Whoever
+            makes a shared cache decides.
         num_workers: Processes that build an LMDB cache; None for one a core.
         progress: Show the progress of that build.
 
     Attributes:
         dataset: As given.
         transform: As given; may be set.
-        cache: The cache in use.
+        prepare: As given.
+        key: As given.
+        cache: The cache in use; `cache.explain()` says why it is this one.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style.
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A sample holds something that cannot be cached.
         CacheMismatchError: The cache was made from something else.
-        ValueError: `cache` or `budget` is none.
+        ValueError: `cache`, `key` or `budget` is none.
     """
 
     def __init__(
@@ -94,7 +90,9 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         transform: Callable[..., Any] | None = None,
         *,
-        cache: str | SampleCache = "ram",
+        cache: str | SampleCache | Sequence[str | SampleCache] = "ram",
+        prepare: Callable[..., Any] | None = None,
+        key: str | None = None,
         budget: str | float = "auto",
         num_workers: int | None = None,
         progress: bool = True,
@@ -102,69 +100,13 @@ class CachedDataset(Dataset[Any]):
         _check_map_style(dataset)
         self.dataset = dataset
         self.transform = transform
+        self.prepare = prepare
+        self.key = key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
-        last = self._num_samples - 1
-        examined = list(dict.fromkeys([0, self._num_samples // 2, last])) if self._num_samples else []
-        examples = guard.probe(dataset, examined, rechecked=[0, last])
-        self.cache = self._open(cache, budget, examples, num_workers, progress)
-        for index, sample in examples.items():
-            self.cache.put(index, sample)
-        self._report(examples)
-
-    def _open(
-        self,
-        cache: Any,
-        budget: str | float,
-        examples: dict[int, Any],
-        num_workers: int | None,
-        progress: bool,
-    ) -> SampleCache:
-        allowed = parse_budget(budget)
-        if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
-            path = os.path.expanduser(cache.removeprefix(_LMDB_PREFIX))
-            return build_lmdb(self.dataset, path, num_workers=num_workers, progress=progress, probed=examples)
-        if cache == "ram":
-            allowed = max(1, min(allowed, available_bytes()))
-            if segment.is_supported():
-                return SharedMemoryCache(self._num_samples, list(examples.values()), budget=allowed)
-            log.warning(
-                "this platform has no anonymous shared memory: each worker process decodes every sample "
-                'and keeps its own copy; cache="lmdb:PATH" is shared'
-            )
-            return PrivateCache(self._num_samples, budget=allowed)
-        if isinstance(cache, str) or not isinstance(cache, SampleCache):
-            raise ValueError(f'cache={cache!r} is none: give "ram", "lmdb:PATH" or a cache object')
-        if isinstance(cache, LMDBCache):
-            check_source(cache, self._num_samples, examples.get(0))
-        elif cache.num_samples != self._num_samples:
-            raise CacheMismatchError(
-                f"the cache was made for {cache.num_samples} samples, the dataset has {self._num_samples}: "
-                "make a cache for this dataset"
-            )
-        return cache
-
-    def _report(self, examples: dict[int, Any]) -> None:
-        info = self.cache_info()
-        if not examples:
-            log.info("cache: the dataset is empty")
-            return
-        needed_bytes = (
-            sum(len(encode(sample)) for sample in examples.values()) / len(examples) * info.num_samples
-        )
-        fit = info.num_samples
-        if info.budget_bytes is not None:
-            capacity = getattr(self.cache, "capacity", None)
-            estimate = int(info.num_samples * min(1.0, info.budget_bytes / max(needed_bytes, 1)))
-            fit = estimate if capacity is None else capacity
-        log.info(
-            "cache: %s layout, %s of %s samples fit, about %s needed, budget %s",
-            info.layout,
-            f"{fit:,}",
-            f"{info.num_samples:,}",
-            _size(needed_bytes),
-            "none" if info.budget_bytes is None else _size(info.budget_bytes),
-        )
+        opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
+        self._source = opener.source
+        self.cache = opener.open(cache)
 
     def __len__(self) -> int:
         return self._num_samples
@@ -204,7 +146,7 @@ class CachedDataset(Dataset[Any]):
 
     def _read(self, index: int) -> Any:
         """The sample from its source, stored if there is room."""
-        fresh = self.dataset[index]
+        fresh = self._source[index]
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:
@@ -234,14 +176,27 @@ class CachedDataset(Dataset[Any]):
             return None
         return self.cache.gather(positions.astype(np.intp, copy=False), allocate)
 
+    def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
+        """Read what is not cached yet, as far as the budget goes, now and not in the first epoch.
+
+        Args:
+            num_workers: Processes that read; None for one a core, 0 for none.
+            progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+
+        Returns:
+            What is cached afterwards. Samples that others stored meanwhile count.
+
+        Raises:
+            UnsupportedSampleError: A sample holds something that cannot be cached.
+            Exception: What the dataset raises for a sample, with a note that names it.
+        """
+        fill(self, self.cache, num_workers=num_workers, shown=progress)
+        return self.cache_info()
+
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and in how many bytes."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.budget_bytes, cache.layout)
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _check_map_style(dataset: Any) -> None:

@@ -19,6 +19,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import lmdb
+import numpy as np
 
 from fastload.cache.lmdb_format import Meta, pack_key, read_description, unpack_value
 from fastload.cache.record import decode
@@ -27,7 +28,6 @@ from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
@@ -109,6 +109,7 @@ class LMDBCache:
     """
 
     layout = "lmdb"
+    is_shared = True
     budget_bytes: int | None = None  # the file is complete; memory is the page cache's affair
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -140,6 +141,17 @@ class LMDBCache:
     def nbytes(self) -> int:
         """Size of the file."""
         return os.stat(self.path).st_size
+
+    def explain(self) -> str:
+        """Why this cache is the one in use."""
+        return f"the file {self.path}, {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB"
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Nothing: a finished cache takes nothing."""
+        return np.empty(0, np.intp)
+
+    def __contains__(self, index: object) -> bool:
+        return not self._is_closed and isinstance(index, int) and 0 <= index < self.num_samples
 
     def _opened(self) -> _OpenFile:
         file = self._file

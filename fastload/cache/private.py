@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastload.cache.budget import parse_budget
 from fastload.cache.record import decode, encode
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
@@ -28,6 +29,7 @@ class PrivateCache:
 
     layout = "private"
     capacity: int | None = None
+    is_shared = False
 
     def __init__(self, num_samples: int, *, budget: str | float = "auto") -> None:
         self.num_samples = num_samples
@@ -48,6 +50,20 @@ class PrivateCache:
     def num_cached(self) -> int:
         """How many samples are stored now, in this process."""
         return len(self._records)
+
+    def explain(self) -> str:
+        """Why this cache is the one in use."""
+        return (
+            f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: this platform has no "
+            "anonymous shared memory"
+        )
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that are not stored in this process, ascending."""
+        return np.array([i for i in range(self.num_samples) if i not in self._records], np.intp)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._records
 
     def get(self, index: int) -> Any | None:
         """The sample, or None if it is not cached; its arrays are read-only views of the record."""

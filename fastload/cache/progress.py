@@ -65,9 +65,9 @@ class BuildProgress:
         elif error is None:
             log.info("%s: finished: %s", self._title, self._rate())
 
-    def advance(self, nbytes: int) -> None:
-        """One more sample, of so many bytes, is done."""
-        self._done += 1
+    def advance(self, nbytes: int, count: int = 1) -> None:
+        """So many samples more, of so many bytes together, are done."""
+        self._done += count
         self._bytes += nbytes
         now = time.monotonic()
         if self._bar is not None and now - self._last > _REFRESH_S:

@@ -35,8 +35,21 @@ class SampleCache(Protocol):
         """The most bytes it takes; None if it has no limit of its own."""
 
     @property
+    def is_shared(self) -> bool:
+        """Whether what a worker process stores is there for all."""
+
+    @property
     def layout(self) -> str:
         """In a word, how samples lie in it."""
+
+    def explain(self) -> str:
+        """Why this cache is the one in use, and what it was made of."""
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that are not stored and that `put` might take, ascending."""
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the sample of this index is stored now."""
 
     def get(self, index: int) -> Any | None:
         """The sample, its arrays read-only and its tensors private, or None if it is not cached."""

@@ -1,14 +1,9 @@
-"""SharedMemoryCache: each sample decoded once, in one piece of anonymous memory for all workers.
+"""SharedMemoryCache: each sample decoded once, in one piece of anonymous memory for all who use it.
 
-Made in the parent, used by it and by every worker of every start method: the cache pickles as a handle. The
-segment is sparse (memory is taken as samples are stored) and sealed (its size never changes):
-
-    header   magic, version, number of samples; how much of the ragged area is used
-    table    8 bytes a sample: 0 = empty, 1 = a uniform row, else the offset of a ragged record
-    columns  uniform samples, row = index (see `columns`); the first `rows` indices have a row
-    ragged   records (see `record`) behind a frame that names the sample they belong to
-
-Rules:
+Made in the parent, used by it and by every worker of every start method: the cache pickles as a handle. One
+with a fingerprint is found by other ranks and jobs of the same user (see `registry`). The segment (see
+`layout`) is sparse, so that memory is taken as samples are stored, and sealed, so that its size never
+changes. Rules:
 
 1. Read through a PROT_READ mapping, written with pwrite: the payload first, the 8 bytes of the table that
    publish it last. A writer that dies before that leaves an empty entry and nothing to repair. This leans on
@@ -17,6 +12,7 @@ Rules:
    try-lock around the bump of one number; whoever does not get it serves the sample uncached.
 3. The lock is taken on a file description opened for the purpose: on an inherited one flock excludes nobody.
 4. Nothing is evicted: under a fresh permutation each epoch, a fixed subset is the best there is.
+5. The last process that holds the segment takes the memory with it, however it ends.
 """
 
 from __future__ import annotations
@@ -24,96 +20,51 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import time
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fastload.cache.budget import parse_budget
-from fastload.cache.columns import Column, ColumnReader, plan_columns
+from fastload.cache.columns import ColumnReader
+from fastload.cache.layout import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Layout, Origin
 from fastload.cache.locks import try_lock, unlock
-from fastload.cache.record import ALIGNMENT_BYTES, decode, encode_values
+from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.spec import Spec, flatten
-from fastload.transport.segment import PAGE_BYTES, Segment, round_up
+from fastload.errors import CacheMismatchError
+from fastload.transport.segment import round_up
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fastload.cache.columns import Allocate
+    from fastload.cache.fingerprint import Fingerprint
+    from fastload.transport.segment import Segment
 
 log = logging.getLogger("fastload")
 
 EMPTY, UNIFORM = 0, 1
 
-_HEADER = struct.Struct("<8sQQ")  # magic, version, number of samples
-_MAGIC = b"FLcache\0"
-_VERSION = 1
-_CURSOR_AT = 64
 _CURSOR = struct.Struct("<QQ")  # bytes of the ragged area in use; uniform rows given up for ragged records
 _ENTRY = struct.Struct("<Q")
-_ENTRY_BYTES = 8
-_TABLE_AT = PAGE_BYTES
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 _FRAME_BYTES = ALIGNMENT_BYTES
+_MOST_BUFFERS = 512  # a call takes 1024 (IOV_MAX)
 _LOCK_ATTEMPTS = 50  # each yields the core once; a holder needs a few microseconds
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where everything lies in the segment; decided once, the same in every process."""
-
-    num_samples: int
-    budget_bytes: int
-    spec: Spec | None  # of uniform samples; None if there are none
-    columns: tuple[Column, ...]
-    rows: int
-    ragged_at: int
-    ragged_bytes: int  # address space; what may be used of it is less
-    spare_bytes: int  # what the budget leaves beside header, table and columns
-
-    @classmethod
-    def plan(cls, num_samples: int, budget_bytes: int, examples: Sequence[Any]) -> Layout:
-        """Columns if the examples are all alike, else ragged records only."""
-        columns_at = round_up(_TABLE_AT + num_samples * _ENTRY_BYTES, PAGE_BYTES)
-        left = max(0, budget_bytes - columns_at)
-        flat = [flatten(example) for example in examples]
-        specs = {spec.node: spec for spec, _ in flat}
-        spec = next(iter(specs.values())) if len(specs) == 1 else None
-        columns: tuple[Column, ...] = ()
-        rows, end = 0, columns_at
-        if spec is not None:
-            values = [values for _, values in flat]
-            columns, rows, end = plan_columns(spec, values, columns_at, left, num_samples)
-            if any(
-                column.pack(value) is None
-                for row in values
-                for column, value in zip(columns, row, strict=True)
-            ):
-                spec, columns, rows, end = None, (), 0, columns_at
-        spare = max(0, left - (end - columns_at))
-        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
-        ragged_bytes = round_up(spare + (end - columns_at), PAGE_BYTES)
-        return cls(
-            num_samples, budget_bytes, spec, columns, rows, round_up(end, PAGE_BYTES), ragged_bytes, spare
-        )
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one uniform sample."""
-        return sum(column.row_bytes for column in self.columns)
-
-
 class SharedMemoryCache:
-    """A cache of samples in shared memory, for one dataset object and all its workers.
+    """A cache of samples in shared memory.
 
     Args:
         num_samples: Number of samples of the dataset.
         examples: Up to a few samples that show what the others look like; they are not stored.
         budget: The most memory it may take, as in `parse_budget`.
+        fingerprint: What the samples are made of, if others shall find the cache.
 
     Raises:
         SegmentError: The system refused the memory.
@@ -121,13 +72,30 @@ class SharedMemoryCache:
         ValueError: The budget is none.
     """
 
+    is_shared = True
+
     def __init__(
-        self, num_samples: int, examples: Sequence[Any] = (), *, budget: str | float = "auto"
+        self,
+        num_samples: int,
+        examples: Sequence[Any] = (),
+        *,
+        budget: str | float = "auto",
+        fingerprint: Fingerprint | None = None,
     ) -> None:
-        layout = Layout.plan(num_samples, parse_budget(budget), examples)
-        segment = Segment.create(layout.ragged_at + layout.ragged_bytes, name="fastload-cache", sealed=True)
-        os.pwrite(segment.fd, _HEADER.pack(_MAGIC, _VERSION, num_samples), 0)
-        self._attach(segment, layout)
+        origin = Origin(os.getpid(), time.time(), fingerprint)
+        layout = Layout.plan(num_samples, parse_budget(budget), examples, origin)
+        self._attach(layout.create_segment(), layout)
+
+    @classmethod
+    def attach(cls, segment: Segment) -> SharedMemoryCache:
+        """The cache that lies in a segment, which it owns from here on.
+
+        Raises:
+            CacheMismatchError: The segment is no cache of this format version, or its size could change.
+        """
+        if not segment.is_sealed or not segment.is_own:
+            raise CacheMismatchError("no shared cache: its size could change, or it belongs to another user")
+        return _attached(segment, Layout.read(segment))
 
     def _attach(self, segment: Segment, layout: Layout) -> None:
         self._segment = segment
@@ -137,6 +105,8 @@ class SharedMemoryCache:
         self._entries = self._memory.cast("Q")
         self._columns: ColumnReader | None = None
         self._is_full = False
+        self.reason = "it is private to this process and its workers"
+        self.unregister: Callable[[], object] | None = None
         weakref.finalize(self, segment.close).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -171,6 +141,32 @@ class SharedMemoryCache:
         return None if self._plan.spec is None else self._plan.rows
 
     @property
+    def origin(self) -> Origin:
+        """Who made it, when, and of what."""
+        return self._plan.origin
+
+    @property
+    def fd(self) -> int:
+        """The segment's descriptor in this process; -1 once closed."""
+        return self._segment.fd
+
+    def explain(self) -> str:
+        """Why this cache is the one in use, and what it was made of."""
+        fingerprint = self._plan.origin.fingerprint
+        parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB"
+        return f"shared memory, {held}: {self.reason}{parts}"
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that are not stored and for which there may be room, ascending."""
+        if self._is_full or not self._map():
+            return np.empty(0, np.intp)
+        plan = self._plan
+        empty = np.flatnonzero(np.asarray(self._entries) == EMPTY)
+        only_rows = plan.spec is not None and plan.spare_bytes < plan.row_bytes
+        return empty[empty < plan.rows] if only_rows else empty
+
+    @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
         return int(np.count_nonzero(np.asarray(self._entries))) if self._map() else 0
@@ -190,11 +186,14 @@ class SharedMemoryCache:
             plan = self._plan
             mapping = self._segment.map(writable=False)
             self._memory = memoryview(mapping)
-            self._entries = self._memory[_TABLE_AT : _TABLE_AT + plan.num_samples * _ENTRY_BYTES].cast("Q")
+            self._entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
             if plan.spec is not None:
                 self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
             self._mapping = mapping  # last: other threads look here whether the rest is there
         return True
+
+    def __contains__(self, index: object) -> bool:
+        return isinstance(index, int) and self._map() and self._entries[index] != EMPTY
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`, or None if it is not cached.
@@ -273,7 +272,7 @@ class SharedMemoryCache:
         if any(row is None for row in rows):
             return False
         for column, row in zip(plan.columns, rows, strict=True):
-            self._write(row, column.offset + index * column.row_bytes)
+            self._write([row], column.offset + index * column.row_bytes)
         self._publish(index, UNIFORM)
         return True
 
@@ -286,13 +285,12 @@ class SharedMemoryCache:
             and plan.spare_bytes < plan.row_bytes
         ):
             return False  # the usual case of a budget that is too small: not worth taking bytes apart
-        record = encode_values(spec, values)
-        offset = self._claim(index, round_up(_FRAME_BYTES + len(record), ALIGNMENT_BYTES))
+        parts, nbytes = record_parts(spec, values)
+        offset = self._claim(index, round_up(_FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
         if offset is None:
             return False
-        frame = _FRAME.pack(_FRAME_MAGIC, index, len(record))
-        self._write(frame, offset)
-        self._write(record, offset + _FRAME_BYTES)
+        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(_FRAME_BYTES, b"\0")
+        self._write([frame, *parts], offset)
         self._publish(index, offset)
         return True
 
@@ -304,11 +302,11 @@ class SharedMemoryCache:
             if not try_lock(fd, attempts=_LOCK_ATTEMPTS):
                 return None
             try:
-                used, given_up = _CURSOR.unpack(os.pread(fd, _CURSOR.size, _CURSOR_AT))
+                used, given_up = _CURSOR.unpack(os.pread(fd, _CURSOR.size, CURSOR_AT))
                 given_up += index < plan.rows
                 if used + nbytes > min(plan.spare_bytes + given_up * plan.row_bytes, plan.ragged_bytes):
                     return None
-                os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), _CURSOR_AT)
+                os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), CURSOR_AT)
                 return plan.ragged_at + int(used)
             finally:
                 # A fork in another thread may have copied the descriptor: closing it would not be enough.
@@ -317,16 +315,26 @@ class SharedMemoryCache:
             os.close(fd)
 
     def _publish(self, index: int, entry: int) -> None:
-        os.pwrite(self._segment.fd, _ENTRY.pack(entry), _TABLE_AT + index * _ENTRY_BYTES)
+        os.pwrite(self._segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
 
-    def _write(self, data: Any, offset: int) -> None:
-        view = memoryview(data)
-        while view:
-            written = os.pwrite(self._segment.fd, view, offset)
-            view, offset = view[written:], offset + written
+    def _write(self, buffers: Sequence[Any], offset: int) -> None:
+        """Write buffers one after another; not joined first, which would touch as much fresh memory again."""
+        fd = self._segment.fd
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
+            left = [view.cast("B") for view in views if view.nbytes]
+            while left:
+                written = os.pwritev(fd, left, offset)
+                offset += written
+                while left and written >= left[0].nbytes:
+                    written -= left.pop(0).nbytes
+                if written:
+                    left[0] = left[0][written:]
 
     def close(self) -> None:
         """Give up this process's hold; samples that were handed out stay valid. Later, nothing is cached."""
+        if self.unregister is not None:
+            self.unregister()
         self._segment.close()
         self._columns = None
         self._memory = memoryview(b"")

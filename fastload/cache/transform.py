@@ -49,7 +49,7 @@ class TransformCaller:
     def __init__(self, transform: Callable[..., Any]) -> None:
         self.transform = transform
         self.needs_copies = False
-        self._call = _call_albumentations if is_albumentations(transform) else _call_plain
+        self._call = _convention(transform)
         self._trials_left = _TRIALS
 
     def __call__(self, fetch: Callable[[], Any]) -> Any:
@@ -131,6 +131,15 @@ def _detached(output: Any, arrays: list[Array]) -> Any:
 
 
 # --- conventions -----------------------------------------------------------------------------------------
+
+
+def apply(transform: Callable[..., Any], sample: Any) -> Any:
+    """The transform's output for a sample that is the caller's own."""
+    return _convention(transform)(transform, sample)
+
+
+def _convention(transform: Callable[..., Any]) -> Callable[[Callable[..., Any], Any], Any]:
+    return _call_albumentations if is_albumentations(transform) else _call_plain
 
 
 def _call_plain(transform: Callable[..., Any], sample: Any) -> Any:

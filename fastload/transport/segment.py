@@ -71,6 +71,7 @@ class Segment:
         except OSError as error:
             raise SegmentError(f"cannot create a shared segment of {nbytes:,} bytes: {error}") from error
         try:
+            os.fchmod(fd, 0o600)  # a memfd is open to everyone who can reach its descriptor
             os.ftruncate(fd, nbytes)
             if sealed:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -83,6 +84,21 @@ class Segment:
     def attach(cls, fd: int) -> Segment:
         """The segment behind a descriptor that was received; owns ``fd`` from here on."""
         return cls(fd, os.fstat(fd).st_size)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether its size can never change."""
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        try:
+            return fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & seals == seals
+        except OSError:  # no memfd
+            return False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it belongs to this process's user, and is open to no other."""
+        status = os.fstat(self.fd)
+        return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
     def map(self, *, writable: bool) -> mmap.mmap:
         """Map the whole segment, shared; the mapping stays valid after close().

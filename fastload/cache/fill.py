@@ -1,0 +1,77 @@
+"""Fill a cache in RAM ahead of training: read in parallel whatever it lacks.
+
+Called by `CachedDataset.fill` in the parent. Workers read samples through the dataset, which stores them, and
+answer with their number alone. Whoever else uses the cache meanwhile is not disturbed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from fastload.cache import workers
+from fastload.cache.progress import BuildProgress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastload.cache.protocol import SampleCache
+
+log = logging.getLogger("fastload")
+
+_MOST_CHUNK_SAMPLES = 64  # an answer costs some 50 us, so small samples are read by the dozen
+_CHUNKS_A_WORKER = 16  # at least, so that workers finish together
+_ENOUGH_REFUSED = 64  # samples in a row that the cache did not take: it is full
+
+
+class _Chunks(Dataset[int]):
+    """Reads chunks of samples; gives how many of them are stored."""
+
+    def __init__(self, dataset: Any, cache: SampleCache, chunks: Sequence[Sequence[int]]) -> None:
+        self.dataset = dataset
+        self.cache = cache
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, number: int) -> int:
+        chunk = self.chunks[number]
+        for index in chunk:
+            try:
+                self.dataset.view(index)
+            except Exception as error:
+                error.add_note(f"in sample {index} of the dataset")
+                raise
+        return sum(index in self.cache for index in chunk)
+
+
+def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
+    """Read every sample that the cache lacks and may take; stops when it takes no more.
+
+    Args:
+        dataset: Has `view(index)`, which stores what it reads in the cache.
+        cache: What is filled.
+        num_workers: Processes; None for one a core, 0 for none.
+        shown: Draw a bar, if standard error is a terminal.
+    """
+    missing = cache.missing().tolist()
+    processes = workers.choose_workers(num_workers, len(missing)) if cache.is_shared else 0
+    size = max(1, min(_MOST_CHUNK_SAMPLES, len(missing) // (_CHUNKS_A_WORKER * max(1, processes))))
+    chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
+    answers = workers.run(_Chunks(dataset, cache, chunks), processes)
+    refused, nbytes = 0, cache.nbytes
+    try:
+        with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
+            for chunk, stored in zip(chunks, answers, strict=True):
+                now_bytes = cache.nbytes
+                progress.advance(now_bytes - nbytes, len(chunk))
+                nbytes = now_bytes
+                refused = 0 if stored else refused + len(chunk)
+                if refused >= _ENOUGH_REFUSED:
+                    break
+    finally:
+        workers.stop(answers)
+    log.info("cache: filled: %d of %d samples in %.2f GB", cache.num_cached, cache.num_samples, nbytes / 1e9)

@@ -1,0 +1,162 @@
+"""Where everything lies in a shared cache's segment, and how the segment says so itself.
+
+Planned once, by the process that creates the segment; any other one reads it there. In this order:
+
+    header       magic, format version; crc32, length and offset of the description
+    cursor       at byte 64: how much of the ragged area is used (see `shared`)
+    table        from the second page on, 8 bytes a sample: 0 = empty, 1 = a uniform row, else the offset of a
+                 ragged record
+    columns      uniform samples, row = index (see `columns`); the first `rows` indices have a row
+    ragged       records (see `record`) behind a frame that names the sample they belong to
+    description  JSON, ASCII
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache.columns import Column, plan_columns
+from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.leaves import dtype_name, numpy_dtype
+from fastload.cache.spec import Spec, flatten
+from fastload.errors import CacheMismatchError
+from fastload.transport.segment import PAGE_BYTES, Segment, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CURSOR_AT = 64
+TABLE_AT = PAGE_BYTES
+ENTRY_BYTES = 8
+
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version; crc32, length and offset of the description
+_MAGIC = b"FLcache\0"
+_VERSION = 2
+_MOST_DESCRIPTION_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who made a cache, when, and of what.
+
+    Attributes:
+        pid: Of the process.
+        created_s: Seconds since 1970.
+        fingerprint: Of the samples; None for a private cache.
+    """
+
+    pid: int
+    created_s: float
+    fingerprint: Fingerprint | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the segment; the same in every process."""
+
+    num_samples: int
+    budget_bytes: int
+    spec: Spec | None  # of uniform samples; None if there are none
+    columns: tuple[Column, ...]
+    rows: int
+    ragged_at: int
+    ragged_bytes: int  # address space; what may be used of it is less
+    spare_bytes: int  # what the budget leaves beside header, table and columns
+    origin: Origin = field(compare=False)
+
+    @classmethod
+    def plan(cls, num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin) -> Layout:
+        """Columns if the examples are all alike, else ragged records only."""
+        flat = [flatten(example) for example in examples]
+        specs = {spec.node: spec for spec, _ in flat}
+        spec = next(iter(specs.values())) if len(specs) == 1 else None
+        columns_at = round_up(TABLE_AT + num_samples * ENTRY_BYTES, PAGE_BYTES)
+        left = max(0, budget_bytes - columns_at)
+        columns: tuple[Column, ...] = ()
+        rows, end = 0, columns_at
+        if spec is not None:
+            values = [values for _, values in flat]
+            columns, rows, end = plan_columns(spec, values, columns_at, left, num_samples)
+            if any(
+                column.pack(value) is None
+                for row in values
+                for column, value in zip(columns, row, strict=True)
+            ):
+                spec, columns, rows, end = None, (), 0, columns_at
+        spare = max(0, left - (end - columns_at))
+        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
+        ragged_bytes = round_up(spare + (end - columns_at), PAGE_BYTES)
+        at = round_up(end, PAGE_BYTES)
+        return cls(num_samples, budget_bytes, spec, columns, rows, at, ragged_bytes, spare, origin)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one uniform sample."""
+        return sum(column.row_bytes for column in self.columns)
+
+    def create_segment(self) -> Segment:
+        """A new sealed segment that says all this; most of it is never touched and takes no memory.
+
+        Raises:
+            SegmentError: The system refused the memory.
+        """
+        text = json.dumps(self._description()).encode("ascii")
+        text_at = self.ragged_at + self.ragged_bytes
+        segment = Segment.create(text_at + len(text), name="fastload-cache", sealed=True)
+        os.pwrite(segment.fd, text, text_at)
+        header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
+        os.pwrite(segment.fd, header, 0)  # last: without it, it is no cache
+        return segment
+
+    def _description(self) -> dict[str, Any]:
+        fingerprint = self.origin.fingerprint
+        return {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "spec": None if self.spec is None else self.spec.text.decode("ascii"),
+            "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
+            "pid": self.origin.pid,
+            "created_s": self.origin.created_s,
+            "parts": None if fingerprint is None else dict(fingerprint.parts),
+            "key": None if fingerprint is None else fingerprint.key,
+        }
+
+    @classmethod
+    def read(cls, segment: Segment) -> Layout:
+        """The layout that a segment states.
+
+        Raises:
+            CacheMismatchError: It is no cache of this format version.
+        """
+        header = os.pread(segment.fd, _HEADER.size, 0)
+        if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+            raise CacheMismatchError(f"no shared cache: it starts with {header[: len(_MAGIC)]!r}")
+        _, version, crc, length, text_at = _HEADER.unpack(header)
+        if version != _VERSION:
+            raise CacheMismatchError(
+                f"a shared cache of format {version}, and this release of fastload uses format {_VERSION}"
+            )
+        text = os.pread(segment.fd, min(length, _MOST_DESCRIPTION_BYTES), text_at)
+        if zlib.crc32(text) != crc:
+            raise CacheMismatchError("no shared cache: its description is damaged")
+        fields = json.loads(text)
+        spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
+        leaves = () if spec is None else spec.leaves
+        columns = [
+            Column(leaf, numpy_dtype(dtype), tuple(shape), at)
+            for leaf, (dtype, shape, at) in zip(leaves, fields["columns"], strict=True)
+        ]
+        fingerprint = None if fields["parts"] is None else Fingerprint(fields["parts"], fields["key"])
+        return cls(
+            **{name: fields[name] for name in _PLAIN_FIELDS},
+            spec=spec,
+            columns=tuple(columns),
+            origin=Origin(fields["pid"], fields["created_s"], fingerprint),
+        )
+
+
+_PLAIN_FIELDS = ("num_samples", "budget_bytes", "rows", "ragged_at", "ragged_bytes", "spare_bytes")

@@ -1,0 +1,226 @@
+"""From what a user says about a cache to the cache: find it, build it, or make it, and say which.
+
+Called by `dataset` in the parent, once for each CachedDataset. Rules:
+
+1. A dataset that nobody vouches for is examined before anything is stored: is it random, what do its samples
+   look like? One that has a fingerprint is examined by whoever makes its cache.
+2. Whoever attaches to a cache that others filled reads sample 0 from the source and compares: a promise that
+   was broken (a key used twice, a fingerprint that sees too little) is found here or never.
+3. What was decided is logged in one line, with numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastload.cache import guard, registry
+from fastload.cache.budget import available_bytes, parse_budget
+from fastload.cache.build import build_lmdb, check_source
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb import LMDBCache
+from fastload.cache.nests import first_difference
+from fastload.cache.private import PrivateCache
+from fastload.cache.protocol import SampleCache
+from fastload.cache.record import encode
+from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.sources import PreparedDataset
+from fastload.cache.tiers import TieredCache
+from fastload.errors import CacheBusyError, CacheMismatchError
+from fastload.transport import segment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger("fastload")
+
+_LMDB_PREFIX = "lmdb:"
+_BUSY_POLL_S = 0.2
+_USAGE = 'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"] or a cache object'
+
+
+class Request(NamedTuple):
+    """What a user said about a cache; see CachedDataset."""
+
+    dataset: Any
+    prepare: Callable[..., Any] | None
+    key: str | None
+    budget: str | float
+    num_workers: int | None
+    progress: bool
+
+
+class Opener:
+    """Opens the caches of one dataset.
+
+    Args:
+        request: What the user said.
+
+    Attributes:
+        source: The samples as they are cached: the dataset, after its deterministic part.
+        fingerprint: Of these samples; None if nobody vouches for them.
+        examples: Samples that were read from the source, by index.
+    """
+
+    def __init__(self, request: Request) -> None:
+        dataset = request.dataset
+        self._request = request
+        self._allowed_bytes = parse_budget(request.budget)
+        self.source = dataset if request.prepare is None else PreparedDataset(dataset, request.prepare)
+        self.fingerprint = fingerprint_of(dataset, key=request.key, prepare=request.prepare)
+        self.examples: dict[int, Any] = {}
+        self._num_samples = len(dataset)
+        self._is_examined = False
+
+    def open(self, cache: str | SampleCache | Sequence[str | SampleCache]) -> SampleCache:
+        """The cache, or the tiers of caches, that the user asked for.
+
+        Raises:
+            RandomDatasetError: Two readings of one sample differ.
+            UnsupportedSampleError: A sample holds something that cannot be cached.
+            CacheMismatchError: The cache was made from something else.
+            ValueError: `cache` names none.
+        """
+        opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
+        for index, sample in self.examples.items():
+            opened.put(index, sample)
+        self._report(opened)
+        return opened
+
+    def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
+        if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
+            raise ValueError(f"cache={tiers!r} are no tiers: {_USAGE}")
+        slow = self._open_one(tiers[1])
+        return TieredCache(self._open_ram(), slow)
+
+    def _open_one(self, cache: Any) -> SampleCache:
+        if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
+            return self._open_lmdb(os.path.expanduser(cache.removeprefix(_LMDB_PREFIX)))
+        if cache == "ram":
+            return self._open_ram()
+        if isinstance(cache, str) or not isinstance(cache, SampleCache):
+            raise ValueError(f"cache={cache!r} is none: {_USAGE}")
+        self._examine()
+        if isinstance(cache, LMDBCache):
+            check_source(cache, self._num_samples, self.examples.get(0))
+        elif cache.num_samples != self._num_samples:
+            raise CacheMismatchError(
+                f"the cache was made for {cache.num_samples} samples, the dataset has {self._num_samples}: "
+                "make a cache for this dataset"
+            )
+        return cache
+
+    # --- in RAM -------------------------------------------------------------------------------------------
+
+    def _open_ram(self) -> SampleCache:
+        if not segment.is_supported():
+            log.warning(
+                "this platform has no anonymous shared memory: each worker process decodes every sample "
+                'and keeps its own copy; cache="lmdb:PATH" is shared'
+            )
+            self._examine()
+            return PrivateCache(self._num_samples, budget=self._ram_bytes())
+        if self.fingerprint is None:
+            self._examine()
+            return self._private_ram()
+        cache = registry.find(self.fingerprint, self._num_samples)
+        if cache is None:
+            self._examine()
+            examples = list(self.examples.values())
+            cache = registry.create(self.fingerprint, self._num_samples, examples, self._ram_bytes())
+        self._compare_first(cache)
+        return cache
+
+    def _private_ram(self) -> SharedMemoryCache:
+        cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
+        kind = type(self._request.dataset).__name__
+        what = kind if self._request.prepare is None else f"{kind} with this prepare"
+        cache.reason = (
+            f"private to this process and its workers, as nobody vouches for what {what} gives: add a "
+            "fingerprint() to it, or pass key='...', to share it with other ranks and jobs"
+        )
+        if _has_ranks():  # each of them decodes everything and keeps its own copy
+            log.warning("cache: %s", cache.reason)
+        return cache
+
+    def _ram_bytes(self) -> int:
+        return max(1, min(self._allowed_bytes, available_bytes()))
+
+    def _compare_first(self, cache: SharedMemoryCache) -> None:
+        stored = cache.get(0) if self._num_samples else None
+        if stored is None:
+            return
+        path = first_difference(stored, self.examples[0] if 0 in self.examples else self.source[0])
+        if path is not None:
+            reason = cache.reason
+            cache.close()
+            raise CacheMismatchError(
+                f"sample 0 of the dataset differs at {path} from the one in the shared cache of the same "
+                f"fingerprint ({reason}): the dataset was changed, or is random, or its fingerprint() or key "
+                "covers too little. Give another key, or end the processes that hold that cache"
+            )
+
+    # --- on disk ------------------------------------------------------------------------------------------
+
+    def _open_lmdb(self, path: str) -> LMDBCache:
+        if self.fingerprint is None or not os.path.exists(path):
+            self._examine()
+        while True:
+            try:
+                return build_lmdb(
+                    self.source,
+                    path,
+                    num_workers=self._request.num_workers,
+                    progress=self._request.progress,
+                    probed=self.examples,
+                )
+            except CacheBusyError as error:
+                # Ranks start together and all ask for the same file: one builds it, the others wait.
+                if not _has_ranks():
+                    raise
+                log.info("cache: waiting: %s", str(error))
+            time.sleep(_BUSY_POLL_S)
+
+    # --- both ---------------------------------------------------------------------------------------------
+
+    def _examine(self) -> None:
+        """Read the first, the middle and the last sample, two of them twice, if that was not done yet."""
+        if self._is_examined or not self._num_samples:
+            return
+        last = self._num_samples - 1
+        indices = list(dict.fromkeys([0, self._num_samples // 2, last]))
+        self.examples = guard.probe(self.source, indices, rechecked=[0, last])
+        self._is_examined = True
+
+    def _report(self, cache: SampleCache) -> None:
+        num_samples, budget_bytes = self._num_samples, cache.budget_bytes
+        if not num_samples:
+            log.info("cache: the dataset is empty")
+            return
+        if self.examples and budget_bytes is not None:
+            needed = sum(len(encode(sample)) for sample in self.examples.values()) / len(self.examples)
+            needed_bytes = max(1.0, needed * num_samples)
+            fit = getattr(cache, "capacity", None)
+            if fit is None:
+                fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
+            figures = f"{fit:,} of {num_samples:,} samples fit, about {_size(needed_bytes)} needed"
+        else:
+            figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {_size(cache.nbytes)}"
+        log.info(
+            "cache: %s layout, %s, budget %s; %s",
+            cache.layout,
+            figures,
+            "none" if budget_bytes is None else _size(budget_bytes),
+            cache.explain().partition("\n")[0],
+        )
+
+
+def _has_ranks() -> bool:
+    """Whether torchrun or the like started several processes of this script on this host."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,217 @@
+"""Which live process holds which shared cache: how ranks and jobs of one user find each other's memory.
+
+Called by `registry`, in any process that opens a cache by its fingerprint. The memory itself has
+no name: it lives as long as any process holds it. What is registered is where to ask for it: an empty file
+
+    DIRECTORY/NAME.PID.STARTED.FD.NAMESPACE
+
+says that descriptor FD of process PID, which began at tick STARTED, in a PID namespace, is the cache NAME; to
+attach is to open /proc/PID/fd/FD (proc(5)). Rules:
+
+1. An entry is a hint. Whoever follows it checks that the process is the one meant, and then what the
+   descriptor is; entries of processes that ended are removed by whoever meets them.
+2. The directory belongs to this user and is closed to all others; a directory that is not so is not used.
+3. Locks are held for the moment in which a cache is created, never while anything is decoded, and are never
+   waited for longer than a second: a stopped process delays nobody for longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastload.cache.locks import try_lock, unlock
+from fastload.transport.segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger("fastload")
+
+DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
+_LOCK_NAME = "lock"
+_CREATION_WAIT_S = 1.0
+_POLL_S = 0.002
+_START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
+
+
+class UnreachableOwnerError(Exception):
+    """A cache is registered, and its memory cannot be reached from this process."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One process that holds a cache.
+
+    Attributes:
+        name: Of the cache.
+        pid: Of the process.
+        started: When the process began, in clock ticks since boot; tells it from a later one of its number.
+        fd: The cache's descriptor in that process.
+        namespace: The inode of its PID namespace.
+    """
+
+    name: str
+    pid: int
+    started: int
+    fd: int
+    namespace: int
+
+    @classmethod
+    def parse(cls, file_name: str) -> Entry | None:
+        """The entry that a file name states, or None if it is no entry."""
+        name, *numbers = file_name.split(".")
+        if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
+            return None
+        return cls(name, *map(int, numbers))
+
+    @property
+    def file_name(self) -> str:
+        """What its file is called."""
+        return f"{self.name}.{self.pid}.{self.started}.{self.fd}.{self.namespace}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs; of one in another PID namespace nobody can say, so yes."""
+        return self.namespace != _own_namespace() or _start_time(self.pid) == self.started
+
+    def attach(self) -> Segment:
+        """The memory behind the entry, for the caller to check and to own.
+
+        Raises:
+            UnreachableOwnerError: The process may not be asked for it.
+            FileNotFoundError: The process or its descriptor is gone.
+        """
+        if self.namespace != _own_namespace():
+            raise UnreachableOwnerError("its owner runs in another PID namespace (container)")
+        try:
+            return Segment.attach(os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+        except PermissionError as error:
+            raise UnreachableOwnerError(
+                f"process {self.pid}, which holds it, does not let this one open its descriptors: "
+                f"{error.strerror}"
+            ) from error
+        except ProcessLookupError as error:
+            raise FileNotFoundError(str(error)) from error
+
+
+def directory() -> Path | None:
+    """This user's registry, made if it is not there; None, with a log line, if it cannot be used.
+
+    FASTLOAD_RUNTIME_DIR names another one. /tmp is for all sessions and jobs of a user, as TMPDIR and
+    XDG_RUNTIME_DIR are not.
+    """
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700, parents=False)
+        status = path.lstat()
+    except OSError as error:
+        log.info("cache: no registry of shared caches at %s: %s", path, error.strerror)
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        log.warning(
+            "cache: %s is not a directory of this user alone (mode 0700), so caches are not shared through "
+            "it: remove it, or set %s",
+            path,
+            DIRECTORY_VARIABLE,
+        )
+        return None
+    return path
+
+
+def entries(name: str | None = None) -> list[Entry]:
+    """Entries of live processes, those of one cache if it is named; those of dead ones are removed."""
+    path = directory()
+    if path is None:
+        return []
+    found = []
+    for file_name in sorted(os.listdir(path)):
+        entry = Entry.parse(file_name)
+        if entry is None or (name is not None and entry.name != name):
+            continue
+        if entry.is_alive:
+            found.append(entry)
+        else:
+            _remove(path / file_name)
+    return found
+
+
+def register(name: str, fd: int) -> Entry | None:
+    """Say that this process holds a cache; None if there is no registry."""
+    path = directory()
+    if path is None:
+        return None
+    pid = os.getpid()
+    entry = Entry(name, pid, _start_time(pid) or 0, fd, _own_namespace())
+    try:
+        os.close(os.open(path / entry.file_name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except OSError as error:  # a full or read-only disk: others will not find this cache, no more
+        log.info("cache: not registered at %s, so other jobs make their own: %s", path, error.strerror)
+        return None
+    return entry
+
+
+def unregister(entry: Entry) -> None:
+    """Take an entry back; does nothing in a fork of the process that made it."""
+    if entry.pid == os.getpid():
+        remove(entry)
+
+
+def remove(entry: Entry) -> None:
+    """Remove an entry that is no longer true."""
+    path = directory()
+    if path is not None:
+        _remove(path / entry.file_name)
+
+
+@contextlib.contextmanager
+def creating() -> Iterator[bool]:
+    """Be the only one of this user who creates a cache; gives False if that cannot be had within a second."""
+    path = directory()
+    if path is None:
+        yield False
+        return
+    try:
+        fd = os.open(path / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
+        yield False
+        return
+    try:
+        deadline = time.monotonic() + _CREATION_WAIT_S
+        while not (has_lock := try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        try:
+            yield has_lock
+        finally:
+            if has_lock:
+                # A fork in another thread may have copied the descriptor: closing it would not be enough.
+                unlock(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # gone already, or a read-only disk: it stays a hint that is false
+        path.unlink()
+
+
+def _own_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None if there is none of that number."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])

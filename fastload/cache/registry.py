@@ -1,0 +1,178 @@
+"""Shared caches by fingerprint: attach to the one that a live process holds, or make it.
+
+Called by `dataset` in the parent, and by the command line. Rules:
+
+1. One cache a name: whoever finds none looks again under the creation lock before it makes one.
+2. What is found is checked before it is used: it belongs to this user, is sealed, has our magic and version,
+   and was made of the same parts. A cache of the same key that was made of something else is an error.
+3. What cannot be reached is no error: this process makes its own cache, and one log line says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache import owners
+from fastload.cache.shared import SharedMemoryCache
+from fastload.errors import CacheMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.owners import Entry
+
+log = logging.getLogger("fastload")
+
+
+@dataclass(frozen=True)
+class LiveCache:
+    """A shared cache of this user, and the processes that hold it.
+
+    Attributes:
+        name: Under which it is registered.
+        key: The user's own name for it, if there is one.
+        parts: What it was made of.
+        owners: The processes that opened it by its name; their workers hold it too.
+        num_samples: Of the dataset.
+        num_cached: Samples that are stored now.
+        nbytes: Memory in use now, by all processes together.
+        budget_bytes: The most memory it takes.
+        created_s: When it was made, in seconds since 1970.
+    """
+
+    name: str
+    key: str | None
+    parts: dict[str, str]
+    owners: list[int]
+    num_samples: int
+    num_cached: int
+    nbytes: int
+    budget_bytes: int
+    created_s: float
+
+
+def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None:
+    """The cache of this name that some live process holds, or None.
+
+    Raises:
+        CacheMismatchError: It was made of something else.
+    """
+    name = fingerprint.name
+    for entry in owners.entries(name):
+        try:
+            cache = _attach(entry)
+        except owners.UnreachableOwnerError as error:
+            # The error itself would keep this frame alive in a log handler.
+            log.info("cache: %s is held already, but %s: this process makes its own", name, str(error))
+            continue
+        if cache is None:
+            continue
+        try:
+            _check(cache, fingerprint, num_samples, entry.pid)
+        except CacheMismatchError:
+            cache.close()
+            raise
+        origin = cache.origin
+        cache.reason = (
+            f"process {origin.pid} made it {max(0.0, time.time() - origin.created_s):,.0f} s ago of the same "
+            f"parts, found through process {entry.pid}"
+        )
+        _register(cache, name)
+        return cache
+    return None
+
+
+def create(
+    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], budget_bytes: int
+) -> SharedMemoryCache:
+    """The cache of this name: the one that another process has made by now, or a new one.
+
+    Raises:
+        CacheMismatchError: Another process has made one of something else.
+        SegmentError: The system refused the memory.
+    """
+    with owners.creating() as is_alone:
+        if is_alone and (cache := find(fingerprint, num_samples)) is not None:
+            return cache
+        cache = SharedMemoryCache(num_samples, examples, budget=budget_bytes, fingerprint=fingerprint)
+        if not is_alone:
+            cache.reason = "the registry of shared caches could not be used, so this one is private"
+            log.info("cache: %s", cache.reason)
+            return cache
+        cache.reason = (
+            "new, as no live process held one of these parts; every process that opens it shares it"
+        )
+        _register(cache, fingerprint.name)
+        return cache
+
+
+def live_caches() -> list[LiveCache]:
+    """Every shared cache of this user that can be reached from this process, by age."""
+    found: dict[tuple[str, int, float], LiveCache] = {}
+    for entry in owners.entries():
+        try:
+            cache = _attach(entry)
+        except owners.UnreachableOwnerError:
+            continue
+        if cache is None:
+            continue
+        origin = cache.origin
+        live = found.setdefault(
+            (entry.name, origin.pid, origin.created_s),
+            LiveCache(
+                entry.name,
+                None if origin.fingerprint is None else origin.fingerprint.key,
+                {} if origin.fingerprint is None else dict(origin.fingerprint.parts),
+                [],
+                cache.num_samples,
+                cache.num_cached,
+                cache.nbytes,
+                cache.budget_bytes,
+                origin.created_s,
+            ),
+        )
+        live.owners.append(entry.pid)
+        cache.close()
+    return sorted(found.values(), key=lambda live: live.created_s)
+
+
+def _attach(entry: Entry) -> SharedMemoryCache | None:
+    """The cache behind an entry; None, and the entry removed, if there is none any more."""
+    try:
+        segment = entry.attach()
+    except FileNotFoundError:
+        owners.remove(entry)
+        return None
+    try:
+        cache = SharedMemoryCache.attach(segment)
+    except CacheMismatchError as error:
+        segment.close()
+        log.info("cache: passing over descriptor %d of process %d: %s", entry.fd, entry.pid, str(error))
+        return None
+    if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
+        cache.close()  # the number stands for another descriptor by now
+        return None
+    return cache
+
+
+def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int, pid: int) -> None:
+    made_of = cache.origin.fingerprint
+    differences = [] if made_of is None else fingerprint.differences(made_of)
+    if not differences and cache.num_samples != num_samples:
+        differences = [f"the number of samples is {num_samples} here and {cache.num_samples} there"]
+    if differences:
+        raise CacheMismatchError(
+            f"the shared cache of key {fingerprint.key!r}, held by process {pid}, was made of something "
+            f"else: {'; '.join(differences)}. Give another key, or end the processes that hold it"
+        )
+
+
+def _register(cache: SharedMemoryCache, name: str) -> None:
+    entry = owners.register(name, cache.fd)
+    if entry is not None:
+        cache.unregister = weakref.finalize(cache, owners.unregister, entry)

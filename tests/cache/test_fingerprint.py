@@ -1,0 +1,138 @@
+"""Fingerprints: who vouches for a dataset's samples, and what is said when two differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
+from tests.cache.zoo import Images, KnownImages
+
+TEXTS = st.dictionaries(st.text(), st.text(), max_size=5)
+
+
+def known(dataset: Any, **options: Any) -> Fingerprint:
+    """A fingerprint that must be there."""
+    fingerprint = fingerprint_of(dataset, **options)
+    assert fingerprint is not None
+    return fingerprint
+
+
+def flip(image: Any, **_: Any) -> Any:
+    return image[::-1]
+
+
+def halve(sample: Any) -> Any:
+    return sample[0][::2], sample[1]
+
+
+class Halve:
+    """A deterministic part that says what it is."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def __call__(self, sample: Any) -> Any:
+        return sample[0][:: self.step], sample[1]
+
+    def fingerprint(self) -> str:
+        return f"every {self.step}th row"
+
+
+def test_nobody_vouches_for_a_plain_dataset() -> None:
+    """A dataset without fingerprint() has none, also under a Subset."""
+    assert fingerprint_of(Images(8)) is None
+    assert fingerprint_of(Subset(Images(8), [0, 1])) is None
+
+
+def test_a_dataset_vouches_for_itself() -> None:
+    """What fingerprint() says, the class and the number of samples make the name."""
+    names = {
+        known(dataset).name
+        for dataset in (KnownImages(8), KnownImages(8), KnownImages(9), KnownImages(8, version="2"))
+    }
+
+    assert len(names) == 3
+
+
+def test_a_key_is_the_name() -> None:
+    """With a key the name is the key's alone, so that another content under it is seen and refused."""
+    one, other = known(Images(8), key="photos"), known(Images(9), key="photos")
+
+    assert one.name == other.name != known(Images(8), key="pictures").name
+    assert one.differences(other) == ['num_samples is "8" here and "9" there']
+
+
+def test_a_subset_is_its_indices() -> None:
+    """Subsets of one dataset share if they have the same indices in the same order."""
+    dataset = KnownImages(8)
+    names = [
+        known(subset).name
+        for subset in (
+            Subset(dataset, [1, 2]),
+            Subset(dataset, np.array([1, 2])),
+            Subset(dataset, [2, 1]),
+            Subset(Subset(dataset, [1, 2]), [0, 1]),
+        )
+    ]
+
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+
+
+def test_the_deterministic_part_counts() -> None:
+    """Pipelines of albumentations and objects with a fingerprint() tell themselves apart."""
+    dataset = KnownImages(8)
+    parts = [A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Compose([A.Resize(8, 9)]), Halve(2), Halve(3)]
+    names = {known(dataset, prepare=part).name for part in parts}
+
+    assert len(names) == 5
+    assert known(dataset, prepare=A.Resize(8, 8)).name in names
+
+
+def test_a_function_needs_a_key() -> None:
+    """Of a function nobody knows what it does: with it a dataset is private, unless the user gives a key."""
+    dataset = KnownImages(8)
+
+    assert fingerprint_of(dataset, prepare=halve) is None
+    assert fingerprint_of(dataset, prepare=A.Lambda(image=flip)) is None
+    assert known(dataset, prepare=halve, key="halves").parts["prepare"].endswith("test_fingerprint.halve")
+
+
+@pytest.mark.parametrize(("given_key", "error"), [(3, TypeError), (b"a", TypeError), ("", ValueError)])
+def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
+    """A key is a text that says something."""
+    with pytest.raises(error, match="key"):
+        fingerprint_of(Images(8), key=given_key)
+
+
+@pytest.mark.parametrize("said", [None, 3, b"x", {"a": 1}, {1: "a"}])
+def test_odd_fingerprints_are_refused(said: Any) -> None:
+    """A fingerprint() that gives no text is an error that names the class and what it gave."""
+    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should give"):
+        fingerprint_of(KnownImages(8, version=said))
+
+
+@given(TEXTS, TEXTS)
+def test_differences_are_all_and_only_those(here: dict[str, str], there: dict[str, str]) -> None:
+    """Fingerprints without a key have one name exactly if no part differs; each that does is named once."""
+    one, other = Fingerprint(here), Fingerprint(there)
+    differing = [part for part in here.keys() | there.keys() if here.get(part) != there.get(part)]
+
+    assert len(one.differences(other)) == len(differing)
+    assert (one.name == other.name) is (not differing)
+
+
+@given(TEXTS, st.randoms(use_true_random=False))
+def test_the_order_of_parts_does_not_matter(parts: dict[str, str], chance: Any) -> None:
+    """Equal parts in another order have the same digest."""
+    items = list(parts.items())
+    chance.shuffle(items)
+
+    assert digest_of(dict(items)) == digest_of(parts)

@@ -1,0 +1,330 @@
+"""One cache for all processes of a user: found, checked, shared, and gone with the last of them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import stat
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import numpy as np
+import pytest
+from torch.utils.data import Subset
+
+from fastload.cache import owners, registry
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.shared import SharedMemoryCache
+from fastload.errors import CacheMismatchError
+from fastload.transport.segment import Segment
+from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+FORK = multiprocessing.get_context("fork")
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty registry of this test's own."""
+    path = tmp_path / "registry"
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(path))
+    return path
+
+
+class Job:
+    """Another job: a process that runs a function, sends its result, and then waits to be ended."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any) -> None:
+        self._pipe, other = FORK.Pipe()
+        self._process = FORK.Process(target=self._run, args=(work, args, other))
+        self._process.start()
+        other.close()
+
+    @staticmethod
+    def _run(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+        kept, answer = work(*args)
+        pipe.send(answer)
+        pipe.recv()  # EOF when the parent is gone
+        del kept
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def answer(self) -> Any:
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def end(self) -> None:
+        self.kill()
+        self._pipe.close()
+        self._process.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """Starts jobs, which are ended with the test."""
+    jobs: list[Job] = []
+
+    def start(work: Callable[..., Any], *args: Any) -> Job:
+        jobs.append(Job(work, *args))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.end()
+
+
+def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
+    """Open and fill; gives who made the cache."""
+    ds = CachedDataset(dataset, key=key, budget=64 * MB)
+    ds.fill(num_workers=0)
+    return ds, ds.cache.origin.pid
+
+
+def look(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
+    """Open; gives who made the cache and how many samples are there."""
+    ds = CachedDataset(dataset, key=key, budget=64 * MB)
+    return ds, (ds.cache.origin.pid, ds.cache_info().num_cached)
+
+
+class KnownRagged(KnownImages, RaggedImages):
+    """Every image of another size, and it says so."""
+
+
+class KnownEverything(KnownImages, Everything):
+    """Every kind of leaf, and it says so."""
+
+
+@pytest.mark.parametrize("kind", [KnownImages, KnownRagged, KnownEverything])
+def test_a_second_job_finds_what_the_first_decoded(
+    kind: type[KnownImages], start: Callable[..., Job]
+) -> None:
+    """A job that opens a filled cache gets every sample right, and reads one from the source to compare."""
+    first = start(fill, kind(30))
+    assert first.answer() == first.pid
+    dataset = kind(30)
+    ds = CachedDataset(dataset)
+
+    assert ds.cache_info().num_cached == 30
+    assert sum(dataset.reads) == 1
+    for index in range(30):
+        assert_same(ds.view(index), dataset.sample(index))
+    assert sum(dataset.reads) == 1
+
+
+def test_what_later_jobs_store_is_there_for_the_first(start: Callable[..., Job]) -> None:
+    """All who opened a cache fill the same one."""
+    dataset = KnownImages(30)
+    ds = CachedDataset(dataset, budget=64 * MB)
+    before = ds.cache_info().num_cached
+    start(fill, KnownImages(30)).answer()
+
+    assert (before, ds.cache_info().num_cached) == (3, 30)
+
+
+def test_the_cache_outlives_its_maker(start: Callable[..., Job]) -> None:
+    """When the job that made the cache is killed, a third one finds it through the second."""
+    first = start(fill, KnownImages(30))
+    maker = first.answer()
+    second = start(look, KnownImages(30))
+    assert second.answer() == (maker, 30)
+    first.kill()
+
+    assert start(look, KnownImages(30)).answer() == (maker, 30)
+
+
+def test_the_last_one_takes_it_along(start: Callable[..., Job], runtime: Path) -> None:
+    """After SIGKILL of every job the memory is free: the next one starts anew, and no entry is left."""
+    jobs = [start(fill, KnownImages(30)), start(look, KnownImages(30))]
+    for job in jobs:
+        job.answer()
+    for job in jobs:
+        job.kill()
+    third = start(look, KnownImages(30))
+
+    assert third.answer() == (third.pid, 3)
+    third.kill()
+    assert owners.entries() == []
+    assert os.listdir(runtime) == ["lock"]
+
+
+def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> None:
+    """Of eight jobs that open the same at once, one makes the cache and all use it."""
+    jobs = [start(look, KnownImages(30)) for _ in range(8)]
+
+    assert len({job.answer()[0] for job in jobs}) == 1
+
+
+def test_a_key_shares_any_dataset(start: Callable[..., Job]) -> None:
+    """With key= a dataset that says nothing of itself is shared by that name, and by no other."""
+    maker = start(fill, Images(30), "photos").answer()
+
+    assert start(look, Images(30), "photos").answer() == (maker, 30)
+    assert start(look, Images(30), "pictures").answer()[0] != maker
+
+
+def test_without_a_key_nothing_is_shared(start: Callable[..., Job]) -> None:
+    """A dataset that nobody vouches for keeps to itself, and says how to share it."""
+    start(fill, Images(30)).answer()
+    ds = CachedDataset(Images(30))
+
+    assert ds.cache_info().num_cached == 3
+    assert "pass key=" in ds.cache.explain()
+
+
+def test_ranks_are_warned_of_private_caches(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Where several ranks run on a host, a private cache in each of them is worth a warning."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with caplog.at_level(logging.WARNING, "fastload"):
+        CachedDataset(Images(30))
+
+    assert "private to this process and its workers" in caplog.text
+
+
+def test_a_key_for_two_things_is_an_error(start: Callable[..., Job]) -> None:
+    """A key under which another process holds other samples raises, and says which part differs."""
+    maker = start(fill, Images(30), "photos").answer()
+
+    with pytest.raises(
+        CacheMismatchError, match=rf'process {maker}, .* num_samples is "31" here and "30" there'
+    ):
+        CachedDataset(Images(31), key="photos")
+    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*another key"):
+        CachedDataset(Images(30), key="photos", prepare=A.Resize(8, 8))
+
+
+def test_a_broken_promise_is_found(start: Callable[..., Job]) -> None:
+    """Other samples under the same fingerprint are found at sample 0, by the leaf that differs."""
+    start(fill, KnownImages(30, shape=(8, 8, 3))).answer()
+
+    with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
+        CachedDataset(KnownImages(30))
+
+
+def test_a_subset_shares_with_the_same_subset(start: Callable[..., Job]) -> None:
+    """A Subset of a dataset that vouches for itself is shared as such, under its own indices only."""
+    maker = start(fill, Subset(KnownImages(30), [5, 6, 7])).answer()
+
+    assert start(look, Subset(KnownImages(30), [5, 6, 7])).answer() == (maker, 3)
+    assert start(look, Subset(KnownImages(30), [5, 7, 6])).answer()[0] != maker
+
+
+def test_the_deterministic_part_is_cached(start: Callable[..., Job]) -> None:
+    """prepare= runs once a sample, before the cache, and makes a cache of its own."""
+    ds = CachedDataset(KnownImages(6), prepare=A.Resize(8, 8))
+    ds.fill(num_workers=0)
+
+    assert ds[3][0].shape == (8, 8, 3)
+    assert np.array_equal(ds[3][0], A.Resize(8, 8)(image=KnownImages(6).sample(3)[0])["image"])
+    assert start(look, KnownImages(6)).answer()[0] != ds.cache.origin.pid
+
+
+def test_memory_is_for_its_user_alone() -> None:
+    """The segment is open to its user only, and its size is sealed."""
+    ds = CachedDataset(KnownImages(3))
+
+    assert stat.S_IMODE(os.fstat(ds.cache.fd).st_mode) == 0o600
+    with pytest.raises(PermissionError):
+        os.ftruncate(ds.cache.fd, 0)
+
+
+@pytest.mark.parametrize("fault", ["foreign", "unsealed", "open to others", "damaged", "of another name"])
+def test_what_is_no_cache_is_passed_over(fault: str) -> None:
+    """An entry that leads to anything but a sound cache of that name is passed over for a new cache."""
+    dataset = KnownImages(3)
+    fingerprint = fingerprint_of(dataset)
+    assert fingerprint is not None
+    cache = SharedMemoryCache(3, [dataset.sample(0)], budget=MB, fingerprint=fingerprint)
+    name = fingerprint.name
+    segment = cache._segment
+    if fault == "foreign":
+        segment = Segment.create(MB, sealed=True)
+    elif fault == "unsealed":
+        segment = Segment.create(cache._segment.nbytes)
+        os.pwrite(segment.fd, os.pread(cache._segment.fd, segment.nbytes, 0), 0)
+    elif fault == "open to others":
+        os.fchmod(segment.fd, 0o644)
+    elif fault == "damaged":
+        os.pwrite(segment.fd, b"?", cache._plan.ragged_at + cache._plan.ragged_bytes + 5)
+    else:
+        name = "0" * 32
+        fingerprint = type(fingerprint)({"any": "thing"}, None)
+        name = fingerprint.name
+    owners.register(name, segment.fd)
+
+    assert registry.find(fingerprint, 3) is None
+    segment.close()
+
+
+def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Where /proc refuses, this process makes its own cache, and one line says so."""
+    first = CachedDataset(KnownImages(3))
+
+    def refuse(self: owners.Entry) -> Segment:
+        raise owners.UnreachableOwnerError("its owner runs in another PID namespace (container)")
+
+    monkeypatch.setattr(owners.Entry, "attach", refuse)
+    with caplog.at_level(logging.INFO, "fastload"):
+        second = CachedDataset(KnownImages(3))
+
+    assert second.cache.origin.created_s != first.cache.origin.created_s
+    assert "another PID namespace (container): this process makes its own" in caplog.text
+
+
+def test_a_closed_cache_is_not_found() -> None:
+    """close() takes the entry back; what another object of this process holds stays found."""
+    one, two = CachedDataset(KnownImages(3)), CachedDataset(KnownImages(3))
+    one.cache.close()
+    assert len(owners.entries()) == 1
+    two.cache.close()
+
+    assert owners.entries() == []
+
+
+def test_live_caches_are_listed(start: Callable[..., Job]) -> None:
+    """Each cache is listed once, with all who opened it by name, its key, parts and size."""
+    ds = CachedDataset(Images(30), key="photos", budget=64 * MB)
+    other = start(fill, Images(30), "photos")
+    other.answer()
+    (live,) = registry.live_caches()
+
+    assert sorted(live.owners) == sorted([os.getpid(), other.pid])
+    assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
+    assert live.parts["num_samples"] == "30"
+    assert live.nbytes == ds.cache.nbytes
+    assert live.budget_bytes == 64 * MB
+
+
+def open_and_stop(dataset: Images) -> tuple[Any, Any]:
+    """Take the creation lock, and stop with it."""
+    lock = owners.creating()
+    assert lock.__enter__()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return lock, None
+
+
+def test_a_stopped_creator_delays_nobody_for_long(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a stopped process holds the creation lock, others make private caches after a short wait."""
+    monkeypatch.setattr(owners, "_CREATION_WAIT_S", 0.01)
+    job = start(open_and_stop, KnownImages(3))
+    os.waitid(os.P_PID, job.pid, os.WSTOPPED)
+    ds = CachedDataset(KnownImages(3))
+
+    assert "so this one is private" in ds.cache.explain()
+    assert ds[1][1] == 1

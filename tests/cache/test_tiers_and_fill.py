@@ -1,0 +1,179 @@
+"""Filling a cache ahead of training, and a cache in RAM in front of a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.utils.data import default_collate
+
+import fastload
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.private import PrivateCache
+from fastload.cache.tiers import TieredCache
+from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Failing(Images):
+    """Raises at one sample."""
+
+    def sample(self, index: int) -> Any:
+        if index == 7:
+            raise ZeroDivisionError("no such picture")
+        return super().sample(index)
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages, Everything])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_path: Path) -> None:
+    """After fill() every sample is cached and right, read once but for the guard's two."""
+    dataset = kind(200, log=tmp_path / "reads")
+    ds = CachedDataset(dataset, budget=64 << 20)
+    info = ds.fill(num_workers, progress=False)
+    reads = sum(dataset.reads)
+    for index in range(200):
+        assert_same(ds.view(index), dataset.sample(index))
+
+    assert info.num_cached == 200
+    assert reads == 202
+    assert sum(dataset.reads) == 202
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages])
+def test_fill_stops_at_the_budget(kind: type[Images]) -> None:
+    """What does not fit is left to the source, and fill() does not read all of it to find out."""
+    dataset = kind(2000)
+    ds = CachedDataset(dataset, budget=100_000)
+    info = ds.fill(0, progress=False)
+
+    assert 0 < info.num_cached < 1000
+    assert sum(dataset.reads) < 1000
+    assert_same(ds.view(1999), dataset.sample(1999))
+
+
+def test_fill_twice_reads_nothing() -> None:
+    """A full cache is left as it is."""
+    dataset = Images(30)
+    ds = CachedDataset(dataset, budget=1 << 20)
+    ds.fill(0, progress=False)
+    before = sum(dataset.reads)
+    ds.fill(0, progress=False)
+
+    assert sum(dataset.reads) == before
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
+    """A sample that cannot be read stops fill() with the dataset's own error; what was stored stays."""
+    ds = CachedDataset(Failing(20), budget=1 << 20)
+
+    with pytest.raises(ZeroDivisionError, match="no such picture"):
+        ds.fill(num_workers, progress=False)
+    assert ds.cache_info().num_cached >= 3
+
+
+def test_fill_reports(caplog: Any) -> None:
+    """The end of fill() is one line with samples and bytes."""
+    ds = CachedDataset(Images(30), budget=1 << 20)
+    with caplog.at_level(logging.INFO, "fastload"):
+        ds.fill(0, progress=False)
+
+    assert "cache: filled: 30 of 30 samples" in caplog.text
+
+
+def test_fill_of_a_private_cache_stays_here() -> None:
+    """A cache that workers could not share is filled in this process."""
+    ds = CachedDataset(Images(100), cache=PrivateCache(100, budget=1 << 20))
+
+    assert ds.fill(2, progress=False).num_cached == 100
+
+
+# --- two tiers -------------------------------------------------------------------------------------------
+
+
+def tiered(dataset: Images, path: Path, **options: Any) -> CachedDataset:
+    return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], num_workers=0, progress=False, **options)
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages, Everything])
+def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], tmp_path: Path) -> None:
+    """The source is read for the file alone; samples move to RAM as they are asked for."""
+    dataset = kind(40)
+    ds = tiered(dataset, tmp_path / "x.lmdb", budget=1 << 20)
+    reads = sum(dataset.reads)
+    first = ds.cache_info().num_cached
+    for _ in range(2):
+        for index in range(40):
+            assert_same(ds.view(index), dataset.sample(index))
+
+    assert first <= 3
+    assert ds.cache_info().num_cached == 40
+    assert sum(dataset.reads) == reads == 42
+
+
+def test_a_small_budget_leaves_the_rest_to_the_file(tmp_path: Path) -> None:
+    """Samples that do not fit in RAM come from the file at every access."""
+    dataset = RaggedImages(40)
+    ds = tiered(dataset, tmp_path / "x.lmdb", budget=8192)
+    reads = sum(dataset.reads)
+    for index in range(40):
+        assert_same(ds.view(index), dataset.sample(index))
+
+    assert ds.cache_info().num_cached < 40
+    assert sum(dataset.reads) == reads
+
+
+def test_tiers_work_in_a_loader(tmp_path: Path) -> None:
+    """Workers share the tier in RAM, and batches are right before and after it is full."""
+    dataset = Images(40)
+    ds = tiered(dataset, tmp_path / "x.lmdb", budget=1 << 20)
+    loader = fastload.DataLoader(ds, batch_size=8, num_workers=2)
+    for _ in range(2):
+        for number, (images, labels) in enumerate(loader):
+            expected = default_collate([dataset.sample(i) for i in range(number * 8, number * 8 + 8)])
+            assert images.equal(expected[0])
+            assert labels.equal(expected[1])
+
+    assert ds.cache_info().num_cached == 40
+
+
+def test_fill_moves_the_file_to_ram(tmp_path: Path) -> None:
+    """fill() of two tiers reads the file, not the source."""
+    dataset = Images(40)
+    ds = tiered(dataset, tmp_path / "x.lmdb", budget=1 << 20)
+    reads = sum(dataset.reads)
+
+    assert ds.fill(2, progress=False).num_cached == 40
+    assert sum(dataset.reads) == reads
+
+
+def test_tiers_explain_both(tmp_path: Path) -> None:
+    """explain() says why each tier is in use, and the layout names both."""
+    ds = tiered(Images(4), tmp_path / "x.lmdb")
+
+    assert isinstance(ds.cache, TieredCache)
+    assert ds.cache.layout == "uniform over lmdb"
+    assert "shared memory" in ds.cache.explain()
+    assert os.fspath(tmp_path / "x.lmdb") in ds.cache.explain()
+
+
+def test_tiers_pickle_as_handles(tmp_path: Path) -> None:
+    """A pickled dataset of two tiers reads and fills the same memory."""
+    ds = tiered(Images(4), tmp_path / "x.lmdb")
+    other = pickle.loads(pickle.dumps(ds))
+    other.view(1)
+
+    assert 1 in ds.cache
+
+
+@pytest.mark.parametrize("tiers", [[], ["ram"], ["ram", "ram"], ["lmdb:x", "ram"], ["ram", "lmdb:x", "ram"]])
+def test_odd_tiers_are_refused(tiers: list[str]) -> None:
+    """Tiers are a cache in RAM before one that is not, and nothing else."""
+    with pytest.raises(ValueError, match="are no tiers: give"):
+        CachedDataset(Images(4), cache=tiers)
