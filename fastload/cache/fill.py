@@ -58,20 +58,33 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
         shown: Draw a bar, if standard error is a terminal.
     """
     missing = cache.missing().tolist()
-    processes = workers.choose_workers(num_workers, len(missing)) if cache.is_shared else 0
-    size = max(1, min(_MOST_CHUNK_SAMPLES, len(missing) // (_CHUNKS_A_WORKER * max(1, processes))))
-    chunks = [missing[start : start + size] for start in range(0, len(missing), size)]
+    with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
+        # Workers that wanted room at the same moment went without: they get it in another round.
+        while missing and _read(dataset, cache, missing, num_workers, progress):
+            missing = cache.missing().tolist()
+    log.info(
+        "cache: filled: %d of %d samples in %.2f GB", cache.num_cached, cache.num_samples, cache.nbytes / 1e9
+    )
+
+
+def _read(
+    dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
+) -> bool:
+    """Read these samples once; False if the cache seems to take no more."""
+    processes = workers.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
+    size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, processes))))
+    chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = workers.run(_Chunks(dataset, cache, chunks), processes)
-    refused, nbytes = 0, cache.nbytes
+    taken, refused, nbytes = 0, 0, cache.nbytes
     try:
-        with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
-            for chunk, stored in zip(chunks, answers, strict=True):
-                now_bytes = cache.nbytes
-                progress.advance(now_bytes - nbytes, len(chunk))
-                nbytes = now_bytes
-                refused = 0 if stored else refused + len(chunk)
-                if refused >= _ENOUGH_REFUSED:
-                    break
+        for chunk, stored in zip(chunks, answers, strict=True):
+            now_bytes = cache.nbytes
+            progress.advance(now_bytes - nbytes, stored)
+            nbytes = now_bytes
+            taken += stored
+            refused = 0 if stored else refused + len(chunk)
+            if refused >= _ENOUGH_REFUSED:
+                return False
     finally:
         workers.stop(answers)
-    log.info("cache: filled: %d of %d samples in %.2f GB", cache.num_cached, cache.num_samples, nbytes / 1e9)
+    return taken > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import pickle
@@ -11,6 +12,7 @@ import pytest
 from torch.utils.data import default_collate
 
 import fastload
+from fastload.cache import shared
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.private import PrivateCache
 from fastload.cache.tiers import TieredCache
@@ -43,6 +45,18 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     assert info.num_cached == 200
     assert reads == 202
     assert sum(dataset.reads) == 202
+
+
+def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples whose worker did not get the lock at once are stored in another round."""
+    calls = itertools.count()
+    real = shared.try_lock
+    monkeypatch.setattr(
+        shared, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
+    )
+    ds = CachedDataset(RaggedImages(100), budget=1 << 20)
+
+    assert ds.fill(0, progress=False).num_cached == 100
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages])
