@@ -24,6 +24,7 @@ log = logging.getLogger("fastload")
 _MOST_CHUNK_SAMPLES = 64  # an answer costs some 50 us, so small samples are read by the dozen
 _CHUNKS_A_WORKER = 16  # at least, so that workers finish together
 _ENOUGH_REFUSED = 64  # samples in a row that the cache did not take: it is full
+_MOST_IDLE_ROUNDS = 3
 
 
 class _Chunks(Dataset[int]):
@@ -60,8 +61,13 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
     missing = cache.missing().tolist()
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
         # Workers that wanted room at the same moment went without: they get it in another round.
-        while missing and _read(dataset, cache, missing, num_workers, progress):
-            missing = cache.missing().tolist()
+        rounds_left = _MOST_IDLE_ROUNDS
+        while missing and rounds_left:
+            if _read(dataset, cache, missing, num_workers, progress):
+                break
+            left = cache.missing().tolist()
+            rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
+            missing = left
     log.info(
         "cache: filled: %d of %d samples in %.2f GB", cache.num_cached, cache.num_samples, cache.nbytes / 1e9
     )
@@ -70,21 +76,20 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
 def _read(
     dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
 ) -> bool:
-    """Read these samples once; False if the cache seems to take no more."""
+    """Read these samples once; True, before the end, if the cache takes no more."""
     processes = workers.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = workers.run(_Chunks(dataset, cache, chunks), processes)
-    taken, refused, nbytes = 0, 0, cache.nbytes
+    refused, nbytes = 0, cache.nbytes
     try:
         for chunk, stored in zip(chunks, answers, strict=True):
             now_bytes = cache.nbytes
             progress.advance(now_bytes - nbytes, stored)
             nbytes = now_bytes
-            taken += stored
             refused = 0 if stored else refused + len(chunk)
             if refused >= _ENOUGH_REFUSED:
-                return False
+                return True
     finally:
         workers.stop(answers)
-    return taken > 0
+    return False
