@@ -32,6 +32,10 @@ class SegmentError(FastloadError, MemoryError):
     """Shared memory could not be made or grown: how many bytes were asked for, and why not."""
 
 
+class ResumeError(FastloadError, ValueError):
+    """A loader cannot go on where a state says, and why."""
+
+
 # --- caches ----------------------------------------------------------------------------------------------
 
 

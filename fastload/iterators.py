@@ -17,6 +17,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
+from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.errors import LoaderClosedError, WorkerDiedError
@@ -42,11 +43,21 @@ def _ring_bytes(loader: DataLoader) -> int:
     return budget.parse_budget(loader.ring_bytes)
 
 
+def _obstacle(loader: DataLoader) -> str | None:
+    """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return "an iterable-style dataset would have to read again all that was read; use a map-style one"
+    return None
+
+
 class LocalIterator(_BaseDataLoaderIter):
     """An epoch without workers: samples are fetched here, into buffers that stay warm."""
 
     def __init__(self, loader: DataLoader) -> None:
+        self._epoch = resume.begin(loader, "local", _obstacle(loader))
         super().__init__(loader)
+        self._epoch.choose_base_seed(int(self._base_seed))
+        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         # torch's assertions, word for word.
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
@@ -67,14 +78,28 @@ class LocalIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
-        index = self._next_index()  # type: ignore[no-untyped-call]
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+            batch = self._fetch(index)
+        except StopIteration:
+            self._epoch.is_finished = True
+            raise
+        if self._pin_memory:
+            batch = pin_batch(batch, self._pin_memory_device)
+        return batch
+
+    def _fetch(self, index: Any) -> Any:
         self._buffers.begin()
         try:
             batch = self._fetcher.fetch(index)
+        except StopIteration:
+            raise  # a stream has ended: there is no such batch
+        except Exception:
+            self._epoch.received(index)  # a caller who goes on after an error gets the next batch
+            raise
         finally:
             self._buffers.arena.end()
-        if self._pin_memory:
-            batch = pin_batch(batch, self._pin_memory_device)
+        self._epoch.received(index)
         return batch
 
     def belongs_to(self, loader: DataLoader) -> bool:
@@ -91,7 +116,9 @@ class WorkerIterator(_BaseDataLoaderIter):
     """Epochs with worker processes: one, or one after another with persistent workers."""
 
     def __init__(self, loader: DataLoader) -> None:
+        self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
+        self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
@@ -120,10 +147,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
+        if not first_iter:
+            self._epoch = resume.begin(loader, "again", _obstacle(loader))
+            self._epoch.choose_base_seed(int(self._base_seed))
         super()._reset(loader, first_iter)
+        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
-            self._pool.restart()
+            self._pool.restart(self._epoch.number if resume.book_of(loader).has_set_epoch else None)
         self._schedule = Schedule(self._num_workers)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
@@ -157,9 +188,11 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._put_index()
                 continue
             self._put_index()
+            self._epoch.received(task.index)
             if isinstance(batch, ExceptionWrapper):
                 self._raise(batch, task, worker)
             return batch
+        self._epoch.is_finished = True
         if not self._persistent_workers:
             self.close()
         raise StopIteration

@@ -19,6 +19,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
+from fastload import resume
 from fastload.cache import budget
 from fastload.iterators import LocalIterator, WorkerIterator
 from fastload.transport import segment
@@ -130,6 +131,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         iterator: Any
         if reason is not None:
             _log.debug("this loader uses torch's own iterator: %s", reason)
+            resume.begin(self, "workers" if self.num_workers else "local", reason)
             iterator = self._torch_iterator()
             _owner_of_torch_iterator[iterator] = weakref.ref(self)
         elif self.num_workers == 0:
@@ -165,6 +167,36 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             init = self.worker_init_fn
             twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
         return super(DataLoader, twin)._get_iterator()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch, for everything that has a `set_epoch()`.
+
+        Samplers, batch samplers, the dataset, and its copies in persistent workers are told. Call it before
+        `iter(loader)`, with the same number on every rank.
+        """
+        resume.set_epoch(self, epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader stands: a fresh small dict of plain types, to be saved with a checkpoint.
+
+        What counts is what the caller has received, not what workers have fetched ahead. It costs
+        microseconds at any moment, and starts nothing.
+        """
+        return resume.state_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a state of `state_dict()` stands, with the next `iter(loader)`.
+
+        The rest of the epoch brings the same samples in the same batches, whatever the number of workers;
+        nothing is read to get there. The loader needs the same dataset, batch size and kind of sampler.
+        Samplers need a generator (torch's own have one, or draw from torch's default one) or a state_dict().
+        torch's default generator is left as it is.
+
+        Raises:
+            ResumeError: It is no state of such a loader. Raised by `iter(loader)`: the sampler gives other
+                indices than before, or the epoch cannot be resumed in its middle.
+        """
+        resume.load(self, state_dict)
 
     def close(self) -> None:
         """Stop all workers of this loader and give its memory back; batches in use stay valid.

@@ -21,6 +21,7 @@ LAYERS: list[set[str]] = [
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
     {"transport.worker", "transport.preload"},
     {"transport.pool"},
+    {"resume"},
     {"iterators"},
     {"loader"},
     {"__init__"},

@@ -140,14 +140,18 @@ class Pool:
             worker.waiting.append(Task(number, index))
             self._feed(worker, worker_id)
 
-    def restart(self) -> None:
-        """Tell all workers that a new epoch begins; answers to older tasks still come first."""
+    def restart(self, epoch: int | None) -> None:
+        """Tell all workers that a new epoch begins; answers to older tasks still come first.
+
+        Args:
+            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+        """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
                 worker.waiting.clear()  # no worker has seen these
                 for task in worker.sent:
                     task.is_stale = True
-                self._send(worker, worker_id, Restart())
+                self._send(worker, worker_id, Restart(epoch))
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.

@@ -50,6 +50,8 @@ class Fetch(NamedTuple):
 class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
 
+    epoch: int | None  # what the user set, for datasets that have a set_epoch()
+
 
 class Kind(enum.IntEnum):
     """What a reply brings."""
@@ -151,12 +153,14 @@ class _Worker:
             if isinstance(message, Fetch):
                 self._answer(message)
             else:
-                self._restart()
+                self._restart(message.epoch)
 
-    def _restart(self) -> None:
+    def _restart(self, epoch: int | None) -> None:
         if self._job is None or self._init_error is not None:
             return
         try:
+            if epoch is not None and callable(getattr(self._job.dataset, "set_epoch", None)):
+                self._job.dataset.set_epoch(epoch)
             self._make_fetcher(self._job)
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._wrap_error()

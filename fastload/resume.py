@@ -1,0 +1,305 @@
+"""Where an epoch stands, and how to come back to it: what `state_dict()` says and `load_state_dict()` does.
+
+Called by the loader and its iterators, in the consumer's process. A state names the epoch's beginning (the
+generators' and samplers' states before anything was drawn, and the base seed that was drawn then) and how
+many batches the caller has received since. To come back, the beginning is drawn again in the same order, and
+as many lists of indices are passed over; no sample is read. Rules:
+
+1. What counts is what the caller received, not what workers have fetched ahead.
+2. torch's default generator belongs to the user: after a return it is as it was before.
+3. A sampler that gives other indices the second time is found out by a checksum, and is an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
+
+VERSION = 1
+_DEFAULT = "default"
+
+
+@dataclass
+class Epoch:
+    """One epoch of one loader, from before its first draw to the batch that the caller received last.
+
+    Attributes:
+        number: As the user set it, or counted.
+        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent ones).
+        generators: States before anything was drawn, by where the generator is held.
+        samplers: States of samplers that have a state_dict(), by where they are held.
+        base_seed: From which torch seeds its workers.
+        num_received: Batches that the caller has received.
+        checksum: Of their indices.
+        is_finished: Whether the caller has seen the end.
+        obstacle: Why this epoch cannot be resumed in its middle; None if it can.
+    """
+
+    number: int
+    beginning: str
+    generators: dict[str, bytes]
+    samplers: dict[str, Any]
+    base_seed: int = 0
+    num_received: int = 0
+    checksum: int = 0
+    is_finished: bool = False
+    obstacle: str | None = None
+    _replayed: dict[str, Any] | None = field(default=None, repr=False)
+    _default_state: torch.Tensor | None = field(default=None, repr=False)
+
+    def received(self, index: Any) -> None:
+        """The caller receives the batch of this index."""
+        self.num_received += 1
+        self.checksum = _checksum(index, self.checksum)
+
+    def choose_base_seed(self, drawn: int) -> int:
+        """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
+        self.base_seed = drawn if self._replayed is None else int(self._replayed["base_seed"])
+        return self.base_seed
+
+    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
+        """The iterator over indices: the one just made, or that of the epoch that is resumed, at its place.
+
+        Raises:
+            ResumeError: The sampler has other indices than it had.
+        """
+        state = self._replayed
+        if state is None:
+            return drawn
+        self._replayed = None
+        _set_generators(loader, self.generators)
+        _set_samplers(loader, self.samplers)
+        indices: Iterator[Any] = iter(loader._index_sampler)
+        if self.beginning != "again":
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            if self.beginning == "workers":
+                indices = iter(loader._index_sampler)  # torch begins twice where there are workers
+        self._skip(indices, int(state["_num_yielded"]), state)
+        if self._default_state is not None:
+            torch.default_generator.set_state(self._default_state)
+        return indices
+
+    def _skip(self, indices: Iterator[Any], count: int, state: dict[str, Any]) -> None:
+        checked, expected = state["index_checksum"]
+        for _ in range(count):
+            try:
+                self.received(next(indices))
+            except StopIteration:
+                raise ResumeError(
+                    f"the epoch to be resumed had at least {count} batches, now the sampler has "
+                    f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
+                ) from None
+        if count == checked and self.checksum != expected:
+            raise ResumeError(
+                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
+                "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
+                "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
+                "default one, or have state_dict() and load_state_dict()"
+            )
+
+
+class Book:
+    """What is known of one loader's epochs."""
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        self.has_set_epoch = False
+        self.current: Epoch | None = None
+        self.loaded: dict[str, Any] | None = None
+
+
+_books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
+
+
+def book_of(loader: Any) -> Book:
+    """The loader's book; not an attribute, so that frameworks that copy those copy no progress."""
+    return _books.setdefault(loader, Book())
+
+
+def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
+    """A new epoch, before anything is drawn for it; the one that a loaded state names, if there is one.
+
+    Args:
+        loader: Whose epoch.
+        beginning: See Epoch.
+        obstacle: Why it cannot be resumed in its middle.
+
+    Raises:
+        ResumeError: The loaded state lies within an epoch, and this loader cannot resume there.
+    """
+    book = book_of(loader)
+    state, book.loaded = book.loaded, None
+    epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    if state is not None and _is_within_epoch(state):
+        _return_to(epoch, state)
+    book.next_number = epoch.number + 1
+    book.current = epoch
+    return epoch
+
+
+def _is_within_epoch(state: dict[str, Any]) -> bool:
+    return state["beginning"] is not None and not state["_iterator_finished"]
+
+
+def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
+    """Make an epoch that which the state names."""
+    epoch.number = state["epoch"]
+    reason = state["obstacle"] or epoch.obstacle
+    if reason is not None:
+        if state["_num_yielded"]:
+            raise ResumeError(f"this epoch cannot be resumed after {state['_num_yielded']} batches: {reason}")
+        return
+    epoch.beginning = state["beginning"]
+    epoch.generators, epoch.samplers = state["generators"], state["samplers"]
+    epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
+
+
+def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A fresh dict of plain types that says where the loader stands; costs nothing and starts nothing."""
+    book = book_of(loader)
+    if book.loaded is not None:
+        return dict(book.loaded)
+    epoch = book.current
+    if epoch is None or epoch.is_finished:
+        # Between epochs: the generators that are the loader's own go on from here.
+        generators = {k: v for k, v in _generators(loader).items() if k != _DEFAULT}
+        samplers = _samplers(loader)
+    else:
+        generators, samplers = dict(epoch.generators), dict(epoch.samplers)
+    num_received = 0 if epoch is None else epoch.num_received
+    return {
+        "version": VERSION,
+        "epoch": book.next_number if epoch is None else epoch.number,
+        "_num_yielded": num_received,  # these three as torchdata and Accelerate spell them
+        "_sampler_iter_yielded": num_received,
+        "_iterator_finished": epoch is not None and epoch.is_finished,
+        "beginning": None if epoch is None else epoch.beginning,
+        "base_seed": 0 if epoch is None else epoch.base_seed,
+        "index_checksum": [num_received, 0 if epoch is None else epoch.checksum],
+        "generators": generators,
+        "samplers": samplers,
+        "obstacle": None if epoch is None else epoch.obstacle,
+    }
+
+
+def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
+    """The loader's next epoch goes on where the state stands.
+
+    Raises:
+        ResumeError: It is no state of this release's loader.
+    """
+    missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
+    if missing:
+        raise ResumeError(f"this is no state of a fastload.DataLoader: it lacks {', '.join(missing)}")
+    if state["version"] != VERSION:
+        raise ResumeError(f"a state of version {state['version']}, this release reads version {VERSION}")
+    book = book_of(loader)
+    book.loaded = dict(state)
+    book.next_number = state["epoch"] + bool(state["_iterator_finished"])
+    if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
+        _set_generators(loader, {k: v for k, v in state["generators"].items() if k != _DEFAULT})
+        _set_samplers(loader, state["samplers"])
+
+
+_KEYS = {
+    "version",
+    "epoch",
+    "_num_yielded",
+    "_iterator_finished",
+    "beginning",
+    "base_seed",
+    "index_checksum",
+    "generators",
+    "samplers",
+    "obstacle",
+}
+
+
+def set_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Give the next epoch this number, also in samplers and datasets that can be told."""
+    book = book_of(loader)
+    book.next_number = number
+    book.has_set_epoch = True
+    for owner in [*_places(loader).values(), loader.dataset]:
+        tell = getattr(owner, "set_epoch", None)
+        if callable(tell):
+            tell(number)
+
+
+# --- generators and samplers, by where they are held -----------------------------------------------------
+
+
+def _places(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The samplers of a loader, each once."""
+    held = {
+        "batch_sampler": loader.batch_sampler,
+        "sampler": loader.sampler,
+        "batch_sampler.sampler": getattr(loader.batch_sampler, "sampler", None),
+    }
+    found: dict[str, Any] = {}
+    for place, sampler in held.items():
+        if sampler is not None and not any(sampler is other for other in found.values()):
+            found[place] = sampler
+    return found
+
+
+def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    found = {_DEFAULT: torch.default_generator}
+    for place, owner in {"loader": loader, **_places(loader)}.items():
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator) and not any(generator is g for g in found.values()):
+            found[place] = generator
+    return found
+
+
+def _generators(loader: DataLoader[Any]) -> dict[str, bytes]:
+    return {place: g.get_state().numpy().tobytes() for place, g in _held_generators(loader).items()}
+
+
+def _set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
+    held = _held_generators(loader)
+    for place, state in states.items():
+        if place not in held:
+            raise ResumeError(f"the state holds a generator of the {place}, and here it has none")
+        held[place].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    return {
+        place: sampler.state_dict()
+        for place, sampler in _places(loader).items()
+        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+    } | {
+        f"{place}.epoch": sampler.epoch  # DistributedSampler's order follows from it
+        for place, sampler in _places(loader).items()
+        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
+    }
+
+
+def _set_samplers(loader: DataLoader[Any], states: dict[str, Any]) -> None:
+    for place, sampler in _places(loader).items():
+        if f"{place}.epoch" in states and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(states[f"{place}.epoch"])
+        if place in states and hasattr(sampler, "load_state_dict"):
+            sampler.load_state_dict(states[place])
+
+
+def _checksum(index: Any, checksum: int) -> int:
+    """Of one more index or list of indices; the same in every process."""
+    try:
+        numbers = np.asarray(index, np.int64)
+    except (TypeError, ValueError, OverflowError):  # keys of another kind
+        return zlib.crc32(repr(index).encode("utf-8", "surrogatepass"), checksum)
+    return zlib.crc32(numbers.tobytes(), checksum)

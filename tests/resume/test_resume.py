@@ -1,0 +1,392 @@
+"""Resuming: the rest of an interrupted epoch, and all later ones, are those of an uninterrupted run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fastload import DataLoader
+from fastload.errors import ResumeError
+from tests.resume.zoo import Draws, Foreign, Numbers, Stateful
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LENGTH = 50
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# Each makes the arguments of a loader anew, as a new process would.
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in order": dict,
+    "shuffle": lambda: {"shuffle": True},
+    "shuffle, generator": lambda: {"shuffle": True, "generator": seeded()},
+    "sampler's own generator": lambda: {"sampler": RandomSampler(range(LENGTH), generator=seeded())},
+    "with replacement": lambda: {
+        "sampler": RandomSampler(range(LENGTH), replacement=True, num_samples=70, generator=seeded())
+    },
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 60, generator=seeded())},
+    "weighted, default": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 60)},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2), generator=seeded())},
+    "distributed": lambda: {"sampler": DistributedSampler(Numbers(LENGTH), 3, 1, seed=3)},
+    "batch sampler": lambda: {
+        "batch_sampler": BatchSampler(RandomSampler(range(LENGTH), generator=seeded()), 4, False),
+        "batch_size": 1,
+    },
+    "no batches": lambda: {"sampler": Draws(LENGTH), "batch_size": None},
+    "eager draws": lambda: {"sampler": Draws(LENGTH)},
+    "stateful": lambda: {"sampler": Stateful(LENGTH)},
+}
+
+
+def make(kind: str, num_workers: int = 0, *, persistent: bool = False) -> DataLoader:
+    options = {"batch_size": 4, "num_workers": num_workers} | SAMPLERS[kind]()
+    return DataLoader(Numbers(LENGTH), persistent_workers=persistent and num_workers > 0, **options)
+
+
+def labels(batches: Any) -> list[list[int]]:
+    return [batch.flatten().tolist() for batch in batches]
+
+
+def start_epoch(loader: DataLoader, epoch: int) -> Any:
+    loader.set_epoch(epoch)
+    return iter(loader)
+
+
+def uninterrupted(kind: str, epochs: int, **options: Any) -> list[list[list[int]]]:
+    """What each epoch brings in a run from seed 11 on that draws from torch's generator, as training does."""
+    torch.manual_seed(11)
+    loader = make(kind, **options)
+    runs = []
+    for epoch in range(epochs):
+        runs.append(labels(start_epoch(loader, epoch)))
+        torch.rand(3)
+    loader.close()
+    return runs
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("cut", [(0, 0), (0, 3), (1, 1), (1, 5), (1, 99)])
+def test_the_rest_is_that_of_an_uninterrupted_run(kind: str, cut: tuple[int, int]) -> None:
+    """In a new process the rest of the epoch and the next epochs are the same, for each kind of sampler."""
+    epoch, batches = cut
+    expected = uninterrupted(kind, 4)
+    torch.manual_seed(11)
+    loader = make(kind)
+    for earlier in range(epoch):
+        labels(start_epoch(loader, earlier))
+        torch.rand(3)
+    seen = labels(itertools.islice(start_epoch(loader, epoch), batches))
+    state, default_state = pickle.loads(pickle.dumps(loader.state_dict())), torch.get_rng_state()
+
+    resumed = make(kind)
+    resumed.load_state_dict(state)
+    torch.set_rng_state(default_state)
+    if batches == 99:  # the caller has seen the end
+        assert state["_iterator_finished"]
+    else:
+        rest = labels(resumed)
+        assert seen + rest == expected[epoch]
+    torch.rand(3)
+    for later in range(epoch + 1, 4):
+        assert labels(start_epoch(resumed, later)) == expected[later]
+        torch.rand(3)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["shuffle, generator", "no batches", "stateful"])
+def test_another_number_of_workers(kind: str, before: int, after: int, *, persistent: bool) -> None:
+    """An epoch that was begun with some workers is finished with others, none or more."""
+    expected = uninterrupted(kind, 2, num_workers=before, persistent=persistent)
+    torch.manual_seed(11)
+    with make(kind, before, persistent=persistent) as loader:
+        labels(start_epoch(loader, 0))
+        torch.rand(3)
+        seen = labels(itertools.islice(start_epoch(loader, 1), 5))
+        state = loader.state_dict()
+    with make(kind, after, persistent=persistent) as resumed:
+        resumed.load_state_dict(state)
+
+        assert seen + labels(resumed) == expected[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 12), max_size=6),
+    kind=st.sampled_from(["shuffle, generator", "with replacement", "batch sampler", "stateful"]),
+)
+def test_any_number_of_interruptions(cuts: list[int], kind: str) -> None:
+    """However often a run is interrupted, and wherever, it brings what one that goes through brings."""
+    expected = [batch for epoch in uninterrupted(kind, 3) for batch in epoch]
+    loader = make(kind)
+    seen: list[list[int]] = []
+    for cut in cuts:
+        seen += labels(itertools.islice(loader, cut))
+        state = loader.state_dict()
+        loader = make(kind)
+        loader.load_state_dict(state)
+    while len(seen) < len(expected):
+        seen += labels(loader)
+
+    assert seen[: len(expected)] == expected
+
+
+def test_the_caller_s_generator_is_left_alone() -> None:
+    """Resuming draws nothing from torch's default generator."""
+    loader = make("shuffle")
+    next(iter(loader))
+    state = loader.state_dict()
+    resumed = make("shuffle")
+    resumed.load_state_dict(state)
+    before = torch.get_rng_state()
+    iter(resumed)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_read_to_get_there() -> None:
+    """Samples that are passed over are not read."""
+    loader = make("shuffle, generator")
+    list(itertools.islice(loader, 10))
+    resumed = make("shuffle, generator")
+    resumed.load_state_dict(loader.state_dict())
+    list(resumed)
+
+    assert resumed.dataset.reads == LENGTH - 40
+
+
+def test_a_state_is_small_fresh_and_plain() -> None:
+    """A state holds plain types only, in some kilobytes, and is the caller's own."""
+    loader = make("shuffle, generator")
+    next(iter(loader))
+    state = loader.state_dict()
+    state["_num_yielded"] = 99
+    state["generators"].clear()
+    again = loader.state_dict()
+
+    assert again["_num_yielded"] == 1
+    assert again["generators"]
+    assert len(pickle.dumps(again)) < 20_000
+    json.dumps(again, default=lambda value: value.hex())
+
+
+def test_a_state_starts_nothing() -> None:
+    """state_dict() before the first epoch makes no iterator and draws nothing."""
+    loader = make("shuffle", 2, persistent=True)
+    before = torch.get_rng_state()
+    state = loader.state_dict()
+
+    assert loader._iterator is None
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (state["_num_yielded"], state["_iterator_finished"]) == (0, False)
+
+
+def test_what_counts_is_what_was_received() -> None:
+    """With workers that run ahead the state says how many batches the caller has."""
+    with make("in order", 2) as loader:
+        iterator = iter(loader)
+        counts = []
+        for _ in range(5):
+            next(iterator)
+            counts.append(loader.state_dict()["_num_yielded"])
+
+    assert counts == [1, 2, 3, 4, 5]
+
+
+def test_a_loaded_state_is_given_back() -> None:
+    """Between load_state_dict() and the next epoch the state is the loaded one."""
+    loader = make("shuffle, generator")
+    list(itertools.islice(loader, 3))
+    state = loader.state_dict()
+    resumed = make("shuffle, generator")
+    resumed.load_state_dict(state)
+
+    assert resumed.state_dict() == state
+
+
+def test_the_last_batch_is_not_the_end() -> None:
+    """After the last batch, before the end was seen, a resumed epoch brings nothing more."""
+    loader = make("in order")
+    iterator = iter(loader)
+    for _ in range(13):
+        next(iterator)
+    state = loader.state_dict()
+    resumed = make("in order")
+    resumed.load_state_dict(state)
+
+    assert not state["_iterator_finished"]
+    assert list(resumed) == []
+    assert len(list(resumed)) == 13
+
+
+def test_a_foreign_sampler_is_found_out() -> None:
+    """A sampler that gives other indices the second time is an error that says what to do."""
+    loader = DataLoader(Numbers(LENGTH), 4, sampler=Foreign(LENGTH))
+    list(itertools.islice(loader, 3))
+    resumed = DataLoader(Numbers(LENGTH), 4, sampler=Foreign(LENGTH))
+    resumed.load_state_dict(loader.state_dict())
+
+    with pytest.raises(ResumeError, match=r"other indices for the first 3 batches.*attribute `generator`"):
+        iter(resumed)
+
+
+def test_another_dataset_is_found_out() -> None:
+    """A sampler with fewer batches than were received is an error."""
+    loader = make("in order")
+    list(itertools.islice(loader, 10))
+    resumed = DataLoader(Numbers(8), 4)
+    resumed.load_state_dict(loader.state_dict())
+
+    with pytest.raises(ResumeError, match="had at least 10 batches, now the sampler has 2"):
+        iter(resumed)
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    """Counts."""
+
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
+def test_iterable_datasets_cannot_be_resumed_within() -> None:
+    """In the middle of an epoch a stream cannot be resumed, and says why; at its end it can."""
+    loader = DataLoader(Stream(), 4)
+    list(itertools.islice(loader, 2))
+    resumed = DataLoader(Stream(), 4)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(ResumeError, match=r"after 2 batches: an iterable-style dataset"):
+        iter(resumed)
+    list(loader)
+    resumed.load_state_dict(loader.state_dict())
+
+    assert len(list(resumed)) == 5
+    assert resumed.state_dict()["epoch"] == 2
+
+
+def test_torch_s_own_iterators_say_that_they_cannot() -> None:
+    """What goes through torch's iterator has a state, and cannot be resumed in its middle."""
+    with DataLoader(Numbers(8), 4, num_workers=1, in_order=False) as loader:
+        list(loader)
+        state = loader.state_dict()
+
+    assert state["obstacle"] == "in_order=False"
+
+
+@pytest.mark.parametrize("state", [{}, {"version": 1}, None, 3])
+def test_other_dicts_are_refused(state: Any) -> None:
+    """What is no state of this loader is refused when it is loaded."""
+    with pytest.raises(ResumeError, match=r"no state of a fastload\.DataLoader"):
+        make("in order").load_state_dict(state)
+
+
+def test_later_versions_are_refused() -> None:
+    """A state of another version is refused by name."""
+    loader = make("in order")
+    state = loader.state_dict() | {"version": 99}
+
+    with pytest.raises(ResumeError, match="version 99, this release reads version 1"):
+        loader.load_state_dict(state)
+
+
+def test_three_ranks() -> None:
+    """Ranks with a DistributedSampler each resume their own share, also after set_epoch()."""
+    for rank in range(3):
+
+        def make_rank(rank: int = rank) -> DataLoader:
+            dataset = Numbers(LENGTH)
+            return DataLoader(dataset, 4, sampler=DistributedSampler(dataset, 3, rank, seed=3))
+
+        loader = make_rank()
+        whole = labels(start_epoch(loader, 5))
+        seen = labels(itertools.islice(start_epoch(loader, 5), 2))
+        resumed = make_rank()
+        resumed.load_state_dict(loader.state_dict())
+
+        assert seen + labels(resumed) == whole
+
+
+class Told(Numbers):
+    """Gives the epoch that it was told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return self.epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_set_epoch_reaches_everyone(num_workers: int, *, persistent: bool) -> None:
+    """Samplers, the dataset, and its copies in persistent workers are told the epoch."""
+    dataset = Told(8)
+    sampler = DistributedSampler(dataset, 2, 0)
+    persistent = persistent and num_workers > 0
+    with DataLoader(
+        dataset, 2, sampler=sampler, num_workers=num_workers, persistent_workers=persistent
+    ) as loader:
+        for epoch in (3, 1, 4):
+            loader.set_epoch(epoch)
+            seen = {value for batch in loader for value in batch.tolist()}
+
+            assert seen == {epoch}
+            assert sampler.epoch == epoch
+
+
+def test_epochs_are_counted() -> None:
+    """An epoch's number is the one set, or one more than the last."""
+    loader = make("in order")
+    numbers = []
+    for epoch in (None, None, 7, None):
+        if epoch is not None:
+            loader.set_epoch(epoch)
+        list(loader)
+        numbers.append(loader.state_dict()["epoch"])
+
+    assert numbers == [0, 1, 7, 8]
+
+
+def test_copies_of_a_loader_share_no_progress() -> None:
+    """A pickled loader starts from the beginning."""
+    loader = make("in order")
+    list(itertools.islice(loader, 3))
+
+    assert pickle.loads(pickle.dumps(loader)).state_dict()["_num_yielded"] == 0
+
+
+def test_a_million_samples_are_passed_over() -> None:
+    """Passing over a million samples reads none of them (its time is in benchmarks/)."""
+    dataset = Numbers(1_000_004)
+    loader = DataLoader(dataset, 4, shuffle=True, generator=seeded())
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict() | {"_num_yielded": 250_000}
+    resumed = DataLoader(dataset, 4, shuffle=True, generator=seeded())
+    resumed.load_state_dict(state)
+    dataset.reads = 0
+    rest = list(resumed)
+
+    assert len(rest) == 1
+    assert dataset.reads == 4
