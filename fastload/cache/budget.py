@@ -91,13 +91,31 @@ def available_bytes(root: str | Path = "/") -> int:
     return max(0, min(free))
 
 
+def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
+    """The least limit of the cgroups that hold this process; None if none of them has one.
+
+    Args:
+        root: As for `available_bytes`.
+    """
+    limits = [_group_limit(directory, files) for directory, files in _groups(Path(root))]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
 def _meminfo_available(meminfo: str) -> int:
     match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
     return int(match[1]) * 1024 if match else int(psutil.virtual_memory().available)
 
 
 def _cgroup_free(root: Path) -> Iterator[int]:
-    """Limit less use of every cgroup that holds this process, v1 and v2."""
+    """Limit less use of every cgroup that holds this process and has a limit."""
+    for directory, files in _groups(root):
+        free = _group_free(directory, files)
+        if free is not None:
+            yield free
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Every cgroup that holds this process, v1 and v2, and where it keeps its figures."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -110,9 +128,7 @@ def _cgroup_free(root: Path) -> Iterator[int]:
             continue
         for mount in mounts:
             for directory in _ancestors(root / mount, path):
-                free = _group_free(directory, files)
-                if free is not None:
-                    yield free
+                yield directory, files
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
@@ -126,8 +142,12 @@ def _ancestors(mount: Path, path: str) -> Iterator[Path]:
         yield mount.joinpath(*parts[:depth])
 
 
+def _group_limit(directory: Path, files: _Files) -> int:
+    return min(_number(_read(directory / name)) for name in files.limits)
+
+
 def _group_free(directory: Path, files: _Files) -> int | None:
-    limit = min(_number(_read(directory / name)) for name in files.limits)
+    limit = _group_limit(directory, files)
     used = _number(_read(directory / files.used))
     if limit >= _NO_LIMIT or used >= _NO_LIMIT:
         return None

@@ -22,27 +22,31 @@ import torch
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, range, type)
 
 
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+def map_leaves(
+    value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """``value`` with ``function(leaf)`` in the place of each leaf.
 
     Walked are dicts, lists, tuples, namedtuples, dataclasses, and every other Mapping and Sequence. Leaves
-    that ``function`` returns as they are, and what is no leaf, stay the same objects.
+    that ``function`` returns as they are, and what is no leaf, stay the same objects. ``is_leaf`` can name
+    more leaves; it is asked about everything but tensors, containers before what is in them.
 
     Raises:
         Exception: What ``function``, or the constructor of a container type, raised.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) or (is_leaf is not None and is_leaf(value)):
         return function(value)
     if isinstance(value, _PLAIN):
         return value
     if _moves_itself(type(value)):  # type: ignore[arg-type]  # classes are hashable
         return function(value)
+    visit = functools.partial(map_leaves, function=function, is_leaf=is_leaf)
     if isinstance(value, Mapping):
-        return _map_mapping(value, function)
+        return _map_mapping(value, visit)
     if isinstance(value, Sequence):
-        return _map_sequence(value, function)
+        return _map_sequence(value, visit)
     if dataclasses.is_dataclass(value):
-        return _map_dataclass(value, function)
+        return _map_dataclass(value, visit)
     return value
 
 
@@ -62,11 +66,11 @@ def _moves_itself(cls: type) -> bool:
     return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
-def _map_mapping(value: Mapping[Any, Any], function: Callable[[Any], Any]) -> Any:
+def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
     parts = dict(value.items())
     changed = {}
     for key, part in parts.items():
-        mapped = map_leaves(part, function)
+        mapped = visit(part)
         if mapped is not part:
             changed[key] = mapped
     if not changed:
@@ -82,9 +86,9 @@ def _map_mapping(value: Mapping[Any, Any], function: Callable[[Any], Any]) -> An
     return _make_like(value, {**parts, **changed})
 
 
-def _map_sequence(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map_sequence(value: Any, visit: Callable[[Any], Any]) -> Any:
     parts = list(value)
-    mapped = [map_leaves(part, function) for part in parts]
+    mapped = [visit(part) for part in parts]
     if all(new is old for new, old in zip(mapped, parts, strict=True)):
         return value
     if type(value) is list:
@@ -106,13 +110,13 @@ def _make_like(value: Any, content: Any) -> Any:
         return content  # as torch's pin_memory does
 
 
-def _map_dataclass(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map_dataclass(value: Any, visit: Callable[[Any], Any]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue  # declared with init=False and never set
         part = getattr(value, field.name)
-        mapped = map_leaves(part, function)
+        mapped = visit(part)
         if mapped is not part:
             changed[field.name] = mapped
     if not changed:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # A worker may finish the sample it is at; then it is asked, then it is ended.
 _GRACE_S = 5.0
 _TERMINATE_S = 1.0
+# After a death the caller waits for its error, and what the other workers are at is lost anyway.
+_GRACE_AFTER_DEATH_S = 0.2
 # One look at a pool of live processes costs less than this matters.
 _WATCH_INTERVAL_S = 5.0
 
@@ -255,11 +257,15 @@ class Pool:
             worker.process.join(_TERMINATE_S)
             messages.append(_obituary(worker_id, worker))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
-        self.close()
+        self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
 
-    def close(self) -> None:
-        """Stop the workers and let go of all slots; batches that the caller holds stay valid."""
+    def close(self, grace_s: float | None = None) -> None:
+        """Stop the workers and let go of all slots; batches that the caller holds stay valid.
+
+        Args:
+            grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -269,7 +275,8 @@ class Pool:
             return
         for worker in self._workers:
             worker.channel.close()
-        for limit_s, end in ((_GRACE_S, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
+        grace_s = _GRACE_S if grace_s is None else grace_s
+        for limit_s, end in ((grace_s, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
             deadline = time.monotonic() + limit_s
             for worker in self._workers:
                 worker.process.join(max(deadline - time.monotonic(), 0.0))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache.budget import available_bytes, parse_budget
+from fastload.cache.budget import available_bytes, cgroup_limit_bytes, parse_budget
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -85,6 +85,19 @@ def test_never_below_zero(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/a\n", **v2("a", GB, 2 * GB)}
 
     assert available_bytes(write(tmp_path, files)) == 0
+
+
+def test_the_limit_is_that_of_the_tightest_group(tmp_path: Path) -> None:
+    """The least limit on the way up, however much of it is used."""
+    files = {"proc/self/cgroup": "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}
+
+    assert cgroup_limit_bytes(write(tmp_path, files)) == 2 * GB
+
+
+def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
+    """Without cgroups, and where all of them say "max", there is no limit."""
+    assert cgroup_limit_bytes(write(tmp_path, {})) is None
+    assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
 
 
 def test_this_system() -> None:

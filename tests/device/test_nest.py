@@ -226,3 +226,11 @@ def test_any_nest_of_lists_and_dicts(value: Any) -> None:
         return [2] if part is ONE else part
 
     assert flat(map_leaves(value, doubled)) == expected(value)
+
+
+def test_more_kinds_of_leaves_can_be_named() -> None:
+    """``is_leaf`` is asked about containers before their content, and what it takes is not walked."""
+    value = {"names": ["a", "b"], "pair": (ONE, ["c", ONE])}
+    mapped = map_leaves(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
+
+    assert mapped == {"names": 2, "pair": (1, ["c", 1])}

@@ -137,10 +137,20 @@ def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["pass", "sys.exit(0)", "keep = list(iterator)"])
-def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, then: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "then"),
+    [
+        ("fork", "pass"),
+        ("fork", "sys.exit(0)"),
+        ("fork", "keep = list(iterator)"),
+        ("fork", "cycle = [iterator]; cycle.append(cycle)"),
+        ("forkserver", "pass"),
+        ("spawn", "pass"),
+    ],
+)
+def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, method: str, then: str) -> None:
     """Exit code 0, nothing on stderr, no worker left."""
-    parent = _start_parent(tmp_path, method="fork", busy=False, then=then)
+    parent = _start_parent(tmp_path, method=method, busy=False, then=then)
     out, err = parent.communicate(timeout=60)
 
     assert (parent.returncode, err) == (0, "")

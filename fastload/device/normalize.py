@@ -1,0 +1,208 @@
+"""Normalize: uint8 image batches become normalised floats, on whatever device they are.
+
+Called by the user or by a prefetcher as a device transform, in the consumer's process.
+
+1. ``out = image * scale + bias`` with one scale and one bias per channel, computed in float32 (float64 for
+   float64), rounded to `dtype` once, at the end.
+2. On an accelerator that is one kernel, which reads uint8 and writes `dtype`: type conversion, layout and
+   arithmetic in one. On the CPU it is faster to convert first, because mixed types take the slow path there.
+3. The constants are made from `mean` and `std` anew wherever the module moves: ``half()`` cannot round them.
+4. The layout is never guessed: where the shape fits both, it has to be named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fastload.device.nest import map_leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LAYOUTS = ("auto", "HWC", "CHW")
+_FORMATS = (torch.channels_last, torch.contiguous_format)
+_IMAGE_KEYS = ("image", "images")
+
+
+class Normalize(nn.Module):
+    """Gives ``(image / max_pixel_value - mean) / std`` for a batch of uint8 images.
+
+    Takes ``(B, H, W, C) uint8`` or ``(B, C, H, W) uint8`` with any strides, gives a new ``(B, C, H, W)``
+    tensor in ``dtype`` and ``memory_format`` on the same device, which the caller owns. uint8 images cross to
+    the GPU in a quarter of float32's bytes. Without parameters and without a state_dict entry; picklable.
+
+    A batch that is no tensor comes back as a new one of its type with the images replaced: those are the
+    first element of a list or tuple (a namedtuple too), in a mapping the value of "image" or "images", or
+    what ``key`` names. All else in the batch is passed on as it is.
+
+    Args:
+        mean: Per channel, in units of ``max_pixel_value``, as ImageNet's (0.485, 0.456, 0.406).
+        std: Per channel, in the same units, above zero.
+        dtype: Of the result, a floating one.
+        memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``.
+        max_pixel_value: The value that counts as 1.
+        layout: What the dimensions mean: "HWC", "CHW", or "auto": the one whose C is ``len(mean)``.
+        key: Where the images are in a batch: an index, or the key of a mapping.
+
+    Attributes:
+        mean: As given.
+        std: As given.
+
+    Raises:
+        TypeError: ``dtype`` is not floating; or, when called, there is no uint8 tensor in the images' place.
+        ValueError: The constants are not one finite value per channel, or another argument is none of the
+            above; or, when called, the shape fits no layout or both, or the batch has no ``key``, or neither
+            or both of "image" and "images".
+    """
+
+    _scale: torch.Tensor
+    _bias: torch.Tensor
+
+    def __init__(
+        self,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        memory_format: torch.memory_format = torch.channels_last,
+        *,
+        max_pixel_value: float = 255.0,
+        layout: str = "auto",
+        key: Any = None,
+    ) -> None:
+        super().__init__()
+        self.mean = tuple(float(value) for value in mean)
+        self.std = tuple(float(value) for value in std)
+        if not self.mean or len(self.mean) != len(self.std):
+            raise ValueError(
+                "mean and std should have one value per channel, "
+                f"but got {len(self.mean)} and {len(self.std)} values"
+            )
+        if not min(self.std) > 0 or not max_pixel_value > 0:
+            raise ValueError(
+                f"std and max_pixel_value should be above zero, but got {self.std} and {max_pixel_value}"
+            )
+        if not dtype.is_floating_point:
+            raise TypeError(f"dtype should be a floating one, such as torch.bfloat16, but got {dtype}")
+        if memory_format not in _FORMATS:
+            raise ValueError(
+                "memory_format should be torch.channels_last or torch.contiguous_format, "
+                f"but got {memory_format}"
+            )
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout should be one of {', '.join(_LAYOUTS)}, but got {layout!r}")
+        self.dtype = dtype
+        self.memory_format = memory_format
+        self.max_pixel_value = float(max_pixel_value)
+        self.layout = layout
+        self.key = key
+        self._make_constants(torch.device("cpu"))
+        if not (self._scale.isfinite().all() and self._bias.isfinite().all()):
+            raise ValueError(f"mean / std should be finite, but got mean={self.mean} and std={self.std}")
+
+    def forward(self, batch: Any) -> Any:
+        """The batch with its images normalised; see the class."""
+        images = self._find_images(batch)
+        normalized = self._normalize(images)
+        return map_leaves(batch, lambda leaf: normalized if leaf is images else leaf)
+
+    def extra_repr(self) -> str:
+        """What `print` shows between the brackets."""
+        return f"mean={self.mean}, std={self.std}, dtype={self.dtype}, memory_format={self.memory_format}"
+
+    # --- the images -------------------------------------------------------------------------------------
+
+    def _find_images(self, batch: Any) -> torch.Tensor:
+        where, found = self._look_up(batch)
+        if not isinstance(found, torch.Tensor):
+            raise TypeError(
+                f"Normalize expects images as a uint8 tensor at {where}, but got {type(found).__name__}; "
+                "key= names another place, and a batch of another kind can be normalised by a function of "
+                "yours that calls Normalize on its images"
+            )
+        if found.dtype != torch.uint8:
+            raise TypeError(
+                f"Normalize expects uint8 images at {where}, but got {found.dtype} of shape "
+                f"{tuple(found.shape)}; leave out ToTensor, Normalize and other conversions before it"
+            )
+        return found
+
+    def _look_up(self, batch: Any) -> tuple[str, Any]:
+        """A path for messages, and what is there."""
+        if isinstance(batch, torch.Tensor):
+            if self.key is not None:
+                raise ValueError(f"Normalize has key={self.key!r}, but the batch is a tensor; leave out key=")
+            return "$", batch
+        if isinstance(batch, Mapping):
+            key = self.key
+            if key is None:
+                keys = [name for name in _IMAGE_KEYS if name in batch]
+                if len(keys) != 1:
+                    raise ValueError(
+                        'Normalize expects "image" or "images" in a mapping, but got the keys '
+                        f"{list(batch)}; name the one with the images by key="
+                    )
+                key = keys[0]
+            elif key not in batch:
+                raise ValueError(f"Normalize has key={key!r}, but the batch has the keys {list(batch)}")
+            return f"$[{key!r}]", batch[key]
+        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+            index = 0 if self.key is None else self.key
+            if not isinstance(index, int) or not -len(batch) <= index < len(batch):
+                raise ValueError(f"Normalize has key={index!r}, but the batch is a sequence of {len(batch)}")
+            return f"$[{index}]", batch[index]
+        return "$", batch
+
+    # --- the arithmetic ---------------------------------------------------------------------------------
+
+    def _normalize(self, images: torch.Tensor) -> torch.Tensor:
+        images = self._channels_second(images)
+        if images.device != self._scale.device:
+            self._make_constants(images.device)
+        if images.device.type == "cpu":
+            exact = images.to(self._scale.dtype, memory_format=self.memory_format)
+            return torch.addcmul(self._bias, exact, self._scale, out=exact).to(self.dtype)
+        out = torch.empty(
+            images.shape, dtype=self.dtype, device=images.device, memory_format=self.memory_format
+        )
+        return torch.addcmul(self._bias, images, self._scale, out=out)
+
+    def _channels_second(self, images: torch.Tensor) -> torch.Tensor:
+        num_channels = len(self.mean)
+        shape = tuple(images.shape)
+        if len(shape) != 4:
+            raise ValueError(
+                f"Normalize expects images of shape (B, H, W, C) or (B, C, H, W), but got {shape}"
+            )
+        fits = {"HWC": shape[3] == num_channels, "CHW": shape[1] == num_channels}
+        layouts = [
+            layout for layout, does_fit in fits.items() if does_fit and self.layout in (layout, "auto")
+        ]
+        if not layouts:
+            raise ValueError(
+                f"Normalize has {num_channels} means, but images of shape {shape} do not have "
+                f"{num_channels} channels in the layout {self.layout!r}"
+            )
+        if len(layouts) > 1:
+            raise ValueError(
+                f"images of shape {shape} can be (B, H, W, C) or (B, C, H, W) with {num_channels} channels; "
+                'give layout="HWC" or layout="CHW"'
+            )
+        return images.permute(0, 3, 1, 2) if layouts[0] == "HWC" else images
+
+    def _make_constants(self, device: torch.device) -> None:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        mean = torch.tensor(self.mean, dtype=torch.float64).view(1, -1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float64).view(1, -1, 1, 1)
+        # Not in the state_dict: they are arguments, and loading older weights should not miss them.
+        scale = (1 / (self.max_pixel_value * std)).to(device, dtype)
+        self.register_buffer("_scale", scale, persistent=False)
+        self.register_buffer("_bias", (-mean / std).to(device, dtype), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Normalize:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._make_constants(self._scale.device)
+        return self

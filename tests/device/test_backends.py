@@ -1,0 +1,198 @@
+"""The speed switches: set inside, as they were outside, in either of torch's two ways to write them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload.device import backends
+from fastload.device.backends import tune_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BACKENDS: Any = torch.backends
+HAS_FIELDS = hasattr(torch.backends, "fp32_precision")
+
+needs_fields = pytest.mark.skipif(not HAS_FIELDS, reason="this torch has the older switches only")
+
+
+def read(function: Any) -> Any:
+    try:
+        return function()
+    except RuntimeError:
+        return "torch refuses: older switch and newer field disagree"
+
+
+def state() -> dict[str, Any]:
+    """All that can be read of the switches."""
+    found = {
+        "benchmark": BACKENDS.cudnn.benchmark,
+        "matmul allow": read(lambda: BACKENDS.cuda.matmul.allow_tf32),
+        "cudnn allow": read(lambda: BACKENDS.cudnn.allow_tf32),
+        "matmul precision": read(torch.get_float32_matmul_precision),
+    }
+    if HAS_FIELDS:
+        found |= {
+            "generic": BACKENDS.fp32_precision,
+            "cudnn": BACKENDS.cudnn.fp32_precision,
+            "matmul": BACKENDS.cuda.matmul.fp32_precision,
+            "conv": BACKENDS.cudnn.conv.fp32_precision,
+            "rnn": BACKENDS.cudnn.rnn.fp32_precision,
+            "cpu matmul": BACKENDS.mkldnn.matmul.fp32_precision,
+        }
+    return found
+
+
+def reset() -> None:
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+    BACKENDS.cudnn.benchmark = False
+    if HAS_FIELDS:
+        BACKENDS.fp32_precision = "none"
+        BACKENDS.cudnn.fp32_precision = "none"
+        BACKENDS.cuda.matmul.fp32_precision = "none"
+        BACKENDS.mkldnn.matmul.fp32_precision = "none"
+        BACKENDS.cudnn.conv.fp32_precision = "tf32"
+        BACKENDS.cudnn.rnn.fp32_precision = "tf32"
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    """Every test starts and ends with torch's defaults."""
+    reset()
+    yield
+    reset()
+
+
+STEPS: dict[str, Any] = {
+    "older matmul on": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
+    "older matmul off": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", False),
+    "older cudnn off": lambda: setattr(BACKENDS.cudnn, "allow_tf32", False),
+    "older medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "older high": lambda: torch.set_float32_matmul_precision("high"),
+    "benchmark": lambda: setattr(BACKENDS.cudnn, "benchmark", True),
+}
+if HAS_FIELDS:
+    STEPS |= {
+        "matmul tf32": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+        "matmul ieee": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "ieee"),
+        "conv ieee": lambda: setattr(BACKENDS.cudnn.conv, "fp32_precision", "ieee"),
+        "rnn ieee": lambda: setattr(BACKENDS.cudnn.rnn, "fp32_precision", "ieee"),
+        "all tf32": lambda: setattr(BACKENDS, "fp32_precision", "tf32"),
+        "all ieee": lambda: setattr(BACKENDS, "fp32_precision", "ieee"),
+    }
+
+SWITCHES = st.sampled_from([None, True, False])
+
+
+@given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
+def test_everything_reads_the_same_afterwards(
+    steps: list[str], tf32: bool | None, benchmark: bool | None
+) -> None:
+    """Whatever was set before, by older switches, newer fields or both, is there again after the block."""
+    reset()
+    for step in steps:
+        STEPS[step]()
+    before = state()
+    with tune_backends(tf32=tf32, cudnn_benchmark=benchmark):
+        pass
+
+    assert state() == before
+
+
+@given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=st.booleans())
+@needs_fields
+def test_inside_the_fields_say_what_was_asked_for(steps: list[str], tf32: bool) -> None:
+    """Products and convolutions use TF32, or do not, whatever was set before."""
+    reset()
+    for step in steps:
+        STEPS[step]()
+    with tune_backends(tf32=tf32):
+        inside = state()
+
+    assert {inside[name] for name in ("matmul", "conv", "rnn")} == {"tf32" if tf32 else "ieee"}
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("before", ["highest", "high", "medium"])
+def test_the_older_switches_agree_inside(tf32: bool, before: str) -> None:
+    """Code that reads the older switches, as torch's own compiler does, works inside the block."""
+    torch.set_float32_matmul_precision(before)
+    with tune_backends(tf32=tf32):
+        inside = state()
+
+    assert inside["matmul allow"] is tf32
+    assert inside["cudnn allow"] is tf32
+    assert inside["matmul precision"] == ("high" if tf32 else "highest")
+
+
+def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.9 there is nothing else to set, and what is set is put back."""
+    monkeypatch.setattr(backends, "_precision_fields", list)
+    monkeypatch.setattr(backends, "_cpu_fields", list)
+    older = ("matmul allow", "cudnn allow", "matmul precision")
+    before = state()
+    with tune_backends(tf32=True):
+        inside = state()
+    after = state()
+
+    assert [inside[name] for name in older] == [True, True, "high"]
+    assert [after[name] for name in older] == [before[name] for name in older]
+
+
+def test_none_leaves_a_switch_alone() -> None:
+    """Only the switch that was named changes."""
+    before = state()
+    with tune_backends(cudnn_benchmark=True):
+        inside = state()
+    with tune_backends():
+        untouched = state()
+
+    assert inside == {**before, "benchmark": True}
+    assert untouched == before
+
+
+def test_an_exception_passes_and_the_switches_are_back() -> None:
+    """Leaving the block by an exception restores as well."""
+    before = state()
+    with pytest.raises(KeyError), tune_backends(tf32=True, cudnn_benchmark=True):
+        raise KeyError
+
+    assert state() == before
+
+
+def test_blocks_nest() -> None:
+    """An inner block ends in the outer one's state."""
+    before = state()
+    with tune_backends(tf32=True, cudnn_benchmark=True):
+        outer = state()
+        with tune_backends(tf32=False, cudnn_benchmark=False):
+            assert state() != outer
+        assert state() == outer
+
+    assert state() == before
+
+
+def test_it_decorates_a_function_for_each_of_its_calls() -> None:
+    """A decorated function runs with the switches set, every time."""
+
+    @tune_backends(cudnn_benchmark=True)
+    def train() -> bool:
+        return bool(BACKENDS.cudnn.benchmark)
+
+    assert [train(), BACKENDS.cudnn.benchmark, train()] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
+def test_what_is_no_switch_is_refused(name: str) -> None:
+    """A value that is neither a bool nor None is named in the error, and nothing has changed."""
+    before = state()
+    with pytest.raises(TypeError, match=f"{name} should be True, False or None"), tune_backends(**{name: 1}):  # type: ignore[arg-type]
+        pass
+
+    assert state() == before

@@ -1,0 +1,383 @@
+"""Out of memory: parts, weights, gradients and frames of a step that is tried again; the batch that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from fastload.device import oom
+from fastload.device.oom import find_batch_size, retry_on_oom, split_batch
+
+
+class OutOfMemoryAbove:
+    """A step that runs out of memory for parts of more than so many samples."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.sizes: list[int] = []
+        self.weights: list[float] = []
+
+    def __call__(self, part: Any, weight: float = 1.0) -> list[int]:
+        self.sizes.append(len(part))
+        if len(part) > self.num_samples:
+            raise torch.OutOfMemoryError(f"tried to allocate for {len(part)}")
+        self.weights.append(weight)
+        return part.tolist()
+
+
+def numbered(num_samples: int) -> torch.Tensor:
+    return torch.arange(num_samples)
+
+
+def free_nothing() -> None:
+    """In the place of the clean-up where a test goes through hundreds of failures: each takes 10 ms."""
+
+
+# --- parts and weights ------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fits_runs_once() -> None:
+    """With enough memory there is one call, with the caller's own batch and weight 1."""
+    batch = numbered(4)
+    seen = []
+    results = retry_on_oom(lambda part, weight: seen.append((part, weight)), batch, model=None)
+
+    assert results == [None]
+    assert seen[0][0] is batch
+    assert seen[0][1] == 1.0
+
+
+@mock.patch.object(oom, "_free_cached_memory", free_nothing)
+@given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
+def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
+    num_samples: int, fits: int, min_size: int
+) -> None:
+    """Parts are even, in order, no smaller than min_size, and their weights add up to 1."""
+    step = OutOfMemoryAbove(fits)
+    batch = numbered(num_samples)
+    most_parts = max(num_samples // min_size, 1)
+    can_fit = -(-num_samples // most_parts) <= fits
+    if not can_fit:
+        with pytest.raises(torch.OutOfMemoryError):
+            retry_on_oom(step, batch, model=None, min_size=min_size)
+    else:
+        results = retry_on_oom(step, batch, model=None, min_size=min_size)
+        sizes = [len(result) for result in results]
+        weights = step.weights[-len(results) :]
+
+        assert [number for result in results for number in result] == list(range(num_samples))
+        assert max(sizes) - min(sizes) <= 1
+        assert weights == [size / num_samples for size in sizes]
+        assert sum(weights) == pytest.approx(1.0)
+    assert min(step.sizes) >= min(min_size, num_samples)
+
+
+def test_the_batch_is_halved() -> None:
+    """The sizes tried are the whole, a half, a quarter."""
+    step = OutOfMemoryAbove(4)
+    retry_on_oom(step, numbered(16), model=None)
+
+    assert step.sizes == [16, 8, 4, 4, 4, 4]
+
+
+def test_the_error_tells_the_sizes_that_were_tried() -> None:
+    """At min_size torch's own error comes out, with a note."""
+    with pytest.raises(torch.OutOfMemoryError, match="allocate for 2") as caught:
+        retry_on_oom(OutOfMemoryAbove(1), numbered(8), model=None, min_size=2)
+
+    assert "parts of 8, 4, 2 samples, and min_size=2" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError(), KeyboardInterrupt()])
+def test_other_errors_pass_through_at_once(error: BaseException) -> None:
+    """Only torch.OutOfMemoryError leads to a second try."""
+    calls = []
+
+    def step(part: Any, weight: float) -> None:
+        calls.append(len(part))
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        retry_on_oom(step, numbered(8), model=None)
+
+    assert caught.value is error
+    assert calls == [8]
+
+
+def test_min_size_is_checked() -> None:
+    """A part has at least one sample."""
+    with pytest.raises(ValueError, match="got 0"):
+        retry_on_oom(OutOfMemoryAbove(1), numbered(2), model=None, min_size=0)
+
+
+# --- gradients --------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("fits", [1, 3, 4, 5, 9])
+def test_gradients_are_those_of_the_whole_batch(fits: int, has_gradients: bool) -> None:
+    """Weighted means of the parts add up, on top of gradients that were there, whichever try failed when."""
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    expected, model = small_model(), small_model()
+    for each in (expected, model):
+        if has_gradients:
+            each(inputs).sum().backward()
+    expected(inputs).square().mean().backward()
+
+    def step(part: torch.Tensor, weight: float) -> float:
+        loss = model(part).square().mean()
+        (loss * weight).backward()
+        if len(part) > fits:
+            raise torch.OutOfMemoryError("after backward")
+        return loss.item() * weight
+
+    losses = retry_on_oom(step, inputs, model=model)
+
+    assert sum(losses) == pytest.approx(expected(inputs).square().mean().item())
+    for ours, whole in zip(gradients(model), gradients(expected), strict=True):
+        assert torch.allclose(ours, whole)
+
+
+@pytest.mark.parametrize("give", [lambda model: model, lambda model: model.parameters(), list])
+def test_gradients_are_put_back_as_they_were(give: Any) -> None:
+    """After the last failure values, identity and absence of gradients are those of the entry."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(3)])
+    model[0].grad = torch.tensor([5.0, 6.0])
+    model[1].grad = torch.tensor([7.0, 8.0])
+    at_entry = [parameter.grad for parameter in model]
+
+    def step(part: torch.Tensor, weight: float) -> None:
+        sum((parameter * 2).sum() for parameter in model).backward()  # type: ignore[union-attr]
+        model[1].grad = None
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        retry_on_oom(step, numbered(4), model=give(model))
+
+    assert [parameter.grad for parameter in model][2] is None
+    assert all(p.grad is g for p, g in zip(model, at_entry, strict=True))
+    assert [g.tolist() for g in at_entry[:2]] == [[5.0, 6.0], [7.0, 8.0]]
+
+
+# --- memory of the failed try -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_cycle", [False, True])
+def test_the_failed_steps_tensors_are_dead_when_the_next_try_starts(has_cycle: bool) -> None:
+    """Nothing keeps the frame of a failed try, even if it is part of a reference cycle."""
+    watched: list[Any] = []
+    alive: list[list[bool]] = []
+
+    def step(part: torch.Tensor, weight: float) -> torch.Tensor:
+        alive.append([tensor() is not None for tensor in watched])
+        activation = torch.zeros(len(part), 10)
+        watched.append(weakref.ref(activation))
+        keeps = [activation]
+        if has_cycle:
+            keeps.append(keeps)  # type: ignore[arg-type]
+        if len(part) in (9, 5):
+            raise torch.OutOfMemoryError
+        return activation  # also for the first of two parts, of 4: it is dropped as well
+
+    gc.disable()
+    try:
+        retry_on_oom(step, numbered(9), model=None, min_size=2)
+    finally:
+        gc.enable()
+
+    assert len(alive) == 7  # 9; 4, 5; and the four parts that fit
+    assert alive[1] == [False]
+    assert alive[3] == [False, False, False]
+
+
+def test_the_caches_are_emptied_where_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tries torch's cached blocks go back to the device, once per failure."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    retry_on_oom(OutOfMemoryAbove(2), numbered(8), model=None)
+
+    assert calls == ["emptied"] * 2
+
+
+def test_without_cuda_nothing_of_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry makes no CUDA context."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", None)
+
+    assert retry_on_oom(OutOfMemoryAbove(1), numbered(2), model=None) == [[0], [1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_real_lack_of_memory_is_survived() -> None:
+    """Parts that would take twice the device's memory are halved until they take half of it."""
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+
+    def step(part: torch.Tensor, weight: float) -> int:
+        return torch.empty(len(part) * (total_bytes // 4), dtype=torch.uint8, device="cuda:0").numel()
+
+    results = retry_on_oom(step, numbered(8), model=None)
+    torch.cuda.empty_cache()
+
+    assert results == [2 * (total_bytes // 4)] * 4
+
+
+# --- splitting --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    paths: list[str]
+
+
+def test_nests_are_split_along_the_first_dimension() -> None:
+    """Tensors, per-sample lists and tuples of names are cut; sizes, scalars and other things are shared."""
+    shared = object()
+    batch = {
+        "image": torch.arange(12).reshape(4, 3),
+        "both": [torch.arange(4), (torch.arange(4) + 4,)],
+        "names": ("a", "b", "c", "d"),
+        "captions": [["1"], ["2", "2"], [], ["4"]],
+        "size": (224, 224, 3, 1),
+        "temperature": torch.tensor(0.5),
+        "shared": shared,
+        "sample": Sample(torch.arange(4), ["e", "f", "g", "h"]),
+    }
+    (first, first_size), (last, last_size) = split_batch(batch, 2)
+
+    assert (first_size, last_size) == (2, 2)
+    assert first["image"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert last["image"].data_ptr() == batch["image"][2].data_ptr()
+    assert [t.tolist() for t in (last["both"][0], last["both"][1][0])] == [[2, 3], [6, 7]]
+    assert (first["names"], last["names"]) == (("a", "b"), ("c", "d"))
+    assert last["captions"] == [[], ["4"]]
+    assert last["size"] == (224, 224, 3, 1)
+    assert last["temperature"] is batch["temperature"]
+    assert first["shared"] is shared
+    assert last["sample"].image.tolist() == [2, 3]
+    assert last["sample"].paths == ["g", "h"]
+    assert len(batch["names"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ({"names": ["a"]}, TypeError, "dict without any"),
+        (torch.tensor(1), TypeError, "without any"),
+        ((torch.zeros(4, 2), torch.zeros(3)), ValueError, r"\(4, 2\), \(3,\)"),
+        ((torch.zeros(2), nn.utils.rnn.pack_sequence([torch.zeros(2)] * 2)), TypeError, "PackedSequence"),
+    ],
+)
+def test_batches_that_cannot_be_split_are_refused_before_the_first_try(
+    batch: Any, error: type[Exception], message: str
+) -> None:
+    """The error says what was found and names split=."""
+    step = OutOfMemoryAbove(100)
+    with pytest.raises(error, match=message) as caught:
+        retry_on_oom(step, batch, model=None)
+
+    assert "split=" in str(caught.value)
+    assert step.sizes == []
+
+
+def test_a_split_of_ones_own() -> None:
+    """Batches of any kind can be retried by a function that divides them."""
+
+    def split(text: str, num_parts: int) -> list[tuple[str, int]]:
+        size = len(text) // num_parts
+        return [(text[n : n + size], size) for n in range(0, len(text), size)]
+
+    def step(part: str, weight: float) -> tuple[str, float]:
+        if len(part) > 2:
+            raise torch.OutOfMemoryError
+        return part, weight
+
+    results = retry_on_oom(step, "abcdefgh", model=None, split=split)
+
+    assert results == [("ab", 0.25), ("cd", 0.25), ("ef", 0.25), ("gh", 0.25)]
+
+
+def test_a_split_that_does_not_divide_is_refused() -> None:
+    """A function that gives fewer parts than asked for is reported, not called for ever."""
+    with pytest.raises(ValueError, match="split should give 2 parts"):
+        retry_on_oom(OutOfMemoryAbove(1), numbered(4), model=None, split=lambda batch, _: [(batch, 4)])
+
+
+# --- the batch size that fits -----------------------------------------------------------------------------
+
+
+@mock.patch.object(oom, "_free_cached_memory", free_nothing)
+@given(fits=st.integers(1, 300), start=st.integers(1, 300), limit=st.integers(1, 300))
+def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) -> None:
+    """The answer fits, one more does not or is past the limit, whatever the start."""
+    step = OutOfMemoryAbove(fits)
+    start = min(start, limit)
+
+    assert find_batch_size(step, numbered, start=start, limit=limit) == min(fits, limit)
+    assert len(step.sizes) <= 2 * limit.bit_length() + 1
+    assert len(set(step.sizes)) == len(step.sizes)
+
+
+def test_running_out_while_the_batch_is_made_counts() -> None:
+    """A batch that cannot be made on the device is one that does not fit."""
+
+    def make(size: int) -> int:
+        if size > 6:
+            raise torch.OutOfMemoryError
+        return size
+
+    assert find_batch_size(lambda size: None, make) == 6
+
+
+def test_one_sample_that_does_not_fit_raises() -> None:
+    """There is no answer then: torch's error comes out with a note."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        find_batch_size(OutOfMemoryAbove(0), numbered, start=8)
+
+    assert "one sample does not fit" in caught.value.__notes__[0]
+
+
+def test_errors_of_the_step_pass_through() -> None:
+    """A search does not take a bug for a lack of memory."""
+
+    def step(batch: Any) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        find_batch_size(step, numbered)
+
+
+def test_the_memory_of_a_size_that_failed_is_free_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each failure is followed by one clean-up."""
+    calls = []
+    monkeypatch.setattr(oom, "_free_cached_memory", lambda: calls.append("freed"))
+    step = OutOfMemoryAbove(5)
+    find_batch_size(step, numbered)
+
+    assert len(calls) == sum(size > 5 for size in step.sizes)
+
+
+@pytest.mark.parametrize(("start", "limit"), [(0, 4), (5, 4), (-1, -1)])
+def test_start_and_limit_are_checked(start: int, limit: int) -> None:
+    """Sizes to try have to exist."""
+    with pytest.raises(ValueError, match=f"start={start} and limit={limit}"):
+        find_batch_size(OutOfMemoryAbove(1), numbered, start=start, limit=limit)

@@ -1,0 +1,61 @@
+"""Datasets and functions that kill their worker, or block it for ever, at a chosen moment."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+FATAL = 13  # the index whose sample kills; with batches of 4 it is the second row of batch 3
+
+
+class Pair(collections.namedtuple("Pair", ["image", "label"])):
+    """Kills the process between its two fields: the image is in its row by then, the label is not."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Any:
+        yield self[0]
+        if type(self[1]) is int and self[1] == FATAL:  # of a sample, not of a batch
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield self[1]
+
+
+def plain(index: int) -> Any:
+    return np.full((16, 16, 3), index, np.uint8)
+
+
+def fatal_to_write(index: int) -> Any:
+    return Pair(plain(index), index)
+
+
+def collate_and_die(samples: list[Any]) -> Any:
+    batch = default_collate(
+        [(plain, int(plain[0, 0, 0])) for plain in samples]
+    )  # the rows are written into the slot
+    if FATAL in batch[1].tolist():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+def killed_while_others_hang(index: int) -> Any:
+    """Index 0, worker 0's, kills its worker; every other sample never comes."""
+    if index == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def killed_out_of_turn(index: int) -> Any:
+    """Worker 1 dies at its first batch; worker 0, whose turn it is, never answers."""
+    if index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def raises_in_worker_one(worker_id: int) -> None:
+    if worker_id == 1:
+        raise ValueError("no device for worker 1")
