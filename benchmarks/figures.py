@@ -12,6 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SHOWN = {
     "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2:",
+    "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each:",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster:",
 }
 
@@ -30,12 +31,14 @@ def table() -> str:
         lines += [
             header,
             "",
-            "| question | comparison | ratio |",
+            "| question | comparison | figure |",
             "|---|---|---|",
         ]
         for question in results["questions"]:
             for label, ratio in question["ratios"].items():
-                lines.append(f"| {question['title']} | {label} | {ratio['value']:.2f}x |")
+                unit = ratio.get("unit", "x")
+                space = "" if unit == "x" else " "
+                lines.append(f"| {question['title']} | {label} | {ratio['value']:.2f}{space}{unit} |")
         lines.append("")
     return "\n".join(lines)
 

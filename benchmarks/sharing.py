@@ -12,18 +12,16 @@ Command: python benchmarks/sharing.py build/photos [--runs 5] [--save]   (`make 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
 import time
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
-from harness import RESULTS, machine
+from harness import save
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import Dataset
@@ -128,10 +126,11 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/sharing.json")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # eight workers on two cores
-    figures: dict[str, dict[str, Any]] = {}
+    questions: list[dict[str, Any]] = []
 
-    def note(question: str, value: float, unit: str, target: float, **more: Any) -> None:
-        figures[question] = {"value": value, "unit": unit, "target": target, **more}
+    def note(title: str, label: str, value: float, unit: str, target: float, **more: Any) -> None:
+        figure = {"value": value, "unit": unit, "target": target}
+        questions.append({"title": title, "ratios": {label: figure}, **more})
 
     photos = fastload.CachedDataset(fastload.ImageFolder(options.photos))
     photos.fill()
@@ -141,7 +140,8 @@ def main() -> None:
     beyond_ms = [1e3 * (open_s - scan_s) for open_s, scan_s, _ in opened]
     scan_ms = [1e3 * scan_s for _, scan_s, _ in opened]
     note(
-        f"open {len(photos):,} photos from a second process, beyond the scan",
+        f"open a filled cache of {len(photos):,} photos from a second process",
+        "beyond the scan of the files",
         statistics.median(beyond_ms),
         "ms",
         50,
@@ -156,13 +156,14 @@ def main() -> None:
     if any(found != 1_000_000 for _, found in opened_s):
         raise RuntimeError("the second process did not find the filled cache")
     note(
-        "open 1,000,000 records of 8 x 8 x 3 from a second process",
-        statistics.median(open_s for open_s, _ in opened_s),
-        "s",
-        1,
-        figures=[open_s for open_s, _ in opened_s],
+        "open a filled cache of 1,000,000 records of 8 x 8 x 3 from a second process",
+        "all",
+        1e3 * statistics.median(open_s for open_s, _ in opened_s),
+        "ms",
+        1000,
+        figures=[1e3 * open_s for open_s, _ in opened_s],
     )
-    note("table, for each record", ENTRY_BYTES, "bytes", 40)
+    note("the table of a cache", "for each record", ENTRY_BYTES, "bytes", 40)
     million.cache.close()
 
     side, num_samples = 224, 3500
@@ -170,7 +171,8 @@ def main() -> None:
     empty = ranks_bytes(2, Noise(num_samples, side), 1)
     filled = ranks_bytes(2, Noise(num_samples, side), "auto")
     note(
-        f"two ranks, one cache of {data_bytes / MB:,.0f} MB: memory beyond an empty one, in caches",
+        f"memory of two ranks with one cache of {data_bytes / MB:,.0f} MB",
+        "beyond an empty cache, in sizes of the cache",
         (filled - empty) / data_bytes,
         "x",
         1.1,
@@ -185,7 +187,8 @@ def main() -> None:
     cached.fill()
     filled = workers_bytes(8, cached)
     note(
-        f"eight workers, one cache of {data_bytes / MB:,.0f} MB: memory beyond an empty one, in caches",
+        f"memory of eight workers with one cache of {data_bytes / MB:,.0f} MB",
+        "beyond an empty cache, in sizes of the cache",
         (filled - empty) / data_bytes,
         "x",
         1.1,
@@ -193,15 +196,14 @@ def main() -> None:
         filled_bytes=filled,
     )
 
-    table = Table("question", "figure", "target, at most")
-    for question, figure in figures.items():
-        table.add_row(question, f"{figure['value']:.3g} {figure['unit']}", f"{figure['target']:g}")
+    table = Table("question", "", "figure", "target, at most")
+    for question in questions:
+        for label, figure in question["ratios"].items():
+            shown = f"{figure['value']:.3g} {figure['unit']}"
+            table.add_row(question["title"], label, shown, f"{figure['target']:g}")
     Console().print(table)
     if options.save:
-        RESULTS.mkdir(exist_ok=True)
-        command = f"python benchmarks/sharing.py build/photos --runs {options.runs} --save"
-        text = json.dumps({"command": command, "machine": machine(), "figures": figures}, indent=1)
-        Path(RESULTS / "sharing.json").write_text(text + "\n")
+        save("sharing", f"python benchmarks/sharing.py build/photos --runs {options.runs} --save", questions)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,11 @@
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.lmdb import LMDBCache
 from fastload.cache.shared import SharedMemoryCache
+from fastload.device.backends import tune_backends
+from fastload.device.normalize import Normalize
+from fastload.device.oom import find_batch_size, retry_on_oom
 from fastload.device.prefetch import CUDAPrefetcher
+from fastload.device.report import DeviceMemory, MemoryReport, memory_report
 from fastload.errors import (
     CacheBusyError,
     CacheCorruptError,
@@ -14,6 +18,7 @@ from fastload.errors import (
     ImageReadError,
     LoaderClosedError,
     RandomDatasetError,
+    ResumeError,
     SegmentError,
     UnsupportedSampleError,
     WorkerDiedError,
@@ -22,7 +27,7 @@ from fastload.errors import (
 from fastload.images.decode import read_image
 from fastload.images.folder import ImageFolder
 from fastload.loader import DataLoader
-from fastload.transport.seeding import seed_worker
+from fastload.transport.seeding import seed_everything, seed_worker
 
 __version__ = "0.1.0"
 
@@ -35,18 +40,27 @@ __all__ = [
     "CacheMismatchError",
     "CachedDataset",
     "DataLoader",
+    "DeviceMemory",
     "DeviceUnavailableError",
     "FastloadError",
     "ImageFolder",
     "ImageReadError",
     "LMDBCache",
     "LoaderClosedError",
+    "MemoryReport",
+    "Normalize",
     "RandomDatasetError",
+    "ResumeError",
     "SegmentError",
     "SharedMemoryCache",
     "UnsupportedSampleError",
     "WorkerDiedError",
     "WorkerStartError",
+    "find_batch_size",
+    "memory_report",
     "read_image",
+    "retry_on_oom",
+    "seed_everything",
     "seed_worker",
+    "tune_backends",
 ]

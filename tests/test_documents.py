@@ -58,7 +58,7 @@ def test_every_figure_of_the_readme_is_in_a_results_file() -> None:
             for name, ratio in question["ratios"].items():
                 results[f"{question['title']}: {name}"] = ratio["value"]
     section = README.split("## Figures")[1].split("\n## ")[0]
-    claimed = re.findall(r"^\| (.+?) \| (.+?) \| ([\d.]+)x \|$", section, re.MULTILINE)
+    claimed = re.findall(r"^\| (.+?) \| (.+?) \| ([\d.]+)(?:x| \w+) \|$", section, re.MULTILINE)
 
     assert len(claimed) >= 8
     for title, name, figure in claimed:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fastload.transport.seeding import seed_libraries, seed_pipelines, seed_worker
+from fastload.transport.seeding import seed_everything, seed_libraries, seed_pipelines, seed_worker
 from tests.transport import seeding_zoo as zoo
 
 NUM_DRAWS = 2_000
@@ -319,3 +319,27 @@ def test_a_single_transform_is_seeded() -> None:
 
     assert seed_pipelines({"a": first}, 7) == seed_pipelines({"b": second}, 7) == 1
     assert zoo.corner(first) == zoo.corner(second)
+
+
+def test_seed_everything_seeds_all_three() -> None:
+    """After the same seed the three libraries and the returned generator draw the same again."""
+
+    def draws() -> list[Any]:
+        generator = seed_everything(2**40 + 3)
+        return [
+            random.random(),
+            np.random.rand(),
+            float(torch.rand(1)),
+            float(torch.rand(1, generator=generator)),
+        ]
+
+    first = draws()
+    assert first == draws()
+    assert len(set(first[:3])) == 3
+
+
+@pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError)])
+def test_odd_seeds_are_refused(seed: Any, error: type[Exception]) -> None:
+    """A seed is an int that all three libraries can take."""
+    with pytest.raises(error):
+        seed_everything(seed)
