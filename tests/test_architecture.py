@@ -16,6 +16,7 @@ PACKAGE = Path(fastload.__file__).parent
 # Rooms from the bottom up; a file may import from its own row and from rows before it, never in a circle.
 LAYERS: list[set[str]] = [
     {"errors"},
+    {"terminal"},
     {"transport.segment", "transport.schedule", "transport.pipelines", "transport.seeding", "cache.budget"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
@@ -24,7 +25,8 @@ LAYERS: list[set[str]] = [
     {"resume"},
     {"iterators"},
     {"loader"},
-    {"__init__"},
+    {"source_argument", "cli"},
+    {"__init__", "__main__"},
 ]
 
 

@@ -1,39 +1,48 @@
 """Build an LMDB cache: decode a dataset in parallel, write it in one place, show it only when finished.
 
-Called in the parent by `dataset` and by users. The file grows at PATH.partial under an exclusive lock on
-PATH.lock, and is renamed to PATH when it is complete and on disk: whoever sees PATH sees all of it. What a
-killed builder left at PATH.partial is removed by the next one. Decoding runs in torch's own DataLoader.
+Called in the parent by `opening`, by the command line and by users. Rules:
+
+1. Everything is written below PATH.partial (see `partial`) under an exclusive lock, and renamed to PATH when
+   it is complete and on disk: whoever sees PATH sees all of it.
+2. A build that ended early, by an error, Ctrl-C or SIGKILL, is gone on with by the next one.
+3. Workers decode and encode (see `handover`); the parent only writes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import logging
 import os
-import sys
+import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import lmdb
-import torch
-import torch.utils.data
+import numpy as np
+import PIL
 
+from fastload.cache import workers
+from fastload.cache.codecs import LOSSY, check_codec
+from fastload.cache.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
 from fastload.cache.lmdb import LMDBCache
-from fastload.cache.lmdb_format import Meta, pack_key, pack_value, write_description
-from fastload.cache.locks import try_lock
+from fastload.cache.lmdb_format import Description, Plan, runs_of
+from fastload.cache.lmdb_writer import ShardWriter
+from fastload.cache.partial import Partial, only_builder, source_differences
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheError, CacheMismatchError, UnsupportedSampleError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-_PY_LMDB_MAJOR = int(lmdb.__version__.partition(".")[0])
-_FIRST_MAP_BYTES = 64 << 20  # doubled whenever it is full
-_COMMIT_BYTES = 64 << 20  # records are held this long: a transaction that meets a full map is written again
-_COMMIT_RECORDS = 4096
-_MOST_WORKERS = 16
-_WORTH_WORKERS = 64  # samples; fewer are decoded before workers have started
+    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.handover import Value
+    from fastload.cache.partial import BuildLock
+
+log = logging.getLogger("fastload")
+
+_WHAT_TO_DO = "Delete it to build it again, or give another path"
+_GUESSED_BYTES = 1 << 20  # of a sample, where sample 0 cannot be read
 
 
 def build_lmdb(
@@ -43,258 +52,299 @@ def build_lmdb(
     num_workers: int | None = None,
     progress: bool = True,
     probed: Mapping[int, Any] | None = None,
+    codec: str | None = None,
+    quality: int = 95,
+    shards: int = 1,
+    on_error: str = "raise",
+    fingerprint: Fingerprint | None = None,
 ) -> LMDBCache:
-    """The finished cache of a dataset at `path`: opened if it is there, else built.
+    """The finished cache of a dataset at `path`: opened if it is there, else built, or built to its end.
 
     Args:
         dataset: Map-style and deterministic.
-        path: The file.
+        path: The file, or with `shards` the directory.
         num_workers: Processes that decode; None for one a core, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were read already, by index; they are not read again.
+        codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are written: `"raw"`; `"png"`, exact;
+            `"jpeg"` or `"webp"`, which change the pixels of those with three channels (one channel may be a
+            mask, and is written as png). None takes a finished cache of any codec, and builds a raw one.
+        quality: Of jpeg and webp, 1 to 100; webp of quality 100 is exact.
+        shards: Files that the cache consists of; with more than one `path` is a directory. Finished shards
+            outlive a power failure during the build.
+        on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves it out and
+            writes a line about it to PATH.errors.jsonl.
+        fingerprint: Of the samples; a finished cache is compared by it, without reading a sample.
 
     Raises:
-        CacheMismatchError: The cache at `path` was made from something else.
+        CacheMismatchError: The cache at `path` was made from something else, or has another codec.
         CacheBusyError: Another process is building it.
         UnsupportedSampleError: A sample holds something that cannot be cached.
-        CacheError: The file could not be written.
+        CacheError: The files could not be written.
+        ValueError: An argument is none of those above.
     """
+    check_codec("raw" if codec is None else codec, quality)
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise ValueError(f"shards should be an int from 1, but got {shards!r}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
     path = os.path.abspath(os.fspath(path))
-    probed = probed or {}
-    if os.path.exists(path):
-        return _opened(dataset, path, probed)
-    with _only_builder(path):
-        if os.path.exists(path):  # another builder finished between the look and the lock
-            return _opened(dataset, path, probed)
-        _build(dataset, path, probed, num_workers, progress)
-    return LMDBCache(path)
+    probed = dict(probed or {})
+    if not os.path.lexists(path):
+        with only_builder(path) as lock:
+            if not os.path.lexists(path):  # else another builder finished between the look and the lock
+                build = _Build(dataset, path, probed, skips=on_error == "skip", quality=quality, lock=lock)
+                resumed = build.prepare(codec or "raw", shards, fingerprint)
+                build.run(num_workers, progress)
+                cache = LMDBCache(path)
+                cache.reason = f"built now, as there was none{resumed}"
+                return cache
+    _remove_leftovers(path)
+    return _opened(dataset, path, probed, codec, fingerprint)
 
 
-def _opened(dataset: Any, path: str, probed: Mapping[int, Any]) -> LMDBCache:
+def _remove_leftovers(path: str) -> None:
+    """What a builder left that was killed after it had published the cache; only a nuisance."""
+    if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
+        # Another builder may be about to remove the same, and this directory may be read-only.
+        with contextlib.suppress(CacheError), only_builder(path):
+            Partial(path).remove()
+
+
+# --- opening ---------------------------------------------------------------------------------------------
+
+
+def _opened(
+    dataset: Any, path: str, probed: Mapping[int, Any], codec: str | None, fingerprint: Fingerprint | None
+) -> LMDBCache:
     cache = LMDBCache(path)
+    if codec is not None and codec != cache.codec:
+        raise CacheMismatchError(f"{path} is a {cache.codec} cache, {codec} was asked for. {_WHAT_TO_DO}")
     num_samples = len(dataset)
-    first = None if not num_samples else probed[0] if 0 in probed else dataset[0]
-    check_source(cache, num_samples, first)
+    first = None
+    if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
+        first = probed[0] if 0 in probed else dataset[0]
+    check_source(cache, num_samples, first, fingerprint=fingerprint)
     return cache
 
 
-def check_source(cache: LMDBCache, num_samples: int, first: Any) -> None:
-    """Check that a cache was made from a dataset of this length and first sample.
+def check_source(
+    cache: LMDBCache, num_samples: int, first: Any, *, fingerprint: Fingerprint | None = None
+) -> None:
+    """Check that a cache was made from these samples: by fingerprint if there are two, else by sample 0.
 
     Raises:
         CacheMismatchError: It was not; says what differs and what to do.
     """
-    expected = _describe(num_samples, _record(first, 0) if num_samples else None)
-    names = {
-        "num_samples": "number of samples",
-        "spec": "structure of sample 0",
-        "crc32": "content of sample 0",
-    }
-    for field, name in names.items():
-        stored, wanted = getattr(cache.meta, field), getattr(expected, field)
+    differences = source_differences(cache.plan, fingerprint)
+    if differences:
+        raise CacheMismatchError(
+            f"{cache.path} was made from something else: {'; '.join(differences)} "
+            f"(here: the dataset, there: the cache). {_WHAT_TO_DO}"
+        )
+    expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
+    if differences is None and 0 in cache and num_samples:
+        spec, crc32 = _identity(first)
+        expected["structure of sample 0"] = cache.plan.spec, spec
+        expected["content of sample 0"] = cache.plan.crc32, crc32
+    for name, (stored, wanted) in expected.items():
         if stored != wanted:
             raise CacheMismatchError(
                 f"{cache.path} was made from another dataset, or from an earlier state of this one: "
-                f"the {name} is {stored} in the cache and {wanted} in the dataset. "
-                "Delete the file to build it again, or give another path"
+                f"the {name} is {stored} in the cache and {wanted} in the dataset. {_WHAT_TO_DO}"
+            )
+    cache.reason = "opened, as its number of samples and its sample 0 are those of the dataset"
+    if differences is not None:
+        cache.reason = "opened, as it was made of the same parts as the dataset"
+
+
+def _identity(sample: Any) -> tuple[str, int]:
+    """Structure and checksum of a sample, as they are before a codec changes it."""
+    try:
+        record = encode(sample)
+    except UnsupportedSampleError as error:
+        error.add_note("in sample 0 of the dataset")
+        raise
+    return spec_of(record).text.decode("ascii"), zlib.crc32(record)
+
+
+# --- building --------------------------------------------------------------------------------------------
+
+
+class _Build:
+    """One build, from what lies there to the finished cache."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: str,
+        probed: dict[int, Any],
+        *,
+        skips: bool,
+        quality: int,
+        lock: BuildLock,
+    ) -> None:
+        self._dataset = dataset
+        self._path = path
+        self._probed = probed
+        self._skips = skips
+        self._quality = quality
+        self._lock = lock
+        self._partial = Partial(path)
+        self._num_samples = len(dataset)
+        self._first_bytes = _GUESSED_BYTES
+
+    def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
+        """Decide what is written and where to begin; says what is gone on with, for people."""
+        spec, crc32 = self._read_first()
+        classes = getattr(self._dataset, "classes", None)
+        is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+        plan = Plan(
+            build_id=os.urandom(8).hex(),
+            num_samples=self._num_samples,
+            num_shards=min(shards, max(1, self._num_samples)),
+            spec=spec,
+            crc32=crc32,
+            codec=codec,
+            quality=self._quality if codec in LOSSY else None,
+            parts=None if fingerprint is None else dict(fingerprint.parts),
+            classes=classes if is_listed else None,
+            libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
+            created_s=time.time(),
+        )
+        self._plan = self._partial.begin(plan, skips=self._skips)
+        self._shard, self._position = self._find_position()
+        self._partial.forget_from(self._position)
+        if not self._position:
+            return ""
+        log.info("building %s: goes on at sample %d of %d", self._path, self._position, self._num_samples)
+        return f" (the last {self._num_samples - self._position:,} samples; an earlier build left the others)"
+
+    def _read_first(self) -> tuple[str | None, int | None]:
+        if not self._num_samples:
+            return None, None
+        if 0 not in self._probed:
+            try:
+                self._probed[0] = self._dataset[0]
+            except Exception as error:
+                if self._skips:
+                    return None, None
+                error.add_note("in sample 0 of the dataset")
+                raise
+        identity = _identity(self._probed[0])
+        self._first_bytes = len(encode(self._probed[0]))
+        return identity
+
+    def _find_position(self) -> tuple[int, int]:
+        """The first shard that is not finished, and the first index that is not in it."""
+        plan = self._plan
+        for shard in range(plan.num_shards):
+            if self._partial.is_finished(plan, shard):
+                continue
+            position = plan.indices_of(shard).start
+            path = self._partial.shard_path(plan, shard)
+            if os.path.exists(path):
+                with contextlib.closing(ShardWriter(path)) as writer:
+                    position = position if writer.last_index is None else writer.last_index + 1
+            return shard, position
+        return plan.num_shards, self._num_samples
+
+    def run(self, num_workers: int | None, shown: bool) -> None:
+        """Write what is not there yet, and publish the cache."""
+        plan = self._plan
+        shards = range(self._shard, plan.num_shards)
+        spans = [plan.indices_of(shard) for shard in shards]
+        if spans:
+            spans[0] = range(self._position, spans[0].stop)
+        processes = workers.choose_workers(num_workers, self._num_samples - self._position)
+        ranges, slots = plan_tasks(spans, self._first_bytes, processes)
+        tasks = RecordTasks(
+            self._dataset,
+            ranges,
+            self._probed,
+            codec=plan.codec,
+            quality=self._quality,
+            skips=self._skips,
+            slots=slots,
+            lock=self._lock,
+        )
+        # Workers start before a file is open: they must not inherit its environment.
+        answers = workers.run(tasks, processes, ahead=TASKS_A_WORKER)
+        try:
+            title = f"building {self._path}"
+            with BuildProgress(title, self._num_samples, shown=shown, done=self._position) as progress:
+                numbered = enumerate(ranges)
+                for shard in shards:
+                    self._write_shard(shard, numbered, answers, slots, progress)
+            self._partial.publish(plan)
+        finally:
+            workers.stop(answers)
+            if slots is not None:
+                slots.close()
+        if self._partial.skipped:
+            log.warning(
+                "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
+                self._path,
+                len(self._partial.skipped),
+                self._num_samples,
+                self._path,
             )
 
-
-def _describe(num_samples: int, first_record: bytes | None) -> Meta:
-    if first_record is None:
-        return Meta(num_samples, None, None)
-    return Meta(num_samples, spec_of(first_record).text.decode("ascii"), zlib.crc32(first_record))
-
-
-# --- decoding --------------------------------------------------------------------------------------------
-
-
-class _Records(torch.utils.data.Dataset[bytes]):
-    """A dataset's samples as records, so that workers encode what they decode."""
-
-    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
-        self.dataset = dataset
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, position: int) -> bytes:
-        return _record(self.dataset[self.indices[position]], self.indices[position])
-
-
-def _record(sample: Any, index: int) -> bytes:
-    try:
-        return encode(sample)
-    except UnsupportedSampleError as error:
-        error.add_note(f"in sample {index} of the dataset")
-        raise
-
-
-def _unchanged(record: Any) -> Any:
-    return record
-
-
-def _quiet_worker(_: int) -> None:
-    if "cv2" in sys.modules:  # one thread a worker: pools that fight for cores cost far more than they give
-        sys.modules["cv2"].setNumThreads(0)
-
-
-def _decoded(dataset: Any, indices: Sequence[int], num_workers: int) -> Iterator[bytes]:
-    """The records of these samples, in order."""
-    loader = torch.utils.data.DataLoader(
-        _Records(dataset, indices),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_unchanged,
-        worker_init_fn=_quiet_worker if num_workers else None,
-        generator=torch.Generator(),  # leave torch's global random state alone
-    )
-    return iter(loader)
-
-
-def _stop_workers(records: Iterator[bytes]) -> None:
-    # After an error the traceback keeps torch's iterator alive, and the garbage collector, which takes the
-    # queues before their owner, then waits five seconds for each worker (torch 2.13).
-    stop = getattr(records, "_shutdown_workers", None)
-    if stop is not None:
-        stop()
-
-
-def _choose_workers(num_workers: int | None, num_samples: int) -> int:
-    if num_workers is not None:
-        return num_workers
-    # A worker of torch's loader is a daemon, which may not have children.
-    if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
-        return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS)
-
-
-# --- writing ---------------------------------------------------------------------------------------------
-
-
-class _Writer:
-    """Writes keys in order into a new file, which grows as needed; commits now and then."""
-
-    def __init__(self, path: str) -> None:
-        options: dict[str, Any] = {}
-        if _PY_LMDB_MAJOR >= 3:
-            options["lib_version"] = 0  # LMDB 0.9's data format, which every release reads
-        self._map_bytes = _FIRST_MAP_BYTES
-        self._environment = lmdb.open(
-            path, subdir=False, map_size=self._map_bytes, lock=False, sync=False, meminit=False, **options
-        )
-        self._pending: list[tuple[bytes, bytes]] = []
-        self._pending_bytes = 0
-
-    def put(self, key: bytes, value: bytes) -> None:
-        self._pending.append((key, value))
-        self._pending_bytes += len(value)
-        if self._pending_bytes >= _COMMIT_BYTES or len(self._pending) >= _COMMIT_RECORDS:
-            self._commit()
-
-    def _commit(self) -> None:
-        while True:
-            try:
-                with self._environment.begin(write=True) as transaction:
-                    for key, value in self._pending:
-                        transaction.put(key, value, append=True)
-                break
-            except lmdb.MapFullError:
-                self._map_bytes *= 2
-                self._environment.set_mapsize(self._map_bytes)
-        self._pending.clear()
-        self._pending_bytes = 0
-
-    def finish(self) -> int:
-        """Bring everything into the file; says how many bytes a page has."""
-        self._commit()
-        self._environment.sync(True)
-        return int(self._environment.stat()["psize"])
-
-    def close(self) -> None:
-        self._environment.close()
-
-
-def _build(dataset: Any, path: str, probed: Mapping[int, Any], num_workers: int | None, shown: bool) -> None:
-    partial = f"{path}.partial"
-    num_samples = len(dataset)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(partial)
-    indices = [index for index in range(num_samples) if index not in probed]
-    # Workers start before the file is open: they must not inherit its environment.
-    records = _decoded(dataset, indices, _choose_workers(num_workers, len(indices)))
-    first: bytes | None = None
-    try:
-        with (
-            BuildProgress(f"building {path}", num_samples, shown=shown) as progress,
-            _writing(partial) as writer,
-        ):
-            for index in range(num_samples):
-                record = _record(probed[index], index) if index in probed else next(records)
-                first = record if index == 0 else first
-                writer.put(pack_key(index), pack_value(index, record))
-                progress.advance(len(record))
-            page_bytes = writer.finish()
-        write_description(partial, _describe(num_samples, first), page_bytes)
-        os.rename(partial, path)
-        _sync_directory(os.path.dirname(path))
-    finally:
-        _stop_workers(records)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(partial)
-
-
-@contextlib.contextmanager
-def _writing(partial: str) -> Iterator[_Writer]:
-    try:
-        writer = _Writer(partial)
+    def _write_shard(
+        self,
+        shard: int,
+        ranges: Iterator[tuple[int, range]],
+        answers: Iterator[list[Value]],
+        slots: Slots | None,
+        progress: BuildProgress,
+    ) -> None:
+        indices = self._plan.indices_of(shard)
+        writer = ShardWriter(self._partial.shard_path(self._plan, shard))
         try:
-            yield writer
+            position = max(indices.start, self._position)
+            while position < indices.stop:
+                task, span = next(ranges)
+                memory = memoryview(b"") if slots is None else slots.memory(task)
+                self._write_values(writer, span, next(answers), memory, progress)
+                position = span.stop
+            left_out = sorted(index for index in self._partial.skipped if index in indices)
+            writer.finish(Description(self._plan, shard, runs_of(left_out)))
+        except KeyboardInterrupt:
+            writer.commit()
+            log.info("building %s: stopped: what is done is kept, build again to go on", self._path)
+            raise
         finally:
             writer.close()
-    except lmdb.Error as error:
-        raise CacheError(f"cannot write the cache {partial}: {error}") from error
 
+    def _write_values(
+        self,
+        writer: ShardWriter,
+        span: range,
+        values: Sequence[Value],
+        memory: memoryview,
+        progress: BuildProgress,
+    ) -> None:
+        nbytes = 0
+        for index, value in zip(span, values, strict=False):  # fewer, if the last of them failed
+            if isinstance(value, Failed):
+                writer.commit()
+                raise self._explained(value)
+            if isinstance(value, Skipped):
+                self._partial.report(value)
+                continue
+            content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
+            writer.put(index, content)
+            nbytes += len(content)
+        progress.advance(nbytes, len(values))
 
-def _sync_directory(directory: str) -> None:
-    """Make the rename itself durable."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
-def _only_builder(path: str) -> Iterator[None]:
-    """Hold PATH.lock, which is removed at the end; never waits."""
-    name = f"{path}.lock"
-    while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_lock(fd):
-            holder = os.read(fd, 32).decode("ascii", "replace").strip()
-            os.close(fd)
-            builder = f"process {holder}" if holder else "another process"
-            raise CacheBusyError(
-                f"{path} is being built by {builder}: wait until it has finished. "
-                "If it was killed just now, its workers hold the lock for some seconds more"
+    def _explained(self, failed: Failed) -> Exception:
+        error = failed.error
+        error.add_note(f"in sample {failed.index} of the dataset")
+        if error.__traceback__ is None:  # it comes from a worker
+            error.add_note(f"raised in a worker process:\n{failed.trace}")
+        if not isinstance(error, UnsupportedSampleError):
+            error.add_note(
+                f"What was built is kept at {self._partial.path}: build again to go on, with "
+                'on_error="skip" to leave such samples out'
             )
-        if _is_same_file(fd, name):
-            break
-        os.close(fd)  # the last holder removed this file between our open and our lock
-    try:
-        os.truncate(fd, 0)
-        os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
-        yield
-    finally:
-        os.unlink(name)
-        os.close(fd)
-
-
-def _is_same_file(fd: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(name))
-    except FileNotFoundError:
-        return False
+        return error

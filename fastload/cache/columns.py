@@ -93,12 +93,17 @@ def plan_columns(
 
 
 def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    if leaf.kind in ("array", "tensor", "scalar"):
-        return storage_dtype(leaf), leaf.shape
     if leaf.kind in TEXT_KINDS:
         longest = max(len(to_bytes(leaf, value)) for value in examples)
         return np.dtype(np.uint8), (_LENGTH_BYTES + max(_LEAST_TEXT_BYTES, _TEXT_MARGIN * longest),)
-    return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else (_PLAIN_DTYPES[leaf.kind], ())
+    return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else fixed_row(leaf)
+
+
+def fixed_row(leaf: Leaf) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of one value of a leaf that is neither text nor none."""
+    if leaf.kind in _PLAIN_DTYPES:
+        return _PLAIN_DTYPES[leaf.kind], ()
+    return storage_dtype(leaf), leaf.shape
 
 
 class ColumnReader:
@@ -133,7 +138,7 @@ class ColumnReader:
         Returns:
             None if default_collate would not make tensors or lists of such samples.
         """
-        if not all(_collates(leaf) for leaf, _ in self._columns):
+        if not all(collates(leaf) for leaf, _ in self._columns):
             return None
         batch: list[Any] = []
         for (leaf, array), read in zip(self._columns, self._readers, strict=True):
@@ -142,7 +147,7 @@ class ColumnReader:
                 continue
             out = allocate((len(indices), *array.shape[1:]), array.dtype)
             np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
-            batch.append(_batch_tensor(leaf, out))
+            batch.append(batch_tensor(leaf, out))
         return build_batch(self._spec.node, iter(batch))
 
 
@@ -166,7 +171,8 @@ def _text(row: Array) -> bytes:
     return row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
 
 
-def _batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
+def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
+    """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
     if leaf.kind == "tensor":
         return array_tensor(out, leaf.dtype)
     tensor = torch.from_numpy(out)
@@ -177,7 +183,7 @@ def _batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _collates(leaf: Leaf) -> bool:
+def collates(leaf: Leaf) -> bool:
     """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
     if leaf.kind in ("none", "bytes_"):
         return False

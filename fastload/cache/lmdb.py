@@ -1,125 +1,67 @@
 """LMDBCache: finished caches on disk, read through the page cache.
 
-Made by `build.build_lmdb`, read in any process. `lmdb_format`
-says what a file looks like. Rules:
+Made by `build.build_lmdb`, read in any process. `lmdb_format` says what a file looks like, `lmdb_files` which
+of them are open. Rules:
 
-1. Only finished files are opened, so nobody writes: no lock file, no reader table.
-2. One environment a file and process, whoever opens it, as LMDB demands; opened again after a fork.
-3. LMDB sees a file only after its index was compared with its checksum; the checksum of a record is verified
-   at its first read in each process. Damage is an error, never a wrong sample.
-4. A value is copied out of the transaction before it is read; samples are views of that copy.
+1. A cache pickles as its path and the id of its build; the file is opened at the first use in a process.
+2. get() copies a value out of the transaction before it is read; samples are views of that copy.
+3. gather() copies nothing but what the batch takes, from the page cache to its rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import weakref
+import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import lmdb
 import numpy as np
 
-from fastload.cache.lmdb_format import Meta, pack_key, read_description, unpack_value
+from fastload.cache.lmdb_files import OpenFile, damaged, open_cache
+from fastload.cache.lmdb_gather import stack_records
+from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
 
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-
-
-class _OpenFile:
-    """An open environment, what it says of itself, and which records were verified; for one process."""
-
-    def __init__(self, path: str) -> None:
-        self.pid = os.getpid()
-        self.meta = read_description(path)
-        self.verified = bytearray(self.meta.num_samples)
-        with _lmdb_errors(path):
-            self.environment = lmdb.open(
-                path, subdir=False, readonly=True, create=False, lock=False, readahead=False, meminit=False
-            )
-
-    def read(self, path: str, key: bytes) -> bytes | None:
-        """A copy of the value under a key, or None if there is none."""
-        with _lmdb_errors(path), self.environment.begin() as transaction:
-            value: bytes | None = transaction.get(key)
-            return value
-
-
-# By process, device and inode. A forked child finds nothing of its own here and opens the file again.
-_open_files: weakref.WeakValueDictionary[tuple[int, int, int], _OpenFile] = weakref.WeakValueDictionary()
-# By process: a lock that was held at the time of a fork is never released in the child.
-_locks: dict[int, threading.Lock] = {}
-
-
-def _open_file(path: str) -> _OpenFile:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:
-        partial = f"{path}.partial"
-        hint = f"; an unfinished build lies at {partial}" if os.path.exists(partial) else ""
-        raise FileNotFoundError(f"there is no cache at {path}{hint}") from None
-    if not os.path.isfile(path):
-        raise CacheMismatchError(f"{path} is no file: an LMDB cache is a single file")
-    key = (os.getpid(), status.st_dev, status.st_ino)
-    with _locks.setdefault(key[0], threading.Lock()):
-        file = _open_files.get(key)
-        if file is None:
-            for other, inherited in list(_open_files.items()):
-                if other[1:] == key[1:]:  # our copy of what our parent opened: LMDB wants it closed first
-                    inherited.environment.close()
-            file = _open_files[key] = _OpenFile(path)
-        return file
-
-
-# These say nothing about the file's content: it is open by other means, not allowed, or the system failed.
-_SYSTEM_ERRORS = (lmdb.Error, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError, lmdb.LockError)
-
-
-@contextlib.contextmanager
-def _lmdb_errors(path: str) -> Iterator[None]:
-    try:
-        yield
-    except lmdb.Error as error:
-        if type(error) in _SYSTEM_ERRORS:
-            raise CacheError(f"cannot read the cache {path}: {error}") from error
-        raise CacheCorruptError(f"{path} is no LMDB file, or it is damaged: {error}") from error
+    from fastload.cache.lmdb_format import Plan
 
 
 class LMDBCache:
-    """A finished cache in one LMDB file, read-only.
+    """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
-        path: The file.
+        path: The file or directory.
 
     Attributes:
         path: Absolute.
-        meta: What the file says about itself.
+        reason: Why this cache is the one in use.
 
     Raises:
         FileNotFoundError: There is no such file.
-        CacheMismatchError: The file is no cache of this format.
-        CacheCorruptError: The file is damaged.
+        CacheMismatchError: It is no cache of this format, or shards are missing.
+        CacheCorruptError: A file is damaged.
     """
 
     layout = "lmdb"
+    budget_bytes: int | None = None  # the files are complete; memory is the page cache's affair
     is_shared = True
-    budget_bytes: int | None = None  # the file is complete; memory is the page cache's affair
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
-        self._file: _OpenFile | None = _open_file(self.path)
+        self.reason = "opened by its path"
         self._is_closed = False
-        self.meta = self._file.meta
+        self._files: tuple[OpenFile, ...] | None = open_cache(self.path)
+        self._plan: Plan | None = self._files[0].description.plan
+        self._build_id = self._plan.build_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unopened, (self.path, self.meta)
+        return _unopened, (self.path, self._build_id, self.reason)
 
     def __copy__(self) -> LMDBCache:
         return self
@@ -127,43 +69,108 @@ class LMDBCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> LMDBCache:
         return self
 
+    # --- what it says of itself ---------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What its files say about it."""
+        if self._plan is None:
+            self._plan = self._opened()[0].description.plan
+        return self._plan
+
     @property
     def num_samples(self) -> int:
-        """Number of samples, all of them stored."""
-        return self.meta.num_samples
+        """Number of samples of the dataset."""
+        return self.plan.num_samples
 
     @property
     def num_cached(self) -> int:
-        """The same: only finished caches are opened."""
-        return self.meta.num_samples
+        """Number of samples that are stored: all but those that could not be read."""
+        return self.num_samples - sum(count for _, count in self._missing_runs())
+
+    @property
+    def num_shards(self) -> int:
+        """Number of files."""
+        return self.plan.num_shards
+
+    @property
+    def codec(self) -> str:
+        """How images are written: `"raw"`, `"jpeg"`, `"png"` or `"webp"`."""
+        return self.plan.codec
+
+    @property
+    def quality(self) -> int | None:
+        """Of a lossy codec, 1 to 100."""
+        return self.plan.quality
+
+    @property
+    def parts(self) -> Mapping[str, str] | None:
+        """What it was made of, part by part; None if nobody vouched for the samples."""
+        return self.plan.parts
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the dataset's classes, if it had such."""
+        return self.plan.classes
+
+    @property
+    def created_s(self) -> float:
+        """When its build began, in seconds since 1970."""
+        return self.plan.created_s
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
-        return os.stat(self.path).st_size
+        """Size of all files."""
+        return sum(file.nbytes for file in self._opened())
+
+    @property
+    def stored_indices(self) -> npt.NDArray[np.intp] | None:
+        """Indices of the samples that are stored, ascending; None if these are all."""
+        runs = self._missing_runs()
+        if not runs:
+            return None
+        is_stored = np.ones(self.num_samples, np.bool_)
+        for first, count in runs:
+            is_stored[first : first + count] = False
+        return np.flatnonzero(is_stored)
+
+    def _missing_runs(self) -> list[tuple[int, int]]:
+        return [run for file in self._opened() for run in file.description.missing]
 
     def explain(self) -> str:
-        """Why this cache is the one in use."""
-        return f"the file {self.path}, {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB"
+        """Why this cache is the one in use, and what it was made of."""
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
+        held = (
+            f"{self.num_cached:,} of {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB, {self.codec}"
+        )
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.created_s))
+        return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
 
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Nothing: a finished cache takes nothing."""
-        return np.empty(0, np.intp)
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def _opened(self) -> tuple[OpenFile, ...]:
+        files = self._files
+        if files is None or files[0].pid != os.getpid():
+            files = open_cache(self.path)
+            if files[0].description.plan.build_id != self._build_id:
+                raise CacheMismatchError(f"{self.path} was replaced by another cache while it was in use")
+            if not self._is_closed:
+                self._files = files
+        return files
+
+    def _file_of(self, index: int) -> OpenFile:
+        files = self._opened()
+        # The inverse of Plan.indices_of.
+        return files[((index + 1) * len(files) - 1) // self.num_samples] if len(files) > 1 else files[0]
 
     def __contains__(self, index: object) -> bool:
-        return not self._is_closed and isinstance(index, int) and 0 <= index < self.num_samples
-
-    def _opened(self) -> _OpenFile:
-        file = self._file
-        if file is None or file.pid != os.getpid():
-            file = _open_file(self.path)
-            if file.meta != self.meta:
-                raise CacheMismatchError(f"{self.path} was replaced by another cache while it was in use")
-            self._file = file
-        return file
+        """Whether the sample of this index is stored."""
+        if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
+            return False
+        return self._file_of(int(index)).is_stored(int(index))
 
     def get(self, index: int) -> Any | None:
-        """The sample at `0 <= index < num_samples`; None only after close().
+        """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().
 
         Arrays are read-only views of a private copy of the record; tensors are private copies.
 
@@ -172,35 +179,89 @@ class LMDBCache:
         """
         if self._is_closed:
             return None
-        file = self._opened()
-        value = file.read(self.path, pack_key(index))
+        file = self._file_of(index)
+        if not file.is_stored(index):
+            return None
+        with file.reading(buffers=False) as transaction:
+            record = file.record(transaction, index)
         try:
-            if value is None:
-                raise CacheCorruptError("its record is missing")
-            record = unpack_value(value, index, verify=not file.verified[index])
-            file.verified[index] = 1
             return decode(record)
         except CacheCorruptError as error:
-            raise CacheCorruptError(
-                f"{self.path}: sample {index}: {error}. The file is damaged: delete it and build it again"
-            ) from error
+            raise damaged(file.path, index, error) from error
 
     def put(self, index: int, sample: Any) -> bool:
         """False: a finished cache takes nothing."""
         return False
 
-    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> None:
-        """Nothing: records are read one by one."""
-        return
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Nothing that `put` might take."""
+        return np.empty(0, np.intp)
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch that torch's default_collate would make of these samples, read in the order of keys.
+
+        Args:
+            indices: `(n,)`, each `0 <= index < num_samples`.
+            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+
+        Returns:
+            None if the images are encoded, a sample is not stored, or default_collate must decide.
+
+        Raises:
+            CacheCorruptError: A record is damaged or missing.
+        """
+        if self._is_closed or self.codec != "raw":
+            return None
+        order = np.argsort(indices, kind="stable")
+        ascending = indices[order]
+        records: list[Any] = [None] * len(indices)
+        with ExitStack() as stack:
+            for file in self._opened():
+                first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
+                numbers = ascending[first:stop].tolist()
+                if not numbers:
+                    continue
+                if not all(map(file.is_stored, numbers)):
+                    return None
+                found = file.records(stack.enter_context(file.reading(buffers=True)), numbers)
+                for position, record in zip(order[first:stop].tolist(), found, strict=True):
+                    records[position] = record
+            try:
+                return stack_records(records, allocate)
+            except CacheCorruptError as error:
+                raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
+
+    def verify(self, *, progress: bool = False) -> list[int]:
+        """Read every record and compare it with its checksum; the tree was compared when the file was opened.
+
+        Args:
+            progress: Draw a bar, if standard error is a terminal.
+
+        Returns:
+            Indices of the samples that are damaged or missing, ascending.
+        """
+        bad = []
+        with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
+            for file in self._opened():
+                for index in file.indices:
+                    nbytes = 0
+                    if file.is_stored(index):
+                        try:
+                            with file.reading(buffers=True) as transaction:
+                                nbytes = file.record(transaction, index, verify=True).nbytes
+                        except CacheCorruptError:
+                            bad.append(index)
+                    shown.advance(nbytes)
+        return bad
 
     def close(self) -> None:
-        """Give up this object's hold on the environment; samples that were handed out stay valid."""
-        self._file = None
+        """Give up this object's hold on the files; samples that were handed out stay valid."""
+        self._files = None
         self._is_closed = True
 
 
-def _unopened(path: str, meta: Meta) -> LMDBCache:
+def _unopened(path: str, build_id: str, reason: str) -> LMDBCache:
     cache = LMDBCache.__new__(LMDBCache)
-    cache.path, cache.meta = path, meta
-    cache._file, cache._is_closed = None, False
+    cache.path, cache.reason, cache._build_id = path, reason, build_id
+    cache._files, cache._plan, cache._is_closed = None, None, False
     return cache

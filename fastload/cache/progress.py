@@ -27,12 +27,13 @@ class BuildProgress:
         title: What is built.
         total: Number of samples.
         shown: Draw a bar, if standard error is a terminal.
+        done: Samples that an earlier build has left; they do not count for the rate.
     """
 
-    def __init__(self, title: str, total: int, *, shown: bool) -> None:
+    def __init__(self, title: str, total: int, *, shown: bool, done: int = 0) -> None:
         self._title = title
         self._total = total
-        self._done = 0
+        self._done = self._first = done
         self._bytes = 0
         self._start = self._last = time.monotonic()
         # Imported by builds alone: it would double the time that `import fastload` adds to torch's.
@@ -49,7 +50,7 @@ class BuildProgress:
                 TextColumn("{task.fields[rate]}"),
             )
             self._bar = Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False)
-            self._task = self._bar.add_task(title, total=total, rate="")
+            self._task = self._bar.add_task(title, total=total, completed=done, rate="")
 
     def __enter__(self) -> BuildProgress:
         if self._bar is not None:
@@ -83,4 +84,4 @@ class BuildProgress:
 
     def _rate(self) -> str:
         elapsed_s = max(time.monotonic() - self._start, 1e-9)
-        return f"{self._done / elapsed_s:,.0f} samples/s, {self._bytes / 1e6:,.0f} MB"
+        return f"{(self._done - self._first) / elapsed_s:,.0f} samples/s, {self._bytes / 1e6:,.0f} MB"

@@ -5,7 +5,7 @@ Called by the caches and by the builder, in any process. All numbers are little-
     offset  bytes
     0       4      magic, b"FLrc"
     4       2      format version, 1
-    6       2      zero
+    6       2      codec: 0 raw, 1 jpeg, 2 png, 3 webp; see `codecs` for which leaves it applies to
     8       4      S, bytes of the spec
     12      4      L, number of leaves
     16      8      bytes of the whole record
@@ -14,17 +14,19 @@ Called by the caches and by the builder, in any process. All numbers are little-
     ...            the payloads in order, each at the next multiple of its alignment from the record's start:
                    64 for arrays and tensors, 8 for all else; the gaps are zero
 
-Payloads: arrays, tensors and NumPy scalars are their elements in C order and in the dtype's own byte order;
-int is two's complement in 8 bytes or more; float is IEEE 754 binary64; bool one byte; str is UTF-8 (lone
-surrogates as three bytes each); bytes are themselves; None has none. NumPy's own str and bytes, str_ and
-bytes_, are stored as str and bytes are.
+Payloads: a leaf that the codec applies to is an image file. Other arrays, tensors and NumPy scalars are their
+elements in C order and in the dtype's own byte order; int is two's complement in 8 bytes or more; float is
+IEEE 754 binary64; bool one byte; str is UTF-8 (lone surrogates as three bytes each); bytes are themselves;
+None has none. NumPy's own str and bytes, str_ and bytes_, are stored as str and bytes are.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from fastload.cache.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.cache.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
 from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheCorruptError
@@ -52,9 +54,20 @@ def encode_values(spec: Spec, values: list[Any]) -> bytes:
     return b"".join(record_parts(spec, values)[0])
 
 
-def record_parts(spec: Spec, values: list[Any]) -> tuple[list[Any], int]:
-    """The record as buffers to be written one after another, arrays not copied, and its length in bytes."""
-    payloads = [to_bytes(leaf, value) for leaf, value in zip(spec.leaves, values, strict=True)]
+def record_parts(
+    spec: Spec, values: list[Any], codec: str = "raw", quality: int = BEST_QUALITY
+) -> tuple[list[Any], int]:
+    """The record as buffers to be written one after another, and its length in bytes.
+
+    Args:
+        spec: Of the sample.
+        values: As `flatten` gives them; arrays that stay raw are not copied.
+        codec: How images are written, one of `CODECS`.
+        quality: Of jpeg and webp, 1 to 100.
+    """
+    payloads = [
+        _payload(leaf, value, codec, quality) for leaf, value in zip(spec.leaves, values, strict=True)
+    ]
     sizes = [len(payload) for payload in payloads]
     sizes_at = round_up(_HEADER.size + len(spec.text), _WORD_BYTES)
     end = sizes_at + _WORD_BYTES * len(sizes)
@@ -64,31 +77,92 @@ def record_parts(spec: Spec, values: list[Any]) -> tuple[list[Any], int]:
         start = round_up(end, _alignment_bytes(leaf))
         parts += [bytes(start - end), payload]
         end = start + len(payload)
-    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, len(spec.text), len(sizes), end)
+    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, CODECS.index(codec), len(spec.text), len(sizes), end)
     return [header, *parts], end
+
+
+def _payload(leaf: Leaf, value: Any, codec: str, quality: int) -> Any:
+    way = codec_of_leaf(codec, leaf)
+    return to_bytes(leaf, value) if way == "raw" else encode_image(way, value, quality)
+
+
+class Outline(NamedTuple):
+    """Where the payloads of a record lie; records that begin with the same `prefix` have the same outline.
+
+    Attributes:
+        spec: The structure of the sample.
+        codec: How its images are written.
+        prefix: All bytes in front of the payloads.
+        places: Start and number of bytes of each leaf's payload.
+        ways: How each leaf is written: `"raw"`, or the codec of an image.
+    """
+
+    spec: Spec
+    codec: str
+    prefix: bytes
+    places: list[tuple[int, int]]
+    ways: list[str]
+
+
+def outline(record: bytes | memoryview) -> Outline:
+    """Where everything lies in a record, all checked against its length.
+
+    Raises:
+        CacheCorruptError: The bytes are no record of this format version.
+    """
+    memory = memoryview(record)
+    if len(memory) < _HEADER.size:
+        raise CacheCorruptError(f"a record of {len(memory)} bytes is shorter than its header")
+    magic, version, codec, spec_bytes, num_leaves, total = _HEADER.unpack_from(memory)
+    if magic != _MAGIC or version != FORMAT_VERSION:
+        raise CacheCorruptError(f"no record of format {FORMAT_VERSION}: it starts with {bytes(memory[:6])!r}")
+    if codec >= len(CODECS):
+        raise CacheCorruptError(f"a record names codec {codec}, there are {len(CODECS)}")
+    payloads_at = round_up(_HEADER.size + spec_bytes, _WORD_BYTES) + _WORD_BYTES * num_leaves
+    if not payloads_at <= total <= len(memory):
+        raise CacheCorruptError(f"a record claims {total:,} bytes, {len(memory):,} are there")
+    return _outline_of(bytes(memory[:payloads_at]))
+
+
+@lru_cache(maxsize=1024)  # samples of one shape differ in their payloads alone
+def _outline_of(prefix: bytes) -> Outline:
+    _, _, number, spec_bytes, num_leaves, total = _HEADER.unpack_from(prefix)
+    codec = CODECS[number]
+    spec = Spec.parse(prefix[_HEADER.size : _HEADER.size + spec_bytes])
+    if len(spec.leaves) != num_leaves:
+        raise CacheCorruptError(f"a record describes {len(spec.leaves)} values and holds {num_leaves}")
+    ways = [codec_of_leaf(codec, leaf) for leaf in spec.leaves]
+    sizes = struct.unpack_from(f"<{num_leaves}Q", prefix, len(prefix) - _WORD_BYTES * num_leaves)
+    places = []
+    end = len(prefix)
+    for leaf, way, nbytes in zip(spec.leaves, ways, sizes, strict=True):
+        start = round_up(end, _alignment_bytes(leaf))
+        end = start + nbytes
+        expected = fixed_nbytes(leaf) if way == "raw" else None
+        if end > total or (expected is not None and expected != nbytes):
+            raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which cannot be")
+        places.append((start, nbytes))
+    return Outline(spec, codec, prefix, places, ways)
 
 
 def decode(record: bytes | memoryview) -> Any:
     """The sample of a record that starts at `record[0]`; bytes after it are ignored.
 
-    Arrays are views of `record`, read-only if it is, and keep it alive; all else is a copy.
+    Arrays are views of `record`, read-only if it is, and keep it alive; decoded images are read-only arrays
+    of their own; all else is a copy.
 
     Raises:
         CacheCorruptError: The bytes are no record of this format version.
         CacheError: The class of a namedtuple is not imported in this process.
     """
     memory = memoryview(record)
-    spec, sizes_at, num_leaves, total = _read_header(memory)
-    sizes = struct.unpack_from(f"<{num_leaves}Q", memory, sizes_at)
-    end = sizes_at + _WORD_BYTES * num_leaves
+    spec, _, _, places, ways = outline(memory)
     values = []
-    for leaf, nbytes in zip(spec.leaves, sizes, strict=True):
-        start = round_up(end, _alignment_bytes(leaf))
-        end = start + nbytes
-        expected = fixed_nbytes(leaf)
-        if end > total or (expected is not None and expected != nbytes):
-            raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which cannot be")
-        values.append(from_bytes(leaf, memory, start, nbytes))
+    for leaf, way, (start, nbytes) in zip(spec.leaves, ways, places, strict=True):
+        if way == "raw":
+            values.append(from_bytes(leaf, memory, start, nbytes))
+        else:
+            values.append(decode_image(way, bytes(memory[start : start + nbytes]), leaf))
     return spec.build(values)
 
 
@@ -98,23 +172,7 @@ def spec_of(record: bytes | memoryview) -> Spec:
     Raises:
         CacheCorruptError: The bytes are no record of this format version.
     """
-    return _read_header(memoryview(record))[0]
-
-
-def _read_header(memory: memoryview) -> tuple[Spec, int, int, int]:
-    """Spec, offset of the sizes, number of leaves and length of a record, all checked against each other."""
-    if len(memory) < _HEADER.size:
-        raise CacheCorruptError(f"a record of {len(memory)} bytes is shorter than its header")
-    magic, version, _, spec_bytes, num_leaves, total = _HEADER.unpack_from(memory)
-    if magic != _MAGIC or version != FORMAT_VERSION:
-        raise CacheCorruptError(f"no record of format {FORMAT_VERSION}: it starts with {bytes(memory[:6])!r}")
-    sizes_at = round_up(_HEADER.size + spec_bytes, _WORD_BYTES)
-    if not sizes_at + _WORD_BYTES * num_leaves <= total <= len(memory):
-        raise CacheCorruptError(f"a record claims {total:,} bytes, {len(memory):,} are there")
-    spec = Spec.parse(bytes(memory[_HEADER.size : _HEADER.size + spec_bytes]))
-    if len(spec.leaves) != num_leaves:
-        raise CacheCorruptError(f"a record describes {len(spec.leaves)} values and holds {num_leaves}")
-    return spec, sizes_at, num_leaves, total
+    return outline(record).spec
 
 
 def _alignment_bytes(leaf: Leaf) -> int:

@@ -31,12 +31,19 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     return min(cores, _MOST_WORKERS)
 
 
-def run(tasks: torch.utils.data.Dataset[Any], num_workers: int) -> Iterator[Any]:
-    """`tasks[0]`, `tasks[1]` and so on, made by workers; workers start here, not at the first answer."""
+def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:
+    """`tasks[0]`, `tasks[1]` and so on, made by workers; workers start here, not at the first answer.
+
+    Args:
+        tasks: Map-style; one item a task.
+        num_workers: Processes; 0 for none.
+        ahead: Tasks that each of them is given before their answers are asked for.
+    """
     loader = torch.utils.data.DataLoader(
         tasks,
         batch_size=None,
         num_workers=num_workers,
+        prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,
         worker_init_fn=_quiet_worker if num_workers else None,
         generator=torch.Generator(),  # leave torch's global random state alone

@@ -171,11 +171,24 @@ def test_with_a_transform() -> None:
     assert ds.gather([0, 1], np.empty) is None
 
 
-def test_other_caches(tmp_path: Any) -> None:
-    """A cache without columns gives None."""
-    ds = CachedDataset(Images(20), cache=f"lmdb:{tmp_path / 'cache'}")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_lmdb_gives_the_same(name: str, tmp_path: Any) -> None:
+    """A batch from a file is default_collate's, too, for every kind of leaf and nest."""
+    ds = CachedDataset(Made(SAMPLES[name]), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
+    indices = [3, 0, 19, 7, 7]
 
-    assert ds.gather([0, 1], np.empty) is None
+    assert_same(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda i: (i, None), lambda i: np.full(2, i, ">f4"), lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1)],
+)
+def test_lmdb_leaves_the_rest_to_torch(make: Any, tmp_path: Any) -> None:
+    """What default_collate refuses, numbers beyond 64 bits and samples of many structures make no batch."""
+    ds = CachedDataset(Made(make), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
+
+    assert ds.gather([0, 5, 1], np.empty) is None
 
 
 def test_everything() -> None:

@@ -1,39 +1,49 @@
-"""LMDBCache and its builder: the contract, atomic builds, and every kind of bad file."""
+"""LMDBCache: the contract for a file, for shards and for encoded images, and what opening refuses."""
 
 from __future__ import annotations
 
-import fcntl
-import logging
-import multiprocessing
 import os
 import pickle
-import random
-import signal
+import shutil
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
 import pytest
-import torch
+from torch.utils.data import default_collate
 
-from fastload.cache import build, lmdb_format
+from fastload.cache import lmdb_format
 from fastload.cache.build import build_lmdb
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb import LMDBCache
-from fastload.cache.lmdb_format import read_description, write_description
-from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from tests.cache.contract import SharedContract
-from tests.cache.zoo import BareImages, Images, RaggedImages, assert_same
+from tests.cache.zoo import Everything, Images, RaggedImages, assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
 class TestLMDBCache(SharedContract):
-    """The contract, on disk."""
+    """The contract, in one file."""
 
     def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
         return build_lmdb(dataset, tmp_path / "cache", num_workers=0)
+
+
+class TestShards(SharedContract):
+    """The contract, in a directory of files."""
+
+    def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
+        return build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=5)
+
+
+class TestPNG(SharedContract):
+    """The contract, with encoded images."""
+
+    def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
+        return build_lmdb(dataset, tmp_path / "cache", num_workers=0, codec="png")
 
 
 @pytest.fixture
@@ -43,192 +53,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def _content_bytes(path: Path) -> int:
-    with lmdb.open(str(path), subdir=False, lock=False, readonly=True) as environment:
-        return (environment.info()["last_pgno"] + 1) * 4096
-
-
-def rewrite(path: Path, change: Any) -> None:
-    """Change the environment in place, as only a test may."""
-    meta = read_description(str(path))
-    environment = lmdb.open(str(path), subdir=False, lock=False)
-    with environment, environment.begin(write=True) as transaction:
-        change(transaction)
-    os.truncate(path, _content_bytes(path))  # new pages were written over the description
-    write_description(str(path), meta, 4096)
-
-
-# --- building --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_build_reads_each_sample_once(num_workers: int, tmp_path: Path) -> None:
-    """A build decodes every sample once, in the parent or in workers, and leaves one file."""
-    dataset = RaggedImages(40, log=tmp_path / "log")
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers)
-
-    assert dataset.reads == [1] * 40
-    assert sorted(os.listdir(tmp_path)) == ["cache", "log"]
-    for index in range(40):
-        assert_same(cache.get(index), dataset.sample(index))
-
-
-def test_build_leaves_the_random_state_alone(tmp_path: Path) -> None:
-    """Building draws nothing from torch's global generator."""
-    before = torch.get_rng_state()
-    build_lmdb(Images(4), tmp_path / "cache", num_workers=2)
-
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_probed_samples_are_not_read_again(tmp_path: Path) -> None:
-    """Samples that the builder is given are stored without reading them."""
-    dataset = Images(5)
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, probed={0: dataset.sample(0)})
-
-    assert dataset.reads == [0, 1, 1, 1, 1]
-    assert_same(cache.get(0), dataset.sample(0))
-
-
-def test_map_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that outgrows its map goes on with a larger one and loses nothing."""
-    monkeypatch.setattr(build, "_FIRST_MAP_BYTES", 1 << 16)
-    monkeypatch.setattr(build, "_COMMIT_RECORDS", 7)
-    dataset = Images(100, shape=(64, 64, 3))
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0)
-
-    for index in range(100):
-        assert_same(cache.get(index), dataset.sample(index))
-
-
-def test_finished_cache_is_opened(path: Path) -> None:
-    """A second build of the same dataset reads one sample, to compare it, and writes nothing."""
-    before = path.stat().st_mtime_ns
-    dataset = Images(20)
-    build_lmdb(dataset, path)
-
-    assert sum(dataset.reads) == 1
-    assert path.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize(
-    ("dataset", "part"),
-    [
-        (Images(21), "number of samples is 20 in the cache and 21"),
-        (Images(20, shape=(3, 3, 3)), "structure of sample 0"),
-        (BareImages(20), "structure of sample 0"),
-    ],
-)
-def test_cache_of_another_dataset_is_refused(dataset: Images, part: str, path: Path) -> None:
-    """A finished cache that was made from something else raises, saying what differs and what to do."""
-    with pytest.raises(CacheMismatchError, match=part) as caught:
-        build_lmdb(dataset, path)
-
-    assert "Delete the file" in str(caught.value)
-
-
-def test_changed_content_is_refused(path: Path) -> None:
-    """A first sample with the same structure and another content is noticed."""
-    with pytest.raises(CacheMismatchError, match="content of sample 0"):
-        build_lmdb(Images(20), path, probed={0: (np.zeros((32, 24, 3), np.uint8), 0)})
-
-
-class Failing(Images):
-    """Raises at one index."""
-
-    def sample(self, index: int) -> Any:
-        if index == 7:
-            raise OSError("bad file")
-        return super().sample(index)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_failed_build_leaves_nothing(num_workers: int, tmp_path: Path) -> None:
-    """An error in the dataset is raised with its type, and no file is left."""
-    with pytest.raises(OSError, match="bad file"):
-        build_lmdb(Failing(10), tmp_path / "cache", num_workers=num_workers)
-
-    assert os.listdir(tmp_path) == []
-
-
-def test_full_disk_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMDB's own errors while writing name the file, and nothing is left."""
-
-    def refuse(self: Any) -> None:
-        raise lmdb.DiskError("No space left on device")
-
-    monkeypatch.setattr(build._Writer, "finish", refuse)
-    with pytest.raises(CacheError, match=r"cannot write the cache .*No space"):
-        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
-    assert os.listdir(tmp_path) == []
-
-
-class Stopping(Images):
-    """Tells its parent at sample 5 and then waits to be killed."""
-
-    def __init__(self, pipe: Any) -> None:
-        super().__init__(10)
-        self.pipe = pipe
-
-    def sample(self, index: int) -> Any:
-        if index == 5:
-            self.pipe.send(os.getpid())
-            signal.pause()
-        return super().sample(index)
-
-
-def test_killed_builder_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one builds, others are told who; what it leaves when killed is removed and built again."""
-    monkeypatch.setattr(build, "_COMMIT_RECORDS", 2)
-    path = tmp_path / "cache"
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=build_lmdb, args=(Stopping(sender), path), kwargs={"num_workers": 0})
-    child.start()
-    pid = receiver.recv()
-    try:
-        with pytest.raises(CacheBusyError, match=f"process {pid}"):
-            build_lmdb(Images(10), path)
-        with pytest.raises(FileNotFoundError, match="unfinished build"):
-            LMDBCache(path)
-    finally:
-        child.kill()
-        child.join()
-        child.close()
-        receiver.close()
-        sender.close()
-
-    assert sorted(os.listdir(tmp_path)) == ["cache.lock", "cache.partial"]
-    assert_same(build_lmdb(Images(10), path, num_workers=0).get(9), Images(10).sample(9))
-    assert os.listdir(tmp_path) == ["cache"]
-
-
-def test_lock_file_is_no_lock(tmp_path: Path) -> None:
-    """A lock file that nobody holds is in nobody's way; one that is held is, whatever it says."""
-    lock = tmp_path / "cache.lock"
-    lock.write_text("1")
-    with open(lock) as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(CacheBusyError, match="process 1"):
-            build_lmdb(Images(3), tmp_path / "cache")
-
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
-
-def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None:
-    """Where standard error is no terminal a build logs its rate and draws nothing."""
-    with caplog.at_level(logging.INFO, "fastload"):
-        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
-    assert "samples/s" in caplog.text
-    assert capfd.readouterr().err == ""
-
-
-def test_empty_dataset(tmp_path: Path) -> None:
-    """A cache of nothing is built and opened."""
-    assert build_lmdb(Images(0), tmp_path / "cache").num_samples == 0
-    assert build_lmdb(Images(0), tmp_path / "cache").num_samples == 0
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A finished cache of 20 images in 3 shards."""
+    build_lmdb(Images(20), tmp_path / "shards", num_workers=0, shards=3).close()
+    return tmp_path / "shards"
 
 
 # --- opening ---------------------------------------------------------------------------------------------
@@ -262,9 +91,9 @@ def test_missing_file(tmp_path: Path) -> None:
         LMDBCache(tmp_path / "nowhere")
 
 
-def test_directory_is_no_cache(tmp_path: Path) -> None:
-    """A directory raises."""
-    with pytest.raises(CacheMismatchError, match="single file"):
+def test_directory_without_shards_is_no_cache(tmp_path: Path) -> None:
+    """A directory that holds no shards raises."""
+    with pytest.raises(CacheMismatchError, match="neither a file nor a directory"):
         LMDBCache(tmp_path)
 
 
@@ -295,91 +124,123 @@ def test_other_format_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         LMDBCache(path)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.999])
-def test_truncated_file(share: float, path: Path) -> None:
-    """A file that is cut short raises when it is opened, before anything behind its end is touched."""
-    os.truncate(path, int(path.stat().st_size * share))
-
-    with pytest.raises(CacheCorruptError):
-        LMDBCache(path)
+# --- what it says of itself ------------------------------------------------------------------------------
 
 
-def test_missing_record(path: Path) -> None:
-    """A record that is not there raises, with its index."""
-    rewrite(path, lambda transaction: transaction.delete((5).to_bytes(8, "big")))
-    cache = LMDBCache(path)
-
-    with pytest.raises(CacheCorruptError, match="sample 5"):
-        cache.get(5)
-
-
-def test_swapped_records(path: Path) -> None:
-    """A record that lies under another's key raises."""
-
-    def swap(transaction: Any) -> None:
-        transaction.put((5).to_bytes(8, "big"), transaction.get((6).to_bytes(8, "big")))
-
-    rewrite(path, swap)
-    cache = LMDBCache(path)
-
-    with pytest.raises(CacheCorruptError, match="sample 5: another record"):
-        cache.get(5)
-
-
-def test_flipped_bits_are_found(path: Path) -> None:
-    """A record with any bit flipped raises at its first read, with path and index; the others are right."""
-    rewrite(path, lambda transaction: transaction.put((5).to_bytes(8, "big"), flipped(transaction)))
-    cache = LMDBCache(path)
+def test_attributes(tmp_path: Path) -> None:
+    """A cache knows its codec, parts, classes, shards and size."""
     dataset = Images(20)
-    for index in range(20):
-        if index == 5:
-            with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
-                cache.get(index)
-        else:
-            assert_same(cache.get(index), dataset.sample(index))
+    dataset.classes = ["cat", "dog"]  # type: ignore[attr-defined]
+    cache = build_lmdb(
+        dataset,
+        tmp_path / "cache",
+        num_workers=0,
+        codec="jpeg",
+        quality=80,
+        shards=2,
+        fingerprint=Fingerprint({"source": "photos"}),
+    )
+
+    assert (cache.codec, cache.quality, cache.num_shards) == ("jpeg", 80, 2)
+    assert (cache.parts, cache.classes) == ({"source": "photos"}, ["cat", "dog"])
+    assert cache.nbytes == sum(file.stat().st_size for file in (tmp_path / "cache").iterdir())
+    assert cache.stored_indices is None
+    assert (3 in cache, 20 in cache, -1 in cache, "x" in cache) == (True, False, False, False)
+    assert len(cache.missing()) == 0
 
 
-def flipped(transaction: Any) -> bytes:
-    value = bytearray(transaction.get((5).to_bytes(8, "big")))
-    value[random.Random(0).randrange(400, len(value))] ^= 4
-    return bytes(value)
+def test_explain(path: Path) -> None:
+    """A cache says why it is in use and what it was made of."""
+    assert "opened by its path" in LMDBCache(path).explain()
+    assert "20 of 20 samples" in LMDBCache(path).explain()
+    assert "sample 0 are those of the dataset" in build_lmdb(Images(20), path).explain()
 
 
-def read_everything(path: str, expected: list[Any]) -> None:
-    """Run in a child: exit with 0 if every sample is right or raises a clear error."""
-    try:
-        cache = LMDBCache(path)
-    except CacheError:
-        os._exit(0)
-    for index, sample in enumerate(expected):
-        try:
-            found = cache.get(index)
-        except CacheError:
-            continue
-        assert_same(found, sample)
-    os._exit(0)
+def test_verify_finds_nothing(path: Path, directory: Path) -> None:
+    """A sound cache verifies."""
+    assert LMDBCache(path).verify() == LMDBCache(directory).verify() == []
 
 
-@pytest.mark.slow
-def test_flips_anywhere_in_the_file(path: Path) -> None:
-    """A flip anywhere, most of them in the tree of LMDB, gives a clear error or the right samples."""
-    dataset = Images(20)
-    expected = [dataset.sample(index) for index in range(20)]
-    content = path.read_bytes()
-    tree = [at for at in range(0, len(content), 4096) if content[at + 10] in (1, 2, 8)]  # LMDB's page flags
-    chance = random.Random(3)
-    context = multiprocessing.get_context("fork")
-    for turn in range(80):
-        damaged = bytearray(content)
-        at = chance.choice(tree) + chance.randrange(4096) if turn % 4 else chance.randrange(len(content))
-        damaged[at] ^= 1 << chance.randrange(8)
-        path.write_bytes(damaged)
-        child = context.Process(target=read_everything, args=(str(path), expected))
-        child.start()
-        child.join()
-        code = child.exitcode
-        child.close()
-        assert code == 0
+# --- shards ----------------------------------------------------------------------------------------------
+
+
+def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> None:
+    """A shard that is lost, there twice, or of another cache raises, with its name."""
+    names = sorted(os.listdir(directory))
+    shutil.copy(directory / names[1], directory / "copy.lmdb")
+    with pytest.raises(CacheMismatchError, match=r"copy\.lmdb.* are the same shard"):
+        LMDBCache(directory)
+    os.unlink(directory / "copy.lmdb")
+
+    build_lmdb(Images(20), tmp_path / "other", num_workers=0, shards=3)
+    os.rename(directory / names[1], tmp_path / "kept")
+    with pytest.raises(CacheMismatchError, match=r"number 1 .* is not there"):
+        LMDBCache(directory)
+    shutil.copy(tmp_path / "other" / names[1], directory / names[1])
+    with pytest.raises(CacheMismatchError, match="shards of two caches"):
+        LMDBCache(directory)
+
+    os.replace(tmp_path / "kept", directory / names[1])
+    assert_same(LMDBCache(directory).get(8), Images(20).sample(8))
+
+
+def test_one_shard_is_no_cache(directory: Path) -> None:
+    """A shard by itself is not opened: its directory is."""
+    with pytest.raises(CacheMismatchError, match="shard 1 of 3: open the directory"):
+        LMDBCache(directory / "00000-of-00003.lmdb")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 7, 50])
+def test_any_number_of_shards(shards: int, tmp_path: Path) -> None:
+    """Shards are found by index, however many there are."""
+    dataset = Images(7)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=shards)
+
+    assert cache.num_shards == min(shards, 7)
+    for index in range(7):
+        assert_same(cache.get(index), dataset.sample(index))
+
+
+# --- batches ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kind", [Images, Everything])
+def test_gather_is_default_collate(kind: type[Images], shards: int, tmp_path: Path) -> None:
+    """A batch in any order, with repeats, is what default_collate makes of the samples."""
+    dataset = kind(20)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=shards)
+    order = [13, 2, 19, 2, 0, 7]
+    batch = cache.gather(np.array(order), np.empty)
+
+    assert_same(batch, default_collate([dataset.sample(index) for index in order]))
+
+
+def test_gather_lies_where_it_was_told(path: Path) -> None:
+    """A batch lies in the memory that `allocate` gives, is private, and outlives the cache."""
+    given: list[Any] = []
+
+    def allocate(shape: tuple[int, ...], dtype: Any) -> Any:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    cache = LMDBCache(path)
+    images, _ = cache.gather(np.array([1, 2]), allocate)  # type: ignore[misc]
+    cache.close()
+    images[0].fill_(0)
+
+    assert images.data_ptr() == given[0].__array_interface__["data"][0]
+    assert_same(LMDBCache(path).get(1), Images(20).sample(1))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "codec"), [(RaggedImages(20), "raw"), (Images(20), "png")], ids=["ragged", "encoded"]
+)
+def test_gather_leaves_the_rest_to_samples(dataset: Images, codec: str, tmp_path: Path) -> None:
+    """Ragged or encoded samples make no batch, and no memory is asked for."""
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, codec=codec)
+
+    assert cache.gather(np.array([1, 2, 3]), None) is None  # type: ignore[arg-type]
 
 
 def test_checksum_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,3 +253,16 @@ def test_checksum_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -
         cache.get(4)
 
     assert len(counted) == 1
+
+
+def test_gather_checks_once_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch pays for checksums at the first read of its records alone."""
+    cache = LMDBCache(path)
+    counted: list[int] = []
+    real = zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda *args: counted.append(1) or real(*args))
+    for _ in range(3):
+        cache.gather(np.array([4, 5, 6]), np.empty)
+    cache.get(5)
+
+    assert len(counted) == 3

@@ -1,0 +1,8 @@
+"""`python -m fastload` is the `fastload` command."""
+
+from __future__ import annotations
+
+from fastload.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""What an unfinished build leaves on disk, when a later one goes on with it, and the lock for one builder.
+
+Called by `build` in the parent. DEST.partial is a directory: `plan.json`, one LMDB file a shard, and
+`errors.jsonl`, a line for each sample that was left out. Rules:
+
+1. One builder a destination: it holds the exclusive lock on DEST.lock for as long as it lives.
+2. A later build goes on with it only if it would write the same: same source (fingerprint, or else number of
+   samples and sample 0), codec, quality and shards. Otherwise it starts anew, and says why.
+3. Commits are not synced, which would make decoding wait for the disk. They outlive the process that made
+   them, but after a power failure their pages may be there in part, and LMDB trusts what it reads. So the
+   plan names the boot of the machine: unfinished shards of another boot are written anew. Finished shards
+   were brought to the disk, and are kept: shards are what makes a long build outlive the machine.
+4. A line of `errors.jsonl` is written before the records that follow it: after a kill there may be lines too
+   many, never too few. Those of samples that are read again are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.handover import Skipped
+from fastload.cache.lmdb_files import SHARD_SUFFIX
+from fastload.cache.lmdb_format import FORMAT_VERSION, Plan, read_description
+from fastload.cache.lmdb_writer import writing
+from fastload.cache.locks import try_lock
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger("fastload")
+
+_PLAN_NAME = "plan.json"
+_ERRORS_NAME = "errors.jsonl"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class BuildLock:
+    """The exclusive lock on a destination; workers that inherit it let go of it.
+
+    Args:
+        fd: Of the lock file, locked.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._pid = os.getpid()
+        self._fd = fd
+        status = os.fstat(fd)
+        self._file = status.st_dev, status.st_ino
+
+    def leave_in_worker(self) -> None:
+        """Close what a fork copied: a worker that outlives a killed builder must not keep others out."""
+        if os.getpid() == self._pid or self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):  # a worker that was not forked has no such descriptor
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) == self._file:
+                os.close(fd)
+
+
+@contextlib.contextmanager
+def only_builder(path: str) -> Iterator[BuildLock]:
+    """Hold PATH.lock, which is removed at the end; never waits.
+
+    Raises:
+        CacheBusyError: Another builder holds it.
+        CacheError: The lock file cannot be made.
+    """
+    name = f"{path}.lock"
+    while True:
+        with writing(path):
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        if not try_lock(fd):
+            holder = os.read(fd, 32).decode("ascii", "replace").strip()
+            os.close(fd)
+            builder = f"process {holder}" if holder else "another process"
+            raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")
+        if _is_same_file(fd, name):
+            break
+        os.close(fd)  # the last holder removed this file between our open and our lock
+    try:
+        with writing(path):
+            os.truncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
+        yield BuildLock(fd)
+    finally:
+        os.unlink(name)
+        os.close(fd)
+
+
+def _is_same_file(fd: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+class Partial:
+    """The directory of an unfinished build, ours alone.
+
+    Args:
+        destination: What is being built.
+
+    Attributes:
+        path: The directory.
+        skipped: Samples that were left out so far, by index.
+    """
+
+    def __init__(self, destination: str) -> None:
+        self.path = f"{destination}.partial"
+        self.skipped: dict[int, Skipped] = {}
+        self._destination = destination
+
+    def begin(self, plan: Plan, *, skips: bool) -> Plan:
+        """Go on with what lies there if it was to become the same, else start anew.
+
+        Args:
+            plan: Of this build.
+            skips: Whether this build leaves out what cannot be read.
+
+        Returns:
+            The plan to follow: the one that lies there, if it is gone on with.
+        """
+        boot_id = _boot_id()
+        with writing(self.path):
+            stored = self._stored()
+            if stored is not None:
+                found, was = stored
+                why = _why_anew(found, plan)
+                if why is None and was["skips"] and not skips and self._error_lines():
+                    why = "it left out samples that could not be read"
+                if why is None:
+                    plan = replace(found, classes=plan.classes)
+                    if was["boot_id"] != boot_id or not boot_id:
+                        self._remove_unfinished(plan)
+                else:
+                    log.info("%s was left by another build and is started anew: %s", self.path, why)
+                    stored = None
+            if stored is None:
+                self.remove()
+                os.makedirs(self.path)
+            fields = {"version": FORMAT_VERSION, "plan": asdict(plan), "boot_id": boot_id, "skips": skips}
+            _write_whole(os.path.join(self.path, _PLAN_NAME), json.dumps(fields))
+        return plan
+
+    def _stored(self) -> tuple[Plan, dict[str, Any]] | None:
+        try:
+            fields = json.loads(Path(self.path, _PLAN_NAME).read_text())
+            if fields["version"] != FORMAT_VERSION:
+                return None
+            return Plan(**fields["plan"]), fields
+        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+            return None  # killed before there was a plan, or of another release
+
+    def _remove_unfinished(self, plan: Plan) -> None:
+        for shard in range(plan.num_shards):
+            if not self.is_finished(plan, shard) and os.path.exists(self.shard_path(plan, shard)):
+                os.unlink(self.shard_path(plan, shard))
+                log.info("%s: the machine was started since: what was unfinished is written anew", self.path)
+
+    def shard_path(self, plan: Plan, shard: int) -> str:
+        """Where a shard is written."""
+        return os.path.join(self.path, f"{shard:05d}-of-{plan.num_shards:05d}{SHARD_SUFFIX}")
+
+    def is_finished(self, plan: Plan, shard: int) -> bool:
+        """Whether a shard is complete and on the disk."""
+        try:
+            found = read_description(self.shard_path(plan, shard))
+        except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
+            return False
+        return (found.plan.build_id, found.shard) == (plan.build_id, shard)
+
+    # --- samples that are left out ------------------------------------------------------------------------
+
+    def _error_lines(self) -> list[Skipped]:
+        """What was reported so far; the last line may be cut off."""
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in Path(self.path, _ERRORS_NAME).read_text().splitlines():
+                with contextlib.suppress(ValueError, TypeError):
+                    found.append(Skipped(**json.loads(line)))
+        return found
+
+    def forget_from(self, position: int) -> None:
+        """Drop what was reported of samples that are read again."""
+        self.skipped = {line.index: line for line in self._error_lines() if line.index < position}
+        lines = "".join(map(_line, self.skipped.values()))
+        with writing(self.path):
+            _write_whole(os.path.join(self.path, _ERRORS_NAME), lines)
+
+    def report(self, sample: Skipped) -> None:
+        """Note that a sample is left out."""
+        self.skipped[sample.index] = sample
+        with writing(self.path), open(os.path.join(self.path, _ERRORS_NAME), "a") as file:
+            file.write(_line(sample))
+            file.flush()
+            os.fsync(file.fileno())
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def publish(self, plan: Plan) -> None:
+        """Let the finished cache be seen at its destination, the report of errors beside it first."""
+        destination = self._destination
+        report = f"{destination}.errors.jsonl"
+        with writing(destination):
+            if self.skipped:
+                _write_whole(report, "".join(map(_line, self.skipped.values())))
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(report)  # of a cache that is no more
+            if plan.num_shards > 1:
+                os.rename(self.path, destination)
+                _sync_directory(os.path.dirname(destination))
+                for name in (_PLAN_NAME, _ERRORS_NAME):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(destination, name))
+            else:
+                os.rename(self.shard_path(plan, 0), destination)
+                _sync_directory(os.path.dirname(destination))
+                self.remove()
+
+    def remove(self) -> None:
+        """Remove whatever lies there."""
+        if os.path.isdir(self.path) and not os.path.islink(self.path):
+            shutil.rmtree(self.path)
+        elif os.path.lexists(self.path):
+            os.unlink(self.path)
+
+
+def _line(sample: Skipped) -> str:
+    return json.dumps(asdict(sample)) + "\n"
+
+
+def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[str] | None:
+    """Which parts of the fingerprints differ; None if there are not two to compare."""
+    if fingerprint is None or cached.parts is None:
+        return None
+    return fingerprint.differences(Fingerprint(cached.parts))
+
+
+def _why_anew(found: Plan, plan: Plan) -> str | None:
+    fingerprint = None if plan.parts is None else Fingerprint(plan.parts)
+    differences = source_differences(found, fingerprint)
+    if differences:
+        return "; ".join(differences)
+    names = ["num_samples", "num_shards", "codec", "quality"]
+    if differences is None:
+        names += ["spec", "crc32"]
+    changed = [
+        f"{name} was {getattr(found, name)} and is {getattr(plan, name)}"
+        for name in names
+        if getattr(found, name) != getattr(plan, name)
+    ]
+    return "; ".join(changed) or None
+
+
+def _boot_id() -> str:
+    """Of this boot of this machine; empty if nobody says, and then every boot is another."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _write_whole(path: str, text: str) -> None:
+    """Replace a file so that it is seen whole or not at all, also after a power failure."""
+    new = f"{path}.new"
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    _sync_directory(os.path.dirname(path))
+
+
+def _sync_directory(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

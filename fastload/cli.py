@@ -1,0 +1,349 @@
+"""The command line: `fastload cache build | info | verify | ls | rm`.
+
+Called by the `fastload` script and by `python -m fastload`, each in a process of its own; `terminal` says how
+commands answer and fail. Rules:
+
+1. Commands import what they need when they run: `--help` waits for nothing.
+2. A new command is a function under `@app.command(epilog=EPILOG)` that works inside `answering(...)`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastload.source_argument import open_source, refuse_random
+from fastload.terminal import (
+    EPILOG,
+    Answer,
+    CommandError,
+    CommandGroup,
+    ExitCode,
+    answering,
+    readable_size,
+    table,
+)
+
+if TYPE_CHECKING:
+    from fastload.cache.lmdb import LMDBCache
+
+
+_OPTIONS: dict[str, Any] = {
+    "no_args_is_help": True,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "epilog": EPILOG,
+}
+app = typer.Typer(cls=CommandGroup, add_completion=False, help="Fast data loading for PyTorch.", **_OPTIONS)
+cache_app = typer.Typer(help="Caches of decoded samples: build them once, train from them.", **_OPTIONS)
+app.add_typer(cache_app, name="cache")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+CachePath = Annotated[str, typer.Argument(metavar="PATH", help="A cache: a file, or a directory of shards.")]
+
+
+class Codec(StrEnum):
+    """How images are written."""
+
+    RAW = "raw"
+    JPEG = "jpeg"
+    PNG = "png"
+    WEBP = "webp"
+
+
+class OnError(StrEnum):
+    """What becomes of samples that cannot be read."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+@app.callback()
+def _root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
+    ] = False,
+) -> None:
+    """Fast data loading for PyTorch."""
+
+
+@cache_app.command(epilog=EPILOG)
+def build(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
+            "without arguments that makes one. MODULE is looked for in the working directory, too.",
+        ),
+    ],
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="The cache: a file, or with --shards a directory.")
+    ],
+    size: Annotated[
+        str | None,
+        typer.Option(help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.", metavar="PIXELS"),
+    ] = None,
+    codec: Annotated[
+        Codec, typer.Option(help="How images are written; jpeg and webp are small, but change pixels.")
+    ] = Codec.RAW,
+    quality: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Of jpeg and webp; 95 unless given.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; one for each core unless given.")
+    ] = None,
+    shards: Annotated[int, typer.Option(min=1, help="Files that the cache consists of.")] = 1,
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="What becomes of a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
+            "and writes a line with its path and the reason to DEST.errors.jsonl."
+        ),
+    ] = OnError.RAISE,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Decode every sample of SOURCE once, into a cache at DEST.
+
+    DEST appears when it is complete. A build that was interrupted or killed goes on where it was when the
+    same command is run again.
+    """
+    if quality is not None and codec in (Codec.RAW, Codec.PNG):
+        raise CommandError(f"--quality is for jpeg and webp; {codec.value} keeps every pixel as it is")
+    path = os.path.abspath(dest)
+    with answering(as_json, quiet=quiet) as answer:
+        was_there = os.path.exists(path)
+        start = time.monotonic()
+        try:
+            cache = _build(
+                source,
+                size,
+                path,
+                codec=codec.value,
+                quality=95 if quality is None else quality,
+                num_workers=workers,
+                shards=shards,
+                on_error=on_error.value,
+                progress=not quiet,
+            )
+        except KeyboardInterrupt as error:
+            raise CommandError(_interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt") from error
+        elapsed_s = time.monotonic() - start
+        answer.result = {**_facts(cache), "was_built": not was_there, "elapsed_s": round(elapsed_s, 3)}
+        done = "is there already and fits" if was_there else f"built in {elapsed_s:,.1f} s"
+        answer.lines = [f"{path}: {done}: {_held(cache)}"]
+        if cache.num_cached < cache.num_samples:
+            answer.exit_code = ExitCode.SKIPPED
+            answer.lines.append(_skipped(answer.result))
+        answer.lines.append(f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{path}")')
+
+
+@cache_app.command(epilog=EPILOG)
+def info(path: CachePath, as_json: AsJson = False) -> None:
+    """Say what a cache holds and what it was made of."""
+    with answering(as_json) as answer:
+        from fastload.cache.lmdb import LMDBCache
+
+        cache = LMDBCache(path)
+        answer.result = _facts(cache)
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(cache.created_s))
+        answer.lines = [
+            *table(
+                [
+                    ["path", cache.path],
+                    ["holds", _held(cache)],
+                    ["made", made],
+                    *([f"  {name}", value] for name, value in (cache.parts or {}).items()),
+                ]
+            )
+        ]
+        if cache.num_cached < cache.num_samples:
+            answer.lines.append(_skipped(answer.result))
+
+
+@cache_app.command(epilog=EPILOG)
+def verify(path: CachePath, as_json: AsJson = False) -> None:
+    """Read the whole cache and compare every record with its checksum."""
+    with answering(as_json) as answer:
+        from fastload.cache.lmdb import LMDBCache
+
+        cache = LMDBCache(path)
+        damaged = cache.verify(progress=True)
+        answer.result = {
+            "path": cache.path,
+            "num_samples": cache.num_samples,
+            "num_cached": cache.num_cached,
+            "num_damaged": len(damaged),
+            "damaged": damaged,
+        }
+        answer.lines = [f"{cache.path}: {cache.num_cached:,} records, all as they were written"]
+        if damaged:
+            answer.exit_code = ExitCode.FAILED
+            shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+            answer.lines = [
+                f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged",
+                f"indices of their samples: {shown}. Remove the cache and build it again",
+            ]
+
+
+@cache_app.command(epilog=EPILOG)
+def ls(
+    directory: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIRECTORY]", help="Where to look for caches on disk; folders in it are not entered."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the caches and unfinished builds in DIRECTORY; without one, your caches in memory.
+
+    Caches in memory are those that live processes of yours hold and share by SharedMemoryCache.
+    """
+    with answering(as_json) as answer:
+        if directory is None:
+            _list_memory(answer)
+        else:
+            _list_disk(directory, answer)
+
+
+@cache_app.command(epilog=EPILOG)
+def rm(
+    path: CachePath,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a cache or an unfinished build, with its report of errors.
+
+    Whatever is not fastload's stays, and so does what is being built. Processes that have the cache open can
+    go on; their memory holds it.
+    """
+    with answering(as_json) as answer:
+        from fastload.cache import inventory
+
+        files = inventory.files_of(os.path.abspath(path))
+        if not yes:
+            if not sys.stdin.isatty():
+                raise CommandError(f"{path} was not removed: there is nobody to ask; say --yes")
+            size = readable_size(inventory.size_of(files))
+            if not typer.confirm(f"remove {path} with all that belongs to it, {size}?", err=True):
+                raise CommandError(f"{path} was not removed", ExitCode.FAILED, "Abort")
+        removed, nbytes = inventory.remove(path)
+        answer.result = {"path": os.path.abspath(path), "removed": removed, "nbytes": nbytes}
+        answer.lines = [f"removed {os.path.abspath(path)}: {readable_size(nbytes)}"]
+
+
+def main() -> None:
+    """The `fastload` command."""
+    app()
+
+
+# --- what the cache commands do --------------------------------------------------------------------------
+
+
+def _build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
+    from fastload.cache.build import build_lmdb
+    from fastload.cache.fingerprint import fingerprint_of
+
+    dataset = open_source(source, size)
+    if not os.path.isdir(source):
+        refuse_random(dataset)
+    return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
+
+
+def _interrupted(path: str) -> str:
+    if not os.path.exists(f"{path}.partial"):
+        return "interrupted before anything was written"
+    return (
+        f"interrupted: what was decoded is kept in {path}.partial. Run the same command again to go on, "
+        f"or 'fastload cache rm {path}' to drop it"
+    )
+
+
+def _facts(cache: LMDBCache) -> dict[str, Any]:
+    """What `build` and `info` tell scripts."""
+    report = f"{cache.path}.errors.jsonl"
+    return {
+        "path": cache.path,
+        "num_samples": cache.num_samples,
+        "num_cached": cache.num_cached,
+        "num_skipped": cache.num_samples - cache.num_cached,
+        "report": report if os.path.exists(report) else None,
+        "nbytes": cache.nbytes,
+        "codec": cache.codec,
+        "quality": cache.quality,
+        "num_shards": cache.num_shards,
+        "classes": cache.classes,
+        "parts": None if cache.parts is None else dict(cache.parts),
+        "created_s": cache.created_s,
+    }
+
+
+def _held(cache: LMDBCache) -> str:
+    quality = "" if cache.quality is None else f" of quality {cache.quality}"
+    shards = "" if cache.num_shards == 1 else f" in {cache.num_shards} shards"
+    size = readable_size(cache.nbytes)
+    return f"{cache.num_cached:,} of {cache.num_samples:,} samples, {size}{shards}, {cache.codec}{quality}"
+
+
+def _skipped(facts: dict[str, Any]) -> str:
+    where = "the report is gone" if facts["report"] is None else f"see {facts['report']}"
+    return f"{facts['num_skipped']:,} of {facts['num_samples']:,} samples could not be read: {where}"
+
+
+def _list_disk(directory: str, answer: Answer) -> None:
+    from fastload.cache import inventory
+
+    found = inventory.list_caches(directory)
+    rows = []
+    for item in found:
+        held = item.problem or f"run the build again to go on with {item.path}{inventory.PARTIAL}"
+        held = "a builder is at work" if item.state == "building" else held
+        rows.append(
+            [item.path, item.state, readable_size(item.nbytes), _held(item.cache) if item.cache else held]
+        )
+    answer.result = {
+        "caches": [
+            {
+                **(_facts(item.cache) if item.cache else {"path": item.path, "problem": item.problem}),
+                "state": item.state,
+                "nbytes": item.nbytes,
+            }
+            for item in found
+        ]
+    }
+    answer.lines = table(rows) if rows else [f"no caches in {os.path.abspath(directory)}"]
+
+
+def _list_memory(answer: Answer) -> None:
+    from fastload.cache.registry import live_caches
+
+    live = live_caches()
+    names = (
+        "name",
+        "key",
+        "parts",
+        "owners",
+        "num_samples",
+        "num_cached",
+        "nbytes",
+        "budget_bytes",
+        "created_s",
+    )
+    answer.result = {"caches": [{name: getattr(cache, name) for name in names} for cache in live]}
+    rows = [
+        [
+            cache.key or cache.name,
+            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
+            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
+            f"held by {', '.join(map(str, cache.owners))}",
+        ]
+        for cache in live
+    ]
+    answer.lines = table(rows) if rows else ["no process of yours shares a cache in memory"]

@@ -1,0 +1,24 @@
+"""Datasets that go wrong while a cache is built of them; importable, so that spawned workers find them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import ImageReadError
+from tests.cache.zoo import Images
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class BrokenImages(Images):
+    """Some files cannot be read."""
+
+    def __init__(self, num_samples: int = 20, *, bad: Sequence[int] = ()) -> None:
+        super().__init__(num_samples)
+        self.bad = bad
+
+    def sample(self, index: int) -> Any:
+        if index in self.bad:
+            raise ImageReadError(f"{index}.jpg", "it is broken")
+        return super().sample(index)

@@ -1,0 +1,290 @@
+"""build_lmdb: what it reads, writes, opens and refuses."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastload.cache import lmdb_writer, partial
+from fastload.cache.build import build_lmdb
+from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.lmdb import LMDBCache
+from fastload.errors import CacheBusyError, CacheMismatchError
+from tests.cache.zoo import BareImages, Images, RaggedImages, assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A finished cache of 20 images."""
+    build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
+    return tmp_path / "cache"
+
+
+# --- what is read and written ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_build_reads_each_sample_once(num_workers: int, shards: int, tmp_path: Path) -> None:
+    """A build decodes every sample once, in the parent or in workers, and leaves the cache alone."""
+    dataset = RaggedImages(40, log=tmp_path / "log")
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, shards=shards)
+
+    assert dataset.reads == [1] * 40
+    assert sorted(os.listdir(tmp_path)) == ["cache", "log"]
+    for index in range(40):
+        assert_same(cache.get(index), dataset.sample(index))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_values_that_fit_no_slot(num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values larger than the memory they are handed over in take the other way, among some that fit."""
+    monkeypatch.setattr("fastload.cache.handover._LEAST_SLOT_BYTES", 1000)
+    monkeypatch.setattr("fastload.cache.handover._MOST_SLOT_BYTES", 1000)
+    dataset = RaggedImages(60)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers)
+
+    for index in range(60):
+        assert_same(cache.get(index), dataset.sample(index))
+
+
+def test_slots_are_used_again(tmp_path: Path) -> None:
+    """Many more tasks than slots: no value is overwritten before it is stored."""
+    dataset = Images(700)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=2)
+
+    assert cache.verify() == []
+    for index in range(0, 700, 37):
+        assert_same(cache.get(index), dataset.sample(index))
+
+
+@pytest.mark.slow
+def test_workers_that_are_spawned(tmp_path: Path) -> None:
+    """Spawned workers build the same."""
+    multiprocessing_method = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        cache = build_lmdb(Images(12), tmp_path / "cache", num_workers=1)
+    finally:
+        multiprocessing.set_start_method(multiprocessing_method, force=True)
+
+    assert_same(cache.get(11), Images(12).sample(11))
+
+
+def test_build_leaves_the_random_state_alone(tmp_path: Path) -> None:
+    """Building draws nothing from torch's global generator."""
+    before = torch.get_rng_state()
+    build_lmdb(Images(4), tmp_path / "cache", num_workers=2)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_probed_samples_are_not_read_again(tmp_path: Path) -> None:
+    """Samples that the builder is given are stored without reading them."""
+    dataset = Images(5)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, probed={0: dataset.sample(0)})
+
+    assert dataset.reads == [0, 1, 1, 1, 1]
+    assert_same(cache.get(0), dataset.sample(0))
+
+
+@pytest.mark.parametrize("commit_bytes", [1 << 10, 1 << 16, 1 << 30])
+def test_map_grows(commit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that outgrows its map goes on with a larger one and loses nothing, whatever a commit holds."""
+    monkeypatch.setattr(lmdb_writer, "_FIRST_MAP_BYTES", 1 << 16)
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+    for shape in [(1, 1, 3), (37, 1, 3), (64, 64, 3)]:  # in the tree, in between, in pages of their own
+        dataset = Images(120, shape=shape)
+        cache = build_lmdb(dataset, tmp_path / f"cache{shape[0]}", num_workers=0)
+
+        for index in range(120):
+            assert_same(cache.get(index), dataset.sample(index))
+
+
+def test_empty_dataset(tmp_path: Path) -> None:
+    """A cache of nothing is built and opened."""
+    assert build_lmdb(Images(0), tmp_path / "cache").num_samples == 0
+    assert build_lmdb(Images(0), tmp_path / "cache").verify() == []
+
+
+def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None:
+    """Where standard error is no terminal a build logs its rate and draws nothing."""
+    with caplog.at_level(logging.INFO, "fastload"):
+        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+    assert "samples/s" in caplog.text
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "argument", [{"codec": "gif"}, {"quality": 0}, {"quality": 9.5}, {"shards": 0}, {"on_error": "ignore"}]
+)
+def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
+    """Arguments that mean nothing raise before anything is written."""
+    with pytest.raises(ValueError, match=next(iter(argument))):
+        build_lmdb(Images(3), tmp_path / "cache", **argument)
+
+    assert os.listdir(tmp_path) == []
+
+
+# --- finished caches -------------------------------------------------------------------------------------
+
+
+def test_finished_cache_is_opened(path: Path) -> None:
+    """A second build of the same dataset reads one sample, to compare it, and writes nothing."""
+    before = path.stat().st_mtime_ns
+    dataset = Images(20)
+    build_lmdb(dataset, path)
+
+    assert sum(dataset.reads) == 1
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("dataset", "part"),
+    [
+        (Images(21), "number of samples is 20 in the cache and 21"),
+        (Images(20, shape=(3, 3, 3)), "structure of sample 0"),
+        (BareImages(20), "structure of sample 0"),
+    ],
+)
+def test_cache_of_another_dataset_is_refused(dataset: Images, part: str, path: Path) -> None:
+    """A finished cache that was made from something else raises, saying what differs and what to do."""
+    with pytest.raises(CacheMismatchError, match=part) as caught:
+        build_lmdb(dataset, path)
+
+    assert "Delete it" in str(caught.value)
+
+
+def test_changed_content_is_refused(path: Path) -> None:
+    """A first sample with the same structure and another content is noticed."""
+    with pytest.raises(CacheMismatchError, match="content of sample 0"):
+        build_lmdb(Images(20), path, probed={0: (np.zeros((32, 24, 3), np.uint8), 0)})
+
+
+def test_fingerprints_are_compared(tmp_path: Path) -> None:
+    """Of two fingerprints the parts are compared, and no sample is read; each part that differs is named."""
+    path = tmp_path / "cache"
+    build_lmdb(Images(3), path, num_workers=0, fingerprint=Fingerprint({"size": "224", "root": "a"}))
+    dataset = Images(3)
+    cache = build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "224", "root": "a"}))
+
+    assert sum(dataset.reads) == 0
+    assert "same parts" in cache.explain()
+    with pytest.raises(CacheMismatchError, match='size is "256" here and "224" there'):
+        build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "256", "root": "a"}))
+
+
+def test_one_fingerprint_alone_is_not_compared(path: Path) -> None:
+    """Where one side has no fingerprint, sample 0 is compared."""
+    dataset = Images(20)
+    build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "224"}))
+
+    assert sum(dataset.reads) == 1
+
+
+def test_codec_is_compared_if_asked_for(tmp_path: Path) -> None:
+    """A finished cache of another codec is refused, unless any will do; its sample 0 is known, if lossy."""
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, codec="jpeg")
+    with pytest.raises(CacheMismatchError, match="jpeg cache, raw was asked for"):
+        build_lmdb(Images(3), tmp_path / "cache", codec="raw")
+
+    assert build_lmdb(Images(3), tmp_path / "cache").codec == "jpeg"
+    assert build_lmdb(Images(3), tmp_path / "cache", codec="jpeg").codec == "jpeg"
+
+
+# --- two builders ----------------------------------------------------------------------------------------
+
+
+class Stopping(Images):
+    """Tells its parent at sample 5 and then waits to be killed."""
+
+    def __init__(self, pipe: Any) -> None:
+        super().__init__(10)
+        self.pipe = pipe
+
+    def sample(self, index: int) -> Any:
+        if index == 5:
+            self.pipe.send(os.getpid())
+            signal.pause()
+        return super().sample(index)
+
+
+def test_killed_builder_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one builds, others are told who; when it is killed, the next goes on from where it was."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 2)
+    path = tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=build_lmdb, args=(Stopping(sender), path), kwargs={"num_workers": 0})
+    child.start()
+    pid = receiver.recv()
+    try:
+        with pytest.raises(CacheBusyError, match=f"process {pid}"):
+            build_lmdb(Images(10), path)
+        with pytest.raises(FileNotFoundError, match="unfinished build"):
+            LMDBCache(path)
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        receiver.close()
+        sender.close()
+
+    assert sorted(os.listdir(tmp_path)) == ["cache.lock", "cache.partial"]
+    dataset = Images(10)
+    assert_same(build_lmdb(dataset, path, num_workers=0).get(9), Images(10).sample(9))
+    assert dataset.reads == [1, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # sample 0 is compared
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_lock_file_is_no_lock(tmp_path: Path) -> None:
+    """A lock file that nobody holds is in nobody's way; one that is held is, whatever it says."""
+    lock = tmp_path / "cache.lock"
+    lock.write_text("1")
+    with open(lock) as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(CacheBusyError, match="process 1"):
+            build_lmdb(Images(3), tmp_path / "cache")
+
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+
+class Trying(Images):
+    """Tries to take the lock of its own build, in a worker that gave up the parent's."""
+
+    def __init__(self, lock: str) -> None:
+        super().__init__(4)
+        self.lock = lock
+
+    def sample(self, index: int) -> Any:
+        held = any(os.path.realpath(f"/proc/self/fd/{fd}") == self.lock for fd in os.listdir("/proc/self/fd"))
+        return int(held)
+
+
+def test_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
+    """A worker keeps no descriptor of the lock: one that outlives its killed builder keeps nobody out."""
+    dataset = Trying(str(tmp_path / "cache.lock"))
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=1, probed={0: 1})
+
+    assert [cache.get(index) for index in range(4)] == [1, 0, 0, 0]
+
+
+def test_partial_of_no_plan_goes(tmp_path: Path) -> None:
+    """Whatever lies at the partial's place without a plan is no build, and is removed."""
+    (tmp_path / "cache.partial").write_text("?")
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+    assert os.listdir(tmp_path) == ["cache"]
+    assert partial.Partial(str(tmp_path / "cache")).skipped == {}

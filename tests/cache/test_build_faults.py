@@ -1,0 +1,163 @@
+"""build_lmdb where samples cannot be read, or the system refuses."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import resource
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fastload.cache.build import build_lmdb
+from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.zoo import Images, assert_same
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# --- samples that cannot be read -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
+    """With on_error="skip" bad samples are missing, and reported with index, path, type and reason."""
+    dataset = BrokenImages(12, bad=[0, 5, 6, 11])
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", shards=shards)
+    lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
+
+    assert [cache.get(index) is None for index in range(12)] == [i in (0, 5, 6, 11) for i in range(12)]
+    assert cache.stored_indices is not None
+    assert cache.stored_indices.tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert (cache.num_samples, cache.num_cached) == (12, 8)
+    assert [line["index"] for line in lines] == [0, 5, 6, 11]
+    assert lines[1] == {"index": 5, "path": "5.jpg", "type": "ImageReadError", "reason": "it is broken"}
+    assert 5 not in cache
+    assert cache.gather(np.array([4, 5]), np.empty) is None
+    assert cache.verify() == []
+    assert sorted(os.listdir(tmp_path)) == ["cache", "cache.errors.jsonl"]
+
+
+def test_cache_without_sample_0_is_opened(tmp_path: Path) -> None:
+    """A cache whose sample 0 could not be read is compared by what is there."""
+    build_lmdb(BrokenImages(4, bad=[0]), tmp_path / "cache", num_workers=0, on_error="skip")
+
+    assert build_lmdb(BrokenImages(4, bad=[0]), tmp_path / "cache").num_cached == 3
+    with pytest.raises(CacheMismatchError, match="number of samples"):
+        build_lmdb(BrokenImages(5, bad=[0]), tmp_path / "cache")
+
+
+def test_old_report_goes(tmp_path: Path) -> None:
+    """A build that leaves nothing out removes the report of a cache that was there before."""
+    (tmp_path / "cache.errors.jsonl").write_text("old")
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, on_error="skip")
+
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_raise_names_the_sample(num_workers: int, tmp_path: Path) -> None:
+    """The dataset's own error is raised, with the sample's index; what was built is kept."""
+    dataset = BrokenImages(12, bad=[7])
+    with pytest.raises(ImageReadError, match=r"7\.jpg") as caught:
+        build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers)
+
+    assert "in sample 7 of the dataset" in caught.value.__notes__
+    assert os.listdir(tmp_path) == ["cache.partial"]
+
+
+def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
+    """An error at the first sample comes before anything is written."""
+    with pytest.raises(ImageReadError) as caught:
+        build_lmdb(BrokenImages(12, bad=[0]), tmp_path / "cache", num_workers=0)
+
+    assert "in sample 0 of the dataset" in caught.value.__notes__
+    assert os.listdir(tmp_path) == []
+
+
+class Unsupported(Images):
+    """Gives what cannot be cached, at one index."""
+
+    def sample(self, index: int) -> Any:
+        return {1, 2} if index == 3 else super().sample(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unsupported_samples_are_not_skipped(num_workers: int, tmp_path: Path) -> None:
+    """A dataset that gives what cannot be cached is wrong as a whole: that is never left out silently."""
+    with pytest.raises(UnsupportedSampleError) as caught:
+        build_lmdb(Unsupported(6), tmp_path / "cache", num_workers=num_workers, on_error="skip")
+
+    assert "in sample 3 of the dataset" in caught.value.__notes__
+
+
+# --- a system that refuses -------------------------------------------------------------------------------
+
+
+def build_under_limit(path: str, nbytes: int) -> None:
+    """Run in a child: exit with 0 if a file-size limit gives a clear error."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+    try:
+        build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=0)
+    except CacheError as error:
+        os._exit(0 if "cannot write the cache" in str(error) else 2)
+    os._exit(1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 5_000, 100_000, 400_000])
+def test_file_size_limit(nbytes: int, tmp_path: Path) -> None:
+    """A limit that is met at any time is a clear error, and the build goes on where there is room."""
+    child = multiprocessing.get_context("fork").Process(
+        target=build_under_limit, args=(str(tmp_path / "cache"), nbytes)
+    )
+    child.start()
+    child.join()
+    code = child.exitcode
+    child.close()
+
+    assert code == 0
+    cache = build_lmdb(Images(40, shape=(64, 64, 3)), tmp_path / "cache", num_workers=0)
+    assert cache.verify() == []
+    assert_same(cache.get(39), Images(40, shape=(64, 64, 3)).sample(39))
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "rename", "ftruncate", "makedirs"])
+def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is a clear error whichever call meets it, and the build can be gone on with."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        with pytest.raises(CacheError, match=r"cannot write the cache .*No space left"):
+            build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
+
+    assert_same(build_lmdb(Images(6), tmp_path / "cache", num_workers=0).get(5), Images(6).sample(5))
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that may not be written to is a clear error."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:  # root, whom CI may be, could write all the same
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CacheError, match=r"cannot write the cache .*Permission denied"):
+        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+
+def test_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A path below a directory that does not exist is a clear error."""
+    with pytest.raises(CacheError, match="No such file or directory"):
+        build_lmdb(Images(3), tmp_path / "nowhere" / "cache", num_workers=0)

@@ -1,0 +1,329 @@
+"""Builds that are killed at any point, or stopped, and gone on with."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from fastload.cache import lmdb_writer, partial
+from fastload.cache.build import build_lmdb
+from fastload.cache.fingerprint import Fingerprint
+from fastload.errors import CacheError, ImageReadError
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.zoo import Images, RaggedImages, assert_same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+PACKAGE = str(Path(lmdb_writer.__file__).parent)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"shards": 3},
+    {"codec": "png"},
+    {"on_error": "skip"},
+    {"on_error": "skip", "shards": 4, "codec": "png"},
+]
+
+
+def dataset_for(settings: Mapping[str, Any]) -> Images:
+    """Ragged images, or some that cannot be read where these are left out."""
+    return BrokenImages(24, bad=[3, 4, 11, 23]) if "on_error" in settings else RaggedImages(24)
+
+
+def build(dataset: Images, path: Path, settings: Mapping[str, Any]) -> Any:
+    """In this process, so that there is one to kill."""
+    return build_lmdb(dataset, path, num_workers=0, progress=False, **settings)
+
+
+def check(dataset: Images, cache: Any) -> None:
+    """The cache equals its source."""
+    assert cache.verify() == []
+    for index in range(len(dataset)):
+        try:
+            expected = dataset.sample(index)
+        except ImageReadError:
+            expected = None
+        assert_same(cache.get(index), expected)
+
+
+def run_in_child(function: Callable[[], Any]) -> int:
+    """Exit code of a forked child that runs this; negative if a signal killed it."""
+    child = multiprocessing.get_context("fork").Process(target=function)
+    child.start()
+    child.join()
+    code = child.exitcode
+    child.close()
+    assert code is not None
+    return code
+
+
+class Countdown:
+    """Kills its process just before a certain call that the cache's code makes to the system or to C.
+
+    Args:
+        calls: Number of calls that are let through.
+    """
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.calls -= 1
+            if self.calls < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_calls(path: Path, settings: Mapping[str, Any]) -> int:
+    """How many such calls a whole build makes, once what is computed once is there."""
+    build(dataset_for(settings), path.with_name("warm"), settings)
+    counter = Countdown(1 << 40)
+    sys.setprofile(counter)
+    try:
+        build(dataset_for(settings), path, settings)
+    finally:
+        sys.setprofile(None)
+    return (1 << 40) - counter.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_killed_at_random_points(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before any of its calls, 100 times in all settings, a build leaves what the next completes."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 3)
+    settings = SETTINGS[number]
+    total = count_calls(tmp_path / "counted", settings)
+    chance = random.Random(number)
+    for turn in range(20):
+        path = tmp_path / f"cache{turn}"
+        # Now and then right at the end, where files are renamed and removed.
+        at = total - chance.randrange(5, 60) if turn % 4 == 0 else chance.randrange(total)
+
+        def builder(path: Path = path, at: int = at) -> None:
+            sys.setprofile(Countdown(at))
+            build(dataset_for(settings), path, settings)
+
+        assert run_in_child(builder) == -signal.SIGKILL, f"turn {turn}, call {at} of {total}"
+        dataset = dataset_for(settings)
+        check(dataset, build(dataset, path, settings))
+        left = {name for name in os.listdir(tmp_path) if name.startswith(f"cache{turn}")}
+        assert left - {f"cache{turn}", f"cache{turn}.errors.jsonl"} == set(), (
+            f"turn {turn}, call {at} of {total}"
+        )
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_killed_in_the_middle_of_a_write(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut short or killed within LMDB's own writes, at any size of the file, a build can be gone on with."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 3)
+    settings = SETTINGS[number]
+    chance = random.Random(number)
+    for turn in range(6):
+        path = tmp_path / f"cache{turn}"
+        limit = chance.randrange(4096, 60_000)
+
+        def builder(path: Path = path, limit: int = limit) -> None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            with contextlib.suppress(CacheError):  # what the system cuts short, LMDB reports
+                build(dataset_for(settings), path, settings)
+
+        assert run_in_child(builder) in (0, -signal.SIGXFSZ)
+        dataset = dataset_for(settings)
+        check(dataset, build(dataset, path, settings))
+
+
+def test_killed_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that is killed many times over gets to its end, and samples that were committed stay."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 1)
+    path, log = tmp_path / "cache", tmp_path / "log"
+    for _ in range(60):
+
+        def builder() -> None:
+            sys.setprofile(Countdown(700))
+            build(RaggedImages(24, log=log), path, {"shards": 2})
+
+        if run_in_child(builder) == 0:
+            break
+    dataset = RaggedImages(24, log=log)
+    check(dataset, build(dataset, path, {"shards": 2}))
+
+    # Sample 0 is read by every builder; of the others, each kill may cost the one that was under way.
+    assert sum(dataset.reads[1:]) <= 23 + 60
+
+
+class Telling(Images):
+    """Tells when a worker reads sample 300."""
+
+    def __init__(self, pipe: Any = None) -> None:
+        super().__init__(400)
+        self.pipe = pipe
+
+    def sample(self, index: int) -> Any:
+        if index == 300 and self.pipe is not None:
+            self.pipe.send_bytes(b"300")
+            signal.pause()
+        return super().sample(index)
+
+
+def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that is killed while its workers live is followed at once: they hold no lock."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 8)
+    path = tmp_path / "cache"
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=build_lmdb, args=(Telling(sender), path), kwargs={"num_workers": 2})
+    child.start()
+    receiver.recv_bytes()
+    workers = psutil.Process(child.pid).children()
+    child.kill()
+    child.join()
+    try:
+        dataset = Telling()
+        check(dataset, build(dataset, path, {}))
+    finally:
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()  # they would find out by themselves, some seconds later
+        child.close()
+        receiver.close()
+        sender.close()
+
+
+# --- stopped ---------------------------------------------------------------------------------------------
+
+
+class Interrupted(Images):
+    """Ctrl-C at one sample."""
+
+    def sample(self, index: int) -> Any:
+        if index == 9:
+            raise KeyboardInterrupt
+        return super().sample(index)
+
+
+def test_interrupt_keeps_everything_so_far(tmp_path: Path, caplog: Any) -> None:
+    """After Ctrl-C all that was written is committed, and a log line says how to go on."""
+    with caplog.at_level(logging.INFO, "fastload"), pytest.raises(KeyboardInterrupt):
+        build(Interrupted(40), tmp_path / "cache", {})
+    dataset = Images(40)
+    cache = build(dataset, tmp_path / "cache", {})
+
+    assert "build again to go on" in caplog.text
+    assert "an earlier build left the others" in cache.explain()
+    check(dataset, cache)
+    assert sum(dataset.reads) < 40
+
+
+def test_raise_then_skip(tmp_path: Path) -> None:
+    """A build that a bad sample ended goes on from there when bad samples may be left out."""
+    with pytest.raises(ImageReadError):
+        build(BrokenImages(40, bad=[30]), tmp_path / "cache", {})
+    dataset = BrokenImages(40, bad=[30])
+    cache = build(dataset, tmp_path / "cache", {"on_error": "skip"})
+
+    assert dataset.reads == [1] + [0] * 29 + [1] * 10
+    check(dataset, cache)
+
+
+def test_skip_then_raise(tmp_path: Path) -> None:
+    """What was left out in an unfinished build is read again when nothing may be left out."""
+    broken = BrokenImages(12, bad=[4])
+    with contextlib.suppress(KeyboardInterrupt):
+        build(
+            type("Both", (BrokenImages, Interrupted), {})(12, bad=[4]),
+            tmp_path / "cache",
+            {"on_error": "skip"},
+        )
+    with pytest.raises(ImageReadError):
+        build(broken, tmp_path / "cache", {})
+
+
+# --- what is gone on with, and what is not ---------------------------------------------------------------
+
+
+def leave_unfinished(path: Path, **settings: Any) -> None:
+    """A build of 40 images that failed at sample 30."""
+    with pytest.raises(ImageReadError):
+        build(BrokenImages(40, bad=[30]), path, settings)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"codec": "png"}, "codec was raw and is png"),
+        ({"shards": 2}, "num_shards was 1 and is 2"),
+        ({"fingerprint": Fingerprint({"size": "256"})}, 'size is "256" here and "224" there'),
+    ],
+)
+def test_other_builds_start_anew(
+    changed: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What would become something else is started anew, and a log line says why."""
+    leave_unfinished(tmp_path / "cache", fingerprint=Fingerprint({"size": "224"}))
+    dataset = Images(40)
+    with caplog.at_level(logging.INFO, "fastload"):
+        check(dataset, build(dataset, tmp_path / "cache", changed))
+
+    assert reason in caplog.text
+    assert dataset.reads == [1] * 40
+
+
+def test_other_first_sample_starts_anew(tmp_path: Path) -> None:
+    """Without fingerprints, an unfinished build of another dataset is known by its first sample."""
+    leave_unfinished(tmp_path / "cache")
+    dataset = RaggedImages(40)
+    check(dataset, build(dataset, tmp_path / "cache", {}))
+
+    assert dataset.reads == [1] * 40
+
+
+def test_after_a_reboot_finished_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not brought to the disk before the machine went down is written anew; finished shards stay."""
+    leave_unfinished(tmp_path / "cache", shards=4)
+    monkeypatch.setattr(partial, "_boot_id", lambda: "another boot")
+    dataset = Images(40)
+    check(dataset, build(dataset, tmp_path / "cache", {"shards": 4}))
+
+    assert dataset.reads == [1] + [0] * 29 + [1] * 10  # sample 30 begins the last shard
+
+
+def test_reboot_loses_an_unfinished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single file that was unfinished when the machine went down is not trusted."""
+    leave_unfinished(tmp_path / "cache")
+    monkeypatch.setattr(partial, "_boot_id", lambda: "another boot")
+    dataset = Images(40)
+    check(dataset, build(dataset, tmp_path / "cache", {}))
+
+    assert dataset.reads == [1] * 40
+
+
+def test_damaged_plan_starts_anew(tmp_path: Path) -> None:
+    """A plan that cannot be read is none."""
+    leave_unfinished(tmp_path / "cache")
+    (tmp_path / "cache.partial" / "plan.json").write_text('{"version": ')
+
+    check(Images(40), build(Images(40), tmp_path / "cache", {}))
+
+
+def test_damaged_finished_shard_is_written_again(tmp_path: Path) -> None:
+    """A shard that was finished and damaged since is not taken over."""
+    leave_unfinished(tmp_path / "cache", shards=4)
+    shard = tmp_path / "cache.partial" / "00001-of-00004.lmdb"
+    shard.write_bytes(shard.read_bytes()[:-5])
+
+    check(Images(40), build(Images(40), tmp_path / "cache", {"shards": 4}))

@@ -1,0 +1,82 @@
+"""Datasets that the command line is given by name; importable, so that subprocesses find them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+
+NUM_SAMPLES = 100
+SIGNAL_AT = 30  # neither the first, the middle nor the last sample, which are looked at before the build
+
+
+def pixels(index: int) -> Any:
+    """What every dataset here has at an index."""
+    return np.full((6, 8, 3), index, np.uint8)
+
+
+class Plain:
+    """Images and labels."""
+
+    def __init__(self) -> None:
+        self.maker_pid = os.getpid()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return pixels(index), index
+
+
+class Signalled(Plain):
+    """Sends the signal that CLI_ZOO_SIGNAL names to the process that made it, once, while it is read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == SIGNAL_AT and "CLI_ZOO_SIGNAL" in os.environ:
+            os.kill(self.maker_pid, getattr(signal, os.environ["CLI_ZOO_SIGNAL"]))
+        return super().__getitem__(index)
+
+
+class Chatty(Plain):
+    """Prints, in Python and below it."""
+
+    def __getitem__(self, index: int) -> Any:
+        sys.stdout.write(f"reading {index}\n")
+        os.write(1, b"from below\n")
+        return super().__getitem__(index)
+
+
+class Random(Plain):
+    """Another sample at each access."""
+
+    def __getitem__(self, index: int) -> Any:
+        return random.random()
+
+
+class Broken(Plain):
+    """A sample in it cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == SIGNAL_AT:
+            raise ValueError("sample thirty\nis broken")
+        return super().__getitem__(index)
+
+
+ready = Plain()
+number = 3
+
+
+def factory() -> Plain:
+    return Plain()
+
+
+def gives_a_number() -> int:
+    return 3
+
+
+def fails() -> None:
+    raise RuntimeError("the factory failed")

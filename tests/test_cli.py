@@ -1,0 +1,576 @@
+"""Claims of the command line: exit codes, clean output, builds that go on, nothing foreign removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import fastload
+from fastload import cli
+from fastload.cache import inventory
+from fastload.cache.codecs import CODECS
+from fastload.cache.lmdb import LMDBCache
+from fastload.cache.partial import only_builder
+from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
+
+ROOT = Path(fastload.__file__).parents[1]
+COMMANDS = ("build", "info", "verify", "ls", "rm")
+
+
+def run(*words: Any) -> Any:
+    """Run `fastload cache ...` in this process."""
+    return CliRunner().invoke(cli.app, ["cache", *map(str, words)])
+
+
+def start(*words: Any, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `fastload cache ...` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "fastload", "cache", *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def built(dest: Path, *options: str, source: str = "tests.cli_zoo:factory") -> Path:
+    """A cache of the zoo."""
+    result = run("build", source, dest, "--workers", "0", "--quiet", *options)
+    assert result.exit_code == 0, result.stderr
+    return dest
+
+
+def images(root: Path, *names: str) -> Path:
+    """Write a picture under each name."""
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((20, 30, 3), number, np.uint8)).save(path, "PNG")
+    return root
+
+
+def flip_a_bit(path: Path, index: int) -> None:
+    """Damage the pixels of a sample of the zoo."""
+    content = bytearray(path.read_bytes())
+    content[content.index(pixels(index).tobytes())] ^= 1
+    path.write_bytes(content)
+
+
+class TestHelp:
+    @pytest.mark.parametrize("words", [[], ["cache"], *(["cache", name] for name in COMMANDS)])
+    def test_every_help_lists_the_exit_codes(self, words: list[str]) -> None:
+        """A script's author finds them without leaving the terminal."""
+        result = CliRunner().invoke(cli.app, [*words, "--help"])
+
+        assert result.exit_code == 0
+        listed = [line.split()[0] for line in result.stdout.partition("Exit codes:")[2].splitlines() if line]
+        assert listed == ["0", "1", "2", "3", "75", "130"]
+
+    def test_help_needs_neither_torch_nor_rich(self) -> None:
+        """The modules of the command line import nothing heavy themselves."""
+        program = (
+            "import sys, types\n"
+            "package = types.ModuleType('fastload')\n"
+            f"package.__path__ = [{str(ROOT / 'fastload')!r}]\n"
+            "sys.modules['fastload'] = package  # without what its __init__ imports\n"
+            "from fastload.cli import app\n"
+            "try:\n"
+            "    app(['cache', 'build', '--help'])\n"
+            "except SystemExit as stop:\n"
+            "    assert stop.code == 0\n"
+            "assert not {'torch', 'numpy', 'lmdb', 'rich', 'PIL'} & set(sys.modules), set(sys.modules)\n"
+        )
+
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+    def test_the_script_is_the_module(self) -> None:
+        """`fastload` and `python -m fastload` start the same function."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+        assert project["scripts"] == {"fastload": f"{cli.main.__module__}:{cli.main.__name__}"}
+
+    def test_codecs_are_those_of_the_caches(self) -> None:
+        """What --codec offers is what there is."""
+        assert tuple(codec.value for codec in cli.Codec) == CODECS
+
+
+class TestBuild:
+    def test_a_folder_of_images_becomes_a_cache_that_training_opens(self, tmp_path: Path) -> None:
+        """CachedDataset takes the cache for the same folder and size, and finds every sample in it."""
+        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
+        dest = built(tmp_path / "cache", "--size", "10", source=str(folder))
+
+        source = fastload.ImageFolder(folder, 10)
+        dataset = fastload.CachedDataset(source, cache=f"lmdb:{dest}")
+
+        assert dataset.cache.num_cached == 3
+        for index in range(3):
+            assert dataset[index][1] == source[index][1]
+            assert np.array_equal(dataset[index][0], source[index][0])
+
+    def test_size_can_name_both_sides(self, tmp_path: Path) -> None:
+        """HEIGHTxWIDTH gives that shape exactly."""
+        folder = images(tmp_path / "photos", "a/1.png")
+
+        dest = built(tmp_path / "cache", "--size", "7x9", source=str(folder))
+
+        assert LMDBCache(dest).get(0)[0].shape == (7, 9, 3)
+
+    @pytest.mark.parametrize("name", ["factory", "Plain", "ready"])
+    def test_a_function_a_class_or_a_dataset_can_be_named(self, name: str, tmp_path: Path) -> None:
+        """MODULE:NAME gives a dataset by whatever NAME is."""
+        cache = LMDBCache(built(tmp_path / "cache", source=f"tests.cli_zoo:{name}"))
+
+        assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+
+    def test_modules_of_the_working_directory_are_found(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A user's script needs no installation."""
+        (tmp_path / "a_users_module.py").write_text("data = [1, 2, 3]\n")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+
+        assert LMDBCache(built(tmp_path / "cache", source="a_users_module:data")).num_samples == 3
+
+    def test_shards_and_codec_are_passed_on(self, tmp_path: Path) -> None:
+        """--shards makes a directory, --codec and --quality say how images are written."""
+        dest = built(tmp_path / "cache", "--shards", "3", "--codec", "jpeg", "--quality", "80")
+
+        cache = LMDBCache(dest)
+        assert dest.is_dir()
+        assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
+
+    def test_a_finished_cache_is_left_alone(self, tmp_path: Path) -> None:
+        """The same command again finds nothing to do, and says so."""
+        dest = built(tmp_path / "cache")
+        before = dest.stat()
+
+        result = run("build", "tests.cli_zoo:factory", dest, "--json")
+
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["was_built"] is False
+        assert dest.stat().st_mtime_ns == before.st_mtime_ns
+
+    def test_a_cache_of_another_codec_is_a_mismatch(self, tmp_path: Path) -> None:
+        """What is there already and does not fit is never replaced."""
+        dest = built(tmp_path / "cache")
+
+        result = run("build", "tests.cli_zoo:factory", dest, "--codec", "png", "--json")
+
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["type"] == "CacheMismatchError"
+
+    def test_a_random_dataset_is_refused(self, tmp_path: Path) -> None:
+        """A cache would freeze one draw for ever."""
+        result = run("build", "tests.cli_zoo:Random", tmp_path / "cache", "--json")
+
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["type"] == "RandomDatasetError"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_quiet_prints_nothing(self, tmp_path: Path) -> None:
+        """--quiet leaves errors alone to be seen."""
+        result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--quiet")
+
+        assert (result.exit_code, result.output) == (0, "")
+
+
+class TestBadSamples:
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    def test_raise_ends_the_build_with_one_line(self, workers: str, tmp_path: Path) -> None:
+        """The line names the error, its type and the sample, wherever it was read."""
+        result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--workers", workers, "--json")
+
+        assert result.exit_code == 1
+        error = json.loads(result.stdout)
+        assert error["type"] == "ValueError"
+        assert error["error"].startswith("ValueError: sample thirty is broken. in sample 30 of the dataset")
+        assert "--on-error skip" in error["error"]
+        assert f"fastload: error: {error['error']}\n" in result.stderr
+        assert "Traceback" not in result.stderr
+
+    def test_skip_finishes_and_says_what_is_missing(self, tmp_path: Path) -> None:
+        """The exit code is 3, the report lies beside the cache and its path is printed."""
+        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
+        (folder / "a" / "2.png").write_bytes(b"no image")
+
+        result = run("build", folder, tmp_path / "cache", "--on-error", "skip")
+
+        report = tmp_path / "cache.errors.jsonl"
+        assert result.exit_code == 3
+        assert f"1 of 3 samples could not be read: see {report}" in result.stdout
+        assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
+
+    def test_skipped_samples_are_told_again(self, tmp_path: Path) -> None:
+        """A later run over the finished cache ends by 3, too: scripts must not take it for whole."""
+        words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--json")
+        run(*words)
+
+        again = run(*words)
+
+        assert again.exit_code == 3
+        assert json.loads(again.stdout)["num_skipped"] == 1
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (["no/such/folder", "DEST"], "neither"),
+            (["tests.cli_zoo:", "DEST"], "neither"),
+            (["tests.no_such_module:factory", "DEST"], "no module"),
+            (["tests.cli_zoo:no_such_name", "DEST"], "has no 'no_such_name'"),
+            (["tests.cli_zoo:number", "DEST"], "is of type int"),
+            (["tests.cli_zoo:gives_a_number", "DEST"], "of type int"),
+            (["tests.cli_zoo:factory", "DEST", "--size", "64"], "--size is for folders"),
+            (["tests", "DEST", "--size", "64x"], "--size should be like"),
+            (["tests.cli_zoo:factory", "DEST", "--quality", "90"], "--quality is for jpeg and webp"),
+            (["tests.cli_zoo:factory", "DEST", "--codec", "gif"], "gif"),
+            (["tests.cli_zoo:factory", "DEST", "--shards", "0"], "--shards"),
+            (["tests.cli_zoo:factory"], "DEST"),
+            (["tests.cli_zoo:factory", "DEST", "--no-such-option"], "--no-such-option"),
+        ],
+    )
+    def test_wrong_usage_is_one_line_and_exit_code_2(
+        self, words: list[str], said: str, tmp_path: Path
+    ) -> None:
+        """The line says what is wrong; --json has the same as an object."""
+        words = [str(tmp_path / "cache") if word == "DEST" else word for word in words]
+
+        result = run("build", *words, "--json")
+
+        assert result.exit_code == 2
+        error = json.loads(result.stdout)
+        assert error["type"] == "UsageError"
+        assert said in error["error"]
+        assert result.stderr == f"fastload: error: {error['error']}\n"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_errors_of_the_users_code_are_failures(self, tmp_path: Path) -> None:
+        """A factory that raises is no wrong usage."""
+        result = run("build", "tests.cli_zoo:fails", tmp_path / "cache")
+
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert result.stderr == "fastload: error: RuntimeError: the factory failed\n"
+
+    def test_debug_shows_the_traceback(self, tmp_path: Path) -> None:
+        """--debug adds where it happened, and changes nothing else."""
+        words = ["--debug", "cache", "build", "tests.cli_zoo:fails", str(tmp_path / "cache")]
+
+        result = CliRunner().invoke(cli.app, words)
+
+        assert result.exit_code == 1
+        assert "Traceback" in result.stderr
+        assert result.stderr.endswith("fastload: error: RuntimeError: the factory failed\n")
+
+    def test_the_environment_turns_debugging_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """FASTLOAD_DEBUG=1 does what --debug does."""
+        monkeypatch.setenv("FASTLOAD_DEBUG", "1")
+
+        assert "Traceback" in run("info", tmp_path / "nothing").stderr
+
+
+class TestInterruption:
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    def test_ctrl_c_says_what_is_kept_and_how_to_go_on(self, workers: str, tmp_path: Path) -> None:
+        """Exit code 130, one line, no traceback; the next run finishes the same cache."""
+        words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--json")
+
+        stopped = start(*words, CLI_ZOO_SIGNAL="SIGINT")
+        resumed = run(*words)
+
+        assert stopped.returncode == 130, stopped.stderr
+        assert json.loads(stopped.stdout)["type"] == "KeyboardInterrupt"
+        assert f"kept in {tmp_path / 'cache'}.partial. Run the same command again" in stopped.stderr
+        assert "Traceback" not in stopped.stderr
+        assert resumed.exit_code == 0
+        cache = LMDBCache(tmp_path / "cache")
+        assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
+
+    def test_a_killed_build_is_listed_and_gone_on_with(self, tmp_path: Path) -> None:
+        """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
+        words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
+
+        killed = start(*words, "--shards", "5", CLI_ZOO_SIGNAL="SIGKILL")
+        listed = json.loads(run("ls", tmp_path, "--json").stdout)["caches"]
+        resumed = run(*words, "--shards", "5")
+
+        assert killed.returncode == -9
+        assert [(item["path"], item["state"]) for item in listed] == [(f"{tmp_path}/cache", "unfinished")]
+        assert resumed.exit_code == 0
+        assert f"goes on at sample {SIGNAL_AT // 20 * 20}" in resumed.stderr
+        assert LMDBCache(tmp_path / "cache").verify() == []
+        assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+
+    def test_ctrl_c_ends_every_command_with_130(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Typer would end it without a word; --json has its object here too."""
+
+        def interrupted(directory: str) -> Any:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(inventory, "list_caches", interrupted)
+
+        result = run("ls", tmp_path, "--json")
+
+        assert result.exit_code == 130
+        assert json.loads(result.stdout) == {"error": "interrupted", "type": "KeyboardInterrupt"}
+        assert result.stderr == "fastload: error: interrupted\n"
+
+    def test_a_second_builder_is_told_to_try_later(self, tmp_path: Path) -> None:
+        """Exit code 75 while another one holds the lock."""
+        with only_builder(str(tmp_path / "cache")):
+            result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--json")
+
+        assert result.exit_code == 75
+        assert json.loads(result.stdout)["type"] == "CacheBusyError"
+
+
+class TestOutput:
+    @pytest.mark.parametrize("workers", ["0", "2"])
+    def test_json_is_alone_on_standard_output(self, workers: str, tmp_path: Path) -> None:
+        """Whatever a dataset prints, in Python or below it, in workers too, goes to standard error."""
+        words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
+
+        result = start(*words)
+
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("\n") == 1
+        assert json.loads(result.stdout)["num_cached"] == NUM_SAMPLES
+        assert "reading 7" in result.stderr
+        assert "from below" in result.stderr
+
+    def test_logs_go_to_standard_error(self, tmp_path: Path) -> None:
+        """Without --json standard output has the answer's lines alone."""
+        result = run("build", "tests.cli_zoo:factory", tmp_path / "cache")
+
+        assert result.stdout.startswith(f"{tmp_path}/cache: built in")
+        assert result.stdout.count("\n") == 2
+        assert "fastload: building" in result.stderr
+
+
+class TestInfoAndVerify:
+    def test_info_says_what_it_holds_and_is_made_of(self, tmp_path: Path) -> None:
+        """For scripts and for people."""
+        folder = images(tmp_path / "photos", "a/1.png", "b/2.png")
+        dest = built(tmp_path / "cache", "--codec", "png", source=str(folder))
+
+        facts = json.loads(run("info", dest, "--json").stdout)
+        text = run("info", dest).stdout
+
+        assert facts["classes"] == ["a", "b"]
+        assert (facts["num_samples"], facts["codec"], facts["num_shards"]) == (2, "png", 1)
+        assert facts["nbytes"] == dest.stat().st_size
+        assert facts["parts"]["size"] == "None"
+        assert "2 of 2 samples" in text
+        assert "2 files, digest" in text
+
+    def test_info_of_an_unfinished_build_says_so(self, tmp_path: Path) -> None:
+        """It fails, and names what lies there."""
+        (tmp_path / "cache.partial").mkdir()
+
+        result = run("info", tmp_path / "cache")
+
+        assert result.exit_code == 1
+        assert "unfinished build" in result.stderr
+
+    def test_verify_of_a_whole_cache_is_fine(self, tmp_path: Path) -> None:
+        """Every record is read."""
+        result = run("verify", built(tmp_path / "cache"), "--json")
+
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["num_damaged"] == 0
+
+    def test_verify_finds_a_flipped_bit(self, tmp_path: Path) -> None:
+        """Damage is exit code 1, and the samples are named."""
+        # Small records lie in LMDB's tree, which is compared as a whole when the file is opened.
+        folder = tmp_path / "photos"
+        (folder / "a").mkdir(parents=True)
+        for index in range(3):
+            Image.fromarray(np.full((60, 80, 3), 40 + index, np.uint8)).save(folder / "a" / f"{index}.png")
+        dest = built(tmp_path / "cache", source=str(folder))
+        content = bytearray(dest.read_bytes())
+        content[content.index(bytes([41]) * 5000) + 1000] ^= 1
+        dest.write_bytes(content)
+
+        result = run("verify", dest, "--json")
+
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["damaged"] == [1]
+
+    def test_verify_finds_a_damaged_index(self, tmp_path: Path) -> None:
+        """What makes the file impossible to open is a failure, too."""
+        flip_a_bit(built(tmp_path / "cache"), 41)
+
+        result = run("verify", tmp_path / "cache", "--json")
+
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["type"] == "CacheCorruptError"
+
+
+class TestLs:
+    def test_a_directory_lists_caches_and_nothing_else(self, tmp_path: Path) -> None:
+        """Finished, damaged and unfinished ones, with their state; foreign files are passed over."""
+        built(tmp_path / "one")
+        built(tmp_path / "sharded", "--shards", "2")
+        flip_a_bit(built(tmp_path / "wrong"), 41)
+        (tmp_path / "half.partial").mkdir()
+        (tmp_path / "half.partial" / "plan.json").write_text("{}")
+        (tmp_path / "notes.txt").write_text("FLlmdb1")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "movie.partial").write_text("a download")
+
+        result = run("ls", tmp_path, "--json")
+
+        assert result.exit_code == 0
+        listed = {Path(item["path"]).name: item["state"] for item in json.loads(result.stdout)["caches"]}
+        assert listed == {
+            "one": "finished",
+            "sharded": "finished",
+            "wrong": "damaged",
+            "half": "unfinished",
+        }
+
+    def test_a_build_at_work_is_told_from_one_that_was_left(self, tmp_path: Path) -> None:
+        """Its builder holds the lock."""
+        (tmp_path / "half.partial").mkdir()
+
+        with only_builder(str(tmp_path / "half")):
+            result = run("ls", tmp_path)
+
+        assert "building" in result.stdout
+        assert "unfinished" in run("ls", tmp_path).stdout
+
+    def test_a_directory_of_shards_is_one_cache(self, tmp_path: Path) -> None:
+        """Asked about itself it does not list its shards."""
+        dest = built(tmp_path / "sharded", "--shards", "2")
+
+        listed = json.loads(run("ls", dest, "--json").stdout)["caches"]
+
+        assert [item["path"] for item in listed] == [str(dest)]
+
+    def test_an_empty_directory_has_none(self, tmp_path: Path) -> None:
+        """It says so, and that is fine."""
+        result = run("ls", tmp_path)
+
+        assert (result.exit_code, result.stdout) == (0, f"no caches in {tmp_path}\n")
+
+    def test_a_missing_directory_is_a_failure(self, tmp_path: Path) -> None:
+        """It is named."""
+        result = run("ls", tmp_path / "nothing")
+
+        assert result.exit_code == 1
+        assert "nothing" in result.stderr
+
+    def test_without_a_directory_it_lists_what_processes_share(self, tmp_path: Path) -> None:
+        """A cache in memory is listed with its key and those that hold it."""
+        key = f"cli-{os.getpid()}"
+        dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), key=key)
+
+        listed = json.loads(run("ls", "--json").stdout)["caches"]
+        text = run("ls").stdout
+
+        found = [item for item in listed if item["key"] == key]
+        assert len(found) == 1
+        assert found[0]["owners"] == [os.getpid()]
+        assert found[0]["num_samples"] == len(dataset)
+        assert key in text
+
+
+class TestRm:
+    def test_everything_of_a_cache_goes_at_once(self, tmp_path: Path) -> None:
+        """The cache, what an earlier build left, its lock and its report; nothing beside them."""
+        (tmp_path / "other").write_text("mine")
+        words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--shards", "2")
+        assert run(*words).exit_code == 3
+        (tmp_path / "cache.partial").mkdir()
+        (tmp_path / "cache.partial" / "00000-of-00001.lmdb").write_bytes(b"half")
+        (tmp_path / "cache.lock").touch()
+
+        result = run("rm", tmp_path / "cache", "--yes", "--json")
+
+        assert result.exit_code == 0
+        assert json.loads(result.stdout)["nbytes"] > 0
+        assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+    @pytest.mark.parametrize("kind", ["file", "folder", "mixed", "partial", "link", "nothing"])
+    def test_what_is_not_a_cache_stays(self, kind: str, tmp_path: Path) -> None:
+        """Foreign files, folders, links, and caches with a foreign file among their shards: nothing goes."""
+        path = tmp_path / "cache"
+        if kind == "file":
+            path.write_bytes(b"x" * 100)
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "mixed":
+            (built(path, "--shards", "2") / "thesis.txt").write_text("mine")
+        elif kind == "partial":
+            (tmp_path / "cache.partial").write_text("a download")
+        elif kind == "link":
+            path.symlink_to(built(tmp_path / "real"))
+        before = sorted(tmp_path.rglob("*"))
+
+        result = run("rm", path, "--yes")
+
+        assert result.exit_code == 1
+        assert str(path) in result.stderr
+        assert sorted(tmp_path.rglob("*")) == before
+
+    def test_what_is_being_built_stays(self, tmp_path: Path) -> None:
+        """Exit code 75, and the builder finds its files where they were."""
+        (tmp_path / "cache.partial").mkdir()
+
+        with only_builder(str(tmp_path / "cache")):
+            result = run("rm", tmp_path / "cache", "--yes")
+
+        assert result.exit_code == 75
+        assert (tmp_path / "cache.partial").is_dir()
+
+    def test_nobody_to_ask_is_a_refusal(self, tmp_path: Path) -> None:
+        """A script has to say --yes."""
+        result = run("rm", built(tmp_path / "cache"))
+
+        assert result.exit_code == 2
+        assert "--yes" in result.stderr
+        assert (tmp_path / "cache").exists()
+
+    @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
+    def test_on_a_terminal_it_asks(self, answer: bytes, code: int, tmp_path: Path) -> None:
+        """Only yes is yes; the question goes to standard error."""
+        dest = built(tmp_path / "cache")
+        ours, theirs = pty.openpty()
+        try:
+            os.write(ours, answer)
+            result = subprocess.run(
+                [sys.executable, "-m", "fastload", "cache", "rm", str(dest), "--json"],
+                cwd=ROOT,
+                stdin=theirs,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            os.close(ours)
+            os.close(theirs)
+
+        assert result.returncode == code, result.stderr
+        assert f"remove {dest} with all" in result.stderr
+        assert dest.exists() == (code == 1)
+        said = json.loads(result.stdout)
+        assert said.get("removed") == (None if code else [str(dest)])
+        assert said.get("type") == ("Abort" if code else None)
