@@ -18,12 +18,15 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache.fill import fill
+from fastload.cache.lmdb import LMDBCache
 from fastload.cache.nests import private_copy, read_only
 from fastload.cache.opening import Opener, Request
+from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller
 from fastload.errors import UnsupportedSampleError
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Callable, Sequence
 
     from fastload.cache.columns import Allocate
@@ -107,6 +110,34 @@ class CachedDataset(Dataset[Any]):
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
         self._source = opener.source
         self.cache = opener.open(cache)
+
+    @classmethod
+    def from_cache(
+        cls,
+        path: str | os.PathLike[str],
+        transform: Callable[..., Any] | None = None,
+        *,
+        ram: bool = False,
+        budget: str | float = "auto",
+    ) -> CachedDataset:
+        """A finished LMDB cache as the dataset itself: the source is not needed any more.
+
+        Samples that could not be read when it was built are left out, and the others numbered anew. The
+        names of ImageFolder's classes are in `dataset.classes`.
+
+        Args:
+            path: The file, or the directory of shards.
+            transform: The random part, run at every access.
+            ram: Keep what was read once in RAM, shared with all that read the same file so.
+            budget: The most memory that may take.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CacheMismatchError: It is no cache of this format, or shards are missing.
+            CacheCorruptError: A file is damaged.
+        """
+        samples = StoredSamples(LMDBCache(path))
+        return cls(samples, transform, cache=["ram", samples] if ram else samples, budget=budget)
 
     def __len__(self) -> int:
         return self._num_samples

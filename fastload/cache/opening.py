@@ -26,7 +26,7 @@ from fastload.cache.private import PrivateCache
 from fastload.cache.protocol import SampleCache
 from fastload.cache.record import encode
 from fastload.cache.shared import SharedMemoryCache
-from fastload.cache.sources import PreparedDataset
+from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiers import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError
 from fastload.transport import segment
@@ -93,6 +93,9 @@ class Opener:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
             raise ValueError(f"cache={tiers!r} are no tiers: {_USAGE}")
         slow = self._open_one(tiers[1])
+        if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
+            # The file vouches for its samples: ranks that read it share what they keep in RAM.
+            self.fingerprint = fingerprint_of(StoredSamples(slow))
         return TieredCache(self._open_ram(), slow)
 
     def _open_one(self, cache: Any) -> SampleCache:
@@ -102,9 +105,11 @@ class Opener:
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
             raise ValueError(f"cache={cache!r} is none: {_USAGE}")
+        if isinstance(cache, StoredSamples) and cache is self._request.dataset:
+            return cache
         self._examine()
         if isinstance(cache, LMDBCache):
-            check_source(cache, self._num_samples, self.examples.get(0))
+            check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
         elif cache.num_samples != self._num_samples:
             raise CacheMismatchError(
                 f"the cache was made for {cache.num_samples} samples, the dataset has {self._num_samples}: "
@@ -175,6 +180,7 @@ class Opener:
                     num_workers=self._request.num_workers,
                     progress=self._request.progress,
                     probed=self.examples,
+                    fingerprint=self.fingerprint,
                 )
             except CacheBusyError as error:
                 # Ranks start together and all ask for the same file: one builds it, the others wait.

@@ -6,17 +6,22 @@ import itertools
 import logging
 import os
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import albumentations as A
+import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
 import fastload
 from fastload.cache import shared
+from fastload.cache.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.private import PrivateCache
 from fastload.cache.tiers import TieredCache
-from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
+from fastload.errors import CacheMismatchError
+from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages, assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -184,6 +189,88 @@ def test_tiers_pickle_as_handles(tmp_path: Path) -> None:
     other.view(1)
 
     assert 1 in ds.cache
+
+
+class Known(Images):
+    """Says what it is, and has names for its classes."""
+
+    classes: ClassVar = ["cat", "dog"]
+
+    def fingerprint(self) -> str:
+        return "1"
+
+
+class Unreadable(Known):
+    """Some samples cannot be read."""
+
+    def sample(self, index: int) -> Any:
+        if index in (3, 7, 8):
+            raise OSError("no such picture")
+        return super().sample(index)
+
+
+@pytest.mark.parametrize("ram", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_file_alone_is_a_dataset(tmp_path: Path, shards: int, *, ram: bool) -> None:
+    """from_cache() gives every sample and the classes, batches included, and reads no source."""
+    path = tmp_path / "x"
+    build_lmdb(Known(40), path, num_workers=0, progress=False, shards=shards)
+    ds = CachedDataset.from_cache(path, ram=ram, budget=1 << 20)
+    loader = fastload.DataLoader(ds, batch_size=8, num_workers=1)
+    for _ in range(2):
+        for number, (images, _) in enumerate(loader):
+            for row in range(8):
+                assert np.array_equal(images[row], Known(40).sample(number * 8 + row)[0])
+
+    assert len(ds) == 40
+    assert ds.dataset.classes == ["cat", "dog"]
+    assert ds.cache_info().num_cached == 40
+
+
+@pytest.mark.parametrize("ram", [False, True])
+def test_skipped_samples_are_left_out(tmp_path: Path, *, ram: bool) -> None:
+    """A dataset from a file numbers the stored samples without gaps."""
+    path = tmp_path / "x"
+    build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip")
+    ds = CachedDataset.from_cache(path, ram=ram, budget=1 << 20)
+    stored = [index for index in range(40) if index not in (3, 7, 8)]
+
+    assert [ds[position][1] for position in range(len(ds))] == stored
+    (_, labels) = next(iter(fastload.DataLoader(ds, batch_size=37)))
+    assert labels.tolist() == stored
+
+
+def test_a_skipped_sample_is_asked_of_the_source(tmp_path: Path) -> None:
+    """With the source at hand a sample that was skipped raises the source's own error."""
+    path = tmp_path / "x"
+    build_lmdb(
+        Unreadable(40),
+        path,
+        num_workers=0,
+        progress=False,
+        on_error="skip",
+        fingerprint=fingerprint_of(Unreadable(40)),
+    )
+    ds = CachedDataset(Unreadable(40), cache=f"lmdb:{path}")
+
+    assert ds[4][1] == 4
+    with pytest.raises(OSError, match="no such picture"):
+        ds[7]
+
+
+def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
+    """A file of the same fingerprint is opened without reading the source; another one is refused."""
+    path = tmp_path / "x"
+    CachedDataset(KnownImages(40), cache=f"lmdb:{path}", num_workers=0, progress=False)
+    dataset = KnownImages(40)
+    ds = CachedDataset(dataset, cache=f"lmdb:{path}")
+
+    assert sum(dataset.reads) == 0
+    assert "same parts" in ds.cache.explain()
+    with pytest.raises(CacheMismatchError, match='fingerprint is "2" here and "1" there'):
+        CachedDataset(KnownImages(40, version="2"), cache=f"lmdb:{path}")
+    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there"):
+        CachedDataset(KnownImages(40), cache=f"lmdb:{path}", prepare=A.Resize(8, 8))
 
 
 @pytest.mark.parametrize("tiers", [[], ["ram"], ["ram", "ram"], ["lmdb:x", "ram"], ["ram", "lmdb:x", "ram"]])
