@@ -1,8 +1,8 @@
 """A drop-in DataLoader for PyTorch over a shared cache of decoded images."""
 
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.lmdb import LMDBCache
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.device.backends import tune_backends
 from fastload.device.normalize import Normalize
 from fastload.device.oom import find_batch_size, retry_on_oom

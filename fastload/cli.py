@@ -30,7 +30,7 @@ from fastload.terminal import (
 )
 
 if TYPE_CHECKING:
-    from fastload.cache.lmdb import LMDBCache
+    from fastload.cache.disk.lmdb_cache import LMDBCache
 
 
 _OPTIONS: dict[str, Any] = {
@@ -148,7 +148,7 @@ def build(
 def info(path: CachePath, as_json: AsJson = False) -> None:
     """Say what a cache holds and what it was made of."""
     with answering(as_json) as answer:
-        from fastload.cache.lmdb import LMDBCache
+        from fastload.cache.disk.lmdb_cache import LMDBCache
 
         cache = LMDBCache(path)
         answer.result = _facts(cache)
@@ -171,7 +171,7 @@ def info(path: CachePath, as_json: AsJson = False) -> None:
 def verify(path: CachePath, as_json: AsJson = False) -> None:
     """Read the whole cache and compare every record with its checksum."""
     with answering(as_json) as answer:
-        from fastload.cache.lmdb import LMDBCache
+        from fastload.cache.disk.lmdb_cache import LMDBCache
 
         cache = LMDBCache(path)
         damaged = cache.verify(progress=True)
@@ -225,7 +225,7 @@ def rm(
     go on; their memory holds it.
     """
     with answering(as_json) as answer:
-        from fastload.cache import inventory
+        from fastload.cache.disk import inventory
 
         files = inventory.files_of(os.path.abspath(path))
         if not yes:
@@ -248,7 +248,7 @@ def main() -> None:
 
 
 def _build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
-    from fastload.cache.build import build_lmdb
+    from fastload.cache.disk.build import build_lmdb
     from fastload.cache.fingerprint import fingerprint_of
 
     dataset = open_source(source, size)
@@ -298,7 +298,7 @@ def _skipped(facts: dict[str, Any]) -> str:
 
 
 def _list_disk(directory: str, answer: Answer) -> None:
-    from fastload.cache import inventory
+    from fastload.cache.disk import inventory
 
     found = inventory.list_caches(directory)
     rows = []
@@ -322,7 +322,7 @@ def _list_disk(directory: str, answer: Answer) -> None:
 
 
 def _list_memory(answer: Answer) -> None:
-    from fastload.cache.registry import live_caches
+    from fastload.cache.ram.registry import live_caches
 
     live = live_caches()
     names = (

@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload import cli
-from fastload.cache import inventory
-from fastload.cache.codecs import CODECS
-from fastload.cache.lmdb import LMDBCache
-from fastload.cache.partial import only_builder
+from fastload.cache.disk import inventory
+from fastload.cache.disk.codecs import CODECS
+from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.disk.partial import only_builder
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 ROOT = Path(fastload.__file__).parents[1]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
+from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fill import fill
-from fastload.cache.lmdb import LMDBCache
 from fastload.cache.nests import private_copy, read_only
 from fastload.cache.opening import Opener, Request
 from fastload.cache.sources import StoredSamples

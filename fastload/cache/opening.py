@@ -16,16 +16,17 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastload.cache import guard, registry
+from fastload.cache import guard
 from fastload.cache.budget import available_bytes, parse_budget
-from fastload.cache.build import build_lmdb, check_source
+from fastload.cache.disk.build import build_lmdb, check_source
+from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.lmdb import LMDBCache
 from fastload.cache.nests import first_difference
-from fastload.cache.private import PrivateCache
 from fastload.cache.protocol import SampleCache
+from fastload.cache.ram import registry
+from fastload.cache.ram.private import PrivateCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
-from fastload.cache.shared import SharedMemoryCache
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiers import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError

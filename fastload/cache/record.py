@@ -26,7 +26,7 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
+from fastload.cache.disk.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.cache.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
 from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheCorruptError

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.lmdb import LMDBCache
+    from fastload.cache.disk.lmdb_cache import LMDBCache
 
 
 class PreparedDataset(Dataset[Any]):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fastload.cache.build import build_lmdb
+from fastload.cache.disk.build import build_lmdb
 from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, assert_same

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.cache import lmdb_writer, partial
-from fastload.cache.build import build_lmdb
+from fastload.cache.disk import partial
+from fastload.cache.disk import writer as lmdb_writer
+from fastload.cache.disk.build import build_lmdb
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheError, ImageReadError
 from tests.cache.build_zoo import BrokenImages

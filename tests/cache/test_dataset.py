@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.lmdb import LMDBCache
+from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.protocol import SampleCache
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.transport import segment
 from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages, assert_same

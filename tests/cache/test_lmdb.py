@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
-from fastload.cache import lmdb_format
-from fastload.cache.build import build_lmdb
+from fastload.cache.disk import format as lmdb_format
+from fastload.cache.disk.build import build_lmdb
+from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.lmdb import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from tests.cache.contract import SharedContract
 from tests.cache.zoo import Everything, Images, RaggedImages, assert_same

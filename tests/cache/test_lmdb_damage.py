@@ -11,9 +11,9 @@ import lmdb
 import numpy as np
 import pytest
 
-from fastload.cache.build import build_lmdb
-from fastload.cache.lmdb import LMDBCache
-from fastload.cache.lmdb_format import read_description, write_description
+from fastload.cache.disk.build import build_lmdb
+from fastload.cache.disk.format import read_description, write_description
+from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError
 from tests.cache.zoo import Images, assert_same
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.cache import owners
-from fastload.cache.owners import Entry, UnreachableOwnerError
+from fastload.cache.ram import owners
+from fastload.cache.ram.owners import Entry, UnreachableOwnerError
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastload.cache import shared
-from fastload.cache.private import PrivateCache
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.ram import shared
+from fastload.cache.ram.private import PrivateCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fastload.cache.locks import try_lock, unlock
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.transport.segment import Segment
 from tests.cache.zoo import Images, MixedImages, RaggedImages, assert_same
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from torch.utils.data import Subset
 
-from fastload.cache import owners, registry
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.ram import owners, registry
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.transport.segment import Segment
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same

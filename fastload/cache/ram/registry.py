@@ -16,15 +16,15 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache import owners
-from fastload.cache.shared import SharedMemoryCache
+from fastload.cache.ram import owners
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastload.cache.fingerprint import Fingerprint
-    from fastload.cache.owners import Entry
+    from fastload.cache.ram.owners import Entry
 
 log = logging.getLogger("fastload")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from fastload.cache.lmdb_format import value_parts
+from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.cache.spec import flatten
 from fastload.errors import UnsupportedSampleError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Mapping, Sequence
 
-    from fastload.cache.partial import BuildLock
+    from fastload.cache.disk.partial import BuildLock
 
 TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
 _SPARE_SLOTS = 2

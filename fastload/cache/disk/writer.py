@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from fastload.cache.lmdb_format import Description, pack_key, write_description
+from fastload.cache.disk.format import Description, pack_key, write_description
 from fastload.errors import CacheError
 
 if TYPE_CHECKING:

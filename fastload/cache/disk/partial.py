@@ -25,11 +25,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.disk.files import SHARD_SUFFIX
+from fastload.cache.disk.format import FORMAT_VERSION, Plan, read_description
+from fastload.cache.disk.handover import Skipped
+from fastload.cache.disk.writer import writing
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.handover import Skipped
-from fastload.cache.lmdb_files import SHARD_SUFFIX
-from fastload.cache.lmdb_format import FORMAT_VERSION, Plan, read_description
-from fastload.cache.lmdb_writer import writing
 from fastload.cache.locks import try_lock
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheMismatchError
 

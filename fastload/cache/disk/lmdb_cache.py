@@ -1,6 +1,6 @@
 """LMDBCache: finished caches on disk, read through the page cache.
 
-Made by `build.build_lmdb`, read in any process. `lmdb_format` says what a file looks like, `lmdb_files` which
+Made by `build.build_lmdb`, read in any process. `format` says what a file looks like, `files` which
 of them are open. Rules:
 
 1. A cache pickles as its path and the id of its build; the file is opened at the first use in a process.
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.lmdb_files import OpenFile, damaged, open_cache
-from fastload.cache.lmdb_gather import stack_records
+from fastload.cache.disk.files import OpenFile, damaged, open_cache
+from fastload.cache.disk.gather import stack_records
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.errors import CacheCorruptError, CacheMismatchError
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.lmdb_format import Plan
+    from fastload.cache.disk.format import Plan
 
 
 class LMDBCache:

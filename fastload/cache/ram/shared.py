@@ -29,8 +29,8 @@ import numpy.typing as npt
 
 from fastload.cache.budget import parse_budget
 from fastload.cache.columns import ColumnReader
-from fastload.cache.layout import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Layout, Origin
 from fastload.cache.locks import try_lock, unlock
+from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Layout, Origin
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheMismatchError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from fastload.cache.lmdb_format import VALUE_HEADER_BYTES, pack_key, read_description, unpack_value
+from fastload.cache.disk.format import VALUE_HEADER_BYTES, pack_key, read_description, unpack_value
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ import numpy as np
 import PIL
 
 from fastload.cache import workers
-from fastload.cache.codecs import LOSSY, check_codec
-from fastload.cache.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
-from fastload.cache.lmdb import LMDBCache
-from fastload.cache.lmdb_format import Description, Plan, runs_of
-from fastload.cache.lmdb_writer import ShardWriter
-from fastload.cache.partial import Partial, only_builder, source_differences
+from fastload.cache.disk.codecs import LOSSY, check_codec
+from fastload.cache.disk.format import Description, Plan, runs_of
+from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
+from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.disk.partial import Partial, only_builder, source_differences
+from fastload.cache.disk.writer import ShardWriter
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
 from fastload.errors import CacheError, CacheMismatchError, UnsupportedSampleError
@@ -35,9 +35,9 @@ from fastload.errors import CacheError, CacheMismatchError, UnsupportedSampleErr
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fastload.cache.disk.handover import Value
+    from fastload.cache.disk.partial import BuildLock
     from fastload.cache.fingerprint import Fingerprint
-    from fastload.cache.handover import Value
-    from fastload.cache.partial import BuildLock
 
 log = logging.getLogger("fastload")
 

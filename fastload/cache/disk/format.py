@@ -1,6 +1,6 @@
 """What a finished LMDB file looks like, byte by byte, and whether a file is one.
 
-Written by `build`, read by `lmdb_files`. A cache is one such file, or a directory of them, its shards, which
+Written by `build`, read by `files`. A cache is one such file, or a directory of them, its shards, which
 hold ranges of indices one after another. The file is one LMDB environment in the data format of LMDB 0.9,
 followed by a description that LMDB does not see:
 

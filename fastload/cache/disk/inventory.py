@@ -14,9 +14,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from fastload.cache.lmdb import LMDBCache
+from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.disk.partial import only_builder
 from fastload.cache.locks import try_lock
-from fastload.cache.partial import only_builder
 from fastload.errors import CacheCorruptError, CacheMismatchError
 
 PARTIAL, REPORT, LOCK = ".partial", ".errors.jsonl", ".lock"

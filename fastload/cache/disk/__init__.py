@@ -1,0 +1,1 @@
+"""Caches on disk: finished LMDB files, and how they are built, one piece at a time."""
