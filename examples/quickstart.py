@@ -30,7 +30,8 @@ def draw_images(folder: Path) -> None:
 
 def main(folder: Path) -> None:
     transform = A.Compose([A.RandomCrop(48, 48), A.HorizontalFlip(p=0.5)])
-    dataset = fastload.CachedDataset(fastload.ImageFolder(folder), transform=transform, cache="ram")
+    photos = fastload.ImageFolder(folder, size=(64, 80))
+    dataset = fastload.CachedDataset(photos, transform=transform, cache="ram")
 
     loader = DataLoader(
         dataset,

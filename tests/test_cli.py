@@ -24,7 +24,8 @@ from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import only_builder
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
-ROOT = Path(fastload.__file__).parents[1]
+ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
+PACKAGE = Path(fastload.__file__).parent
 COMMANDS = ("build", "info", "verify", "ls", "rm")
 
 
@@ -83,7 +84,7 @@ class TestHelp:
         program = (
             "import sys, types\n"
             "package = types.ModuleType('fastload')\n"
-            f"package.__path__ = [{str(ROOT / 'fastload')!r}]\n"
+            f"package.__path__ = [{str(PACKAGE)!r}]\n"
             "sys.modules['fastload'] = package  # without what its __init__ imports\n"
             "from fastload.cli import app\n"
             "try:\n"
