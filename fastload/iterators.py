@@ -7,7 +7,6 @@ is written and how it travels. Both run in the consumer's process.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -198,6 +197,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         raise StopIteration
 
     def _receive(self, worker: int) -> tuple[Task, Reply, Any]:
+        if self._pool.is_closed:  # the pin thread has ended, too
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         try:
             if self._pin_thread is not None:
                 answer: tuple[Task, Reply, Any] = self._pin_thread.get(self._timeout)
@@ -218,14 +219,15 @@ class WorkerIterator(_BaseDataLoaderIter):
             error.add_note(
                 f"fastload: batch {task.number}, worker {worker}, dataset index {short(task.index)}"
             )
+            # Torch's frame has a variable that holds the error: that cycle would keep workers and batches.
+            error.__traceback__ = None
             raise
 
     def _drop_pinned(self) -> None:
         """Take what the pin thread still has of the old epoch out of its hands."""
         if self._pin_thread is not None:
-            while self._schedule.head() is not None:
-                with contextlib.suppress(TimeoutError):
-                    self._pin_thread.get(self._timeout)
+            while (head := self._schedule.head()) is not None:
+                self._receive(head[1])
                 self._schedule.answer()
 
     def belongs_to(self, loader: DataLoader) -> bool:
@@ -234,6 +236,9 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def close(self) -> None:
         """Stop the workers and give the slots back; batches that the caller holds stay valid."""
+        loader = self._loader()
+        if loader is not None and loader._iterator is self:
+            loader._iterator = None  # persistent workers that are gone serve no more epochs
         self._finalizer()
 
     def _shutdown_workers(self) -> None:

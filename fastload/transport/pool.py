@@ -6,7 +6,8 @@ in the order in which the tasks were given. Rules:
 1. Only this process keeps books; workers share nothing with each other.
 2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
 3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
-4. close() may be called at any time, from any state, twice, and in a forked child, where it only lets go.
+4. close() may be called at any time, from any state and thread, twice, and in a forked child, where it only
+   lets go (and takes no lock: a thread that does not exist there may have held it at the fork).
 """
 
 from __future__ import annotations
@@ -129,15 +130,19 @@ class Pool:
         return os.getpid() == self._pid
 
     @property
+    def is_closed(self) -> bool:
+        """Whether no more answers will come."""
+        return self._is_closed
+
+    @property
     def pids(self) -> list[int]:
         """The workers' process ids, by worker number."""
         return [worker.process.pid for worker in self._workers]
 
     def submit(self, worker_id: int, number: int, index: Any) -> None:
         """Give a worker its next task; never blocks."""
-        if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         with self.lock:
+            self._expect_open()
             worker = self._workers[worker_id]
             worker.waiting.append(Task(number, index))
             self._feed(worker, worker_id)
@@ -168,9 +173,10 @@ class Pool:
             LoaderClosedError: The pool was closed.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
-        worker = self._workers[worker_id] if not self._is_closed else None
-        while worker is not None and not self._is_closed:
+        while True:
             with self.lock:
+                self._expect_open()
+                worker = self._workers[worker_id]
                 for other_id, other in enumerate(self._workers):
                     self._feed(other, other_id)
                 received = worker.channel.receive()
@@ -182,7 +188,10 @@ class Pool:
                         self.ring.release(task.slot)
                     continue
             self._wait(worker, deadline)
-        raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+
+    def _expect_open(self) -> None:
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
 
     def _accept(self, worker: _WorkerHandle, reply: Reply, fd: int | None) -> tuple[Task, Reply]:
         task = worker.sent.popleft()
@@ -226,20 +235,23 @@ class Pool:
                 error.add_note(
                     f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}"
                 )
+            self.close()  # the worker would never answer this task
             raise
 
     def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
-        """Wait until the worker has answered, some pipe has room, or some worker has ended."""
+        """Wait until the worker has answered, some pipe has room, some worker has ended, or close()."""
         poller = select.poll()
         sentinels = {}
-        for worker_id, other in enumerate(self._workers):
-            events = select.POLLIN if other is worker else 0
-            if not other.channel.is_flushed:
-                events |= select.POLLOUT
-            if events:
-                poller.register(other.channel, events)
-            poller.register(other.process.sentinel, select.POLLIN)
-            sentinels[other.process.sentinel] = worker_id
+        with self.lock:
+            self._expect_open()
+            for worker_id, other in enumerate(self._workers):
+                events = select.POLLIN if other is worker else 0
+                if not other.channel.is_flushed:
+                    events |= select.POLLOUT
+                if events:
+                    poller.register(other.channel, events)
+                poller.register(other.process.sentinel, select.POLLIN)
+                sentinels[other.process.sentinel] = worker_id
         wait_s = _WATCH_INTERVAL_S
         if deadline is not None:
             wait_s = min(wait_s, deadline - time.monotonic())
@@ -247,8 +259,11 @@ class Pool:
                 raise TimeoutError
         ready = poller.poll(wait_s * 1000)
         dead = [sentinels[fd] for fd, _ in ready if fd in sentinels]
-        if dead and not worker.channel.has_message():
-            self._report_death(dead)
+        if dead:
+            with self.lock:
+                self._expect_open()  # workers that were stopped are no deaths
+                if not worker.channel.has_message():
+                    self._report_death(dead)
 
     def _report_death(self, dead: list[int]) -> None:
         messages = []
@@ -266,15 +281,17 @@ class Pool:
         Args:
             grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         if not self.is_ours:
+            self._is_closed = True
             for worker in self._workers:
                 worker.channel.abandon()
             return
-        for worker in self._workers:
-            worker.channel.close()
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.close()  # ends a wait in another thread too
         grace_s = _GRACE_S if grace_s is None else grace_s
         for limit_s, end in ((grace_s, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
             deadline = time.monotonic() + limit_s
@@ -284,10 +301,11 @@ class Pool:
                 for worker in self._workers:
                     if worker.process.is_alive():
                         getattr(worker.process, end)()
-        for worker in self._workers:
-            with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
-                worker.process.close()
-        self._workers.clear()
+        with self.lock:
+            for worker in self._workers:
+                with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
+                    worker.process.close()
+            self._workers.clear()
 
 
 def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
