@@ -7,7 +7,10 @@ is written and how it travels. Both run in the consumer's process.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +118,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     """Epochs with worker processes: one, or one after another with persistent workers."""
 
     def __init__(self, loader: DataLoader) -> None:
+        _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
@@ -143,6 +147,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         if self._pin_memory:
             self._pin_thread = _start_pin_thread(pool, self._pin_memory_device)
         self._finalizer = weakref.finalize(self, _close, pool, self._pin_thread)
+        _watch_exit()
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
@@ -168,7 +173,11 @@ class WorkerIterator(_BaseDataLoaderIter):
         if assigned is None:
             return
         task, worker = assigned
-        self._pool.submit(worker, task, index)
+        try:
+            self._pool.submit(worker, task, index)
+        except LoaderClosedError:
+            _wait_for_exit()
+            raise
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
 
@@ -197,16 +206,19 @@ class WorkerIterator(_BaseDataLoaderIter):
         raise StopIteration
 
     def _receive(self, worker: int) -> tuple[Task, Reply, Any]:
-        if self._pool.is_closed:  # the pin thread has ended, too
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         try:
             if self._pin_thread is not None:
+                self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
                 answer: tuple[Task, Reply, Any] = self._pin_thread.get(self._timeout)
                 return answer
             return _open(self._pool, *self._pool.receive(worker, self._timeout))
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        except LoaderClosedError:
+            _wait_for_exit()
+            raise
         except WorkerDiedError:
+            _wait_for_exit()
             self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
             self._sampler_iter = iter(())
             self.close()
@@ -243,6 +255,24 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _shutdown_workers(self) -> None:
         self.close()  # the name under which torch's iterator is stopped by others
+
+
+_interpreter_exits = threading.Event()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Know that the interpreter exits before the finalizers of iterators run, which are older."""
+    atexit.register(_interpreter_exits.set)
+
+
+def _wait_for_exit() -> None:
+    """Let a daemon thread that wants batches wait for its end, if the interpreter is on its way out.
+
+    Its workers are stopped by then, and it would print an error for nobody.
+    """
+    if _interpreter_exits.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _close(pool: Pool, pin_thread: PinThread | None) -> None:

@@ -130,11 +130,6 @@ class Pool:
         return os.getpid() == self._pid
 
     @property
-    def is_closed(self) -> bool:
-        """Whether no more answers will come."""
-        return self._is_closed
-
-    @property
     def pids(self) -> list[int]:
         """The workers' process ids, by worker number."""
         return [worker.process.pid for worker in self._workers]
@@ -142,7 +137,7 @@ class Pool:
     def submit(self, worker_id: int, number: int, index: Any) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
-            self._expect_open()
+            self.expect_open()
             worker = self._workers[worker_id]
             worker.waiting.append(Task(number, index))
             self._feed(worker, worker_id)
@@ -175,7 +170,7 @@ class Pool:
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while True:
             with self.lock:
-                self._expect_open()
+                self.expect_open()
                 worker = self._workers[worker_id]
                 for other_id, other in enumerate(self._workers):
                     self._feed(other, other_id)
@@ -189,7 +184,12 @@ class Pool:
                     continue
             self._wait(worker, deadline)
 
-    def _expect_open(self) -> None:
+    def expect_open(self) -> None:
+        """Do nothing while answers may still come.
+
+        Raises:
+            LoaderClosedError: The pool was closed.
+        """
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
 
@@ -243,7 +243,7 @@ class Pool:
         poller = select.poll()
         sentinels = {}
         with self.lock:
-            self._expect_open()
+            self.expect_open()
             for worker_id, other in enumerate(self._workers):
                 events = select.POLLIN if other is worker else 0
                 if not other.channel.is_flushed:
@@ -261,7 +261,7 @@ class Pool:
         dead = [sentinels[fd] for fd, _ in ready if fd in sentinels]
         if dead:
             with self.lock:
-                self._expect_open()  # workers that were stopped are no deaths
+                self.expect_open()  # workers that were stopped are no deaths
                 if not worker.channel.has_message():
                     self._report_death(dead)
 
