@@ -216,9 +216,8 @@ class Pool:
             task = worker.waiting.popleft()
             task.slot = slot
             worker.sent.append(task)
-            self._send(
-                worker, worker_id, Fetch(task.number, slot.number, slot.memory is not None, task.index)
-            )
+            has_memory, num_slots = slot.memory is not None, self.ring.num_slots(worker_id)
+            self._send(worker, worker_id, Fetch(task.number, slot.number, has_memory, num_slots, task.index))
         else:
             with contextlib.suppress(
                 BrokenPipeError, ConnectionResetError
@@ -306,6 +305,7 @@ class Pool:
                 with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
                     worker.process.close()
             self._workers.clear()
+            self.ring.clear()
 
 
 def _obituary(worker_id: int, worker: _WorkerHandle) -> str:

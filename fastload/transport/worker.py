@@ -2,7 +2,7 @@
 
 Everything here runs in the worker. It talks to the parent through one pipe and to nobody else:
 
-    parent -> worker   Fetch(task, slot, index) | Restart()
+    parent -> worker   Fetch(task, slot, ..., index) | Restart(epoch)
     worker -> parent   Reply(task, kind, ...) [+ the descriptor of new slot memory], one for each Fetch
 
 The order of what happens at start is torch's (torch/utils/data/_utils/worker.py), so that random streams
@@ -44,6 +44,7 @@ class Fetch(NamedTuple):
     task: int
     slot: int
     has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
+    num_slots: int  # memory of slots from this number on is given up
     index: Any
 
 
@@ -196,6 +197,8 @@ class _Worker:
         self._arena.begin(None)
 
     def _begin(self, message: Fetch) -> None:
+        for number in [number for number in self._slots if number >= message.num_slots]:
+            del self._slots[number]
         memory = self._slots.get(message.slot) if message.has_memory else None
         if memory is not None and memory.is_leased:
             memory = None  # user code in this process still holds what the slot held: leave that alone
@@ -215,8 +218,12 @@ class _Worker:
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")
-        mapping = segment.map(writable=True)
-        populate(mapping)
+        try:
+            mapping = segment.map(writable=True)
+            populate(mapping)
+        except BaseException:
+            segment.close()  # or it would keep what pages there were
+            raise
         if self._new_segment is not None:
             self._new_segment.close()
         self._new_segment = segment
