@@ -27,6 +27,7 @@ from fastload.errors import (
 from fastload.images.decode import read_image
 from fastload.images.folder import ImageFolder
 from fastload.loader import DataLoader
+from fastload.transport.sample_rng import sample_generator
 from fastload.transport.seeding import seed_everything, seed_worker
 
 __version__ = "0.1.0"
@@ -60,6 +61,7 @@ __all__ = [
     "memory_report",
     "read_image",
     "retry_on_oom",
+    "sample_generator",
     "seed_everything",
     "seed_worker",
     "tune_backends",

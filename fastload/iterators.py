@@ -27,11 +27,13 @@ from fastload.transport.memory import Buffers
 from fastload.transport.packing import unpack
 from fastload.transport.pool import Pool, Task, load_error, short
 from fastload.transport.ring import Ring
+from fastload.transport.sample_rng import SampleRng
 from fastload.transport.schedule import Schedule
 from fastload.transport.worker import Kind, Reply
 
 if TYPE_CHECKING:
     from fastload.loader import DataLoader
+    from fastload.transport.draws import Draw
 
 # Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
 _AUTO_RING_SHARE = 0.25
@@ -73,6 +75,9 @@ class LocalIterator(_BaseDataLoaderIter):
             arena=self._buffers.arena,
             in_worker=False,
             channels_last=loader.memory_format is torch.channels_last,
+            sample_rng=SampleRng(self._dataset, with_pipelines=loader.seed_pipelines, is_guest=True)
+            if loader.rng == "sample"
+            else None,
         )
 
     def _next_data(self) -> Any:
@@ -80,7 +85,7 @@ class LocalIterator(_BaseDataLoaderIter):
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
-            batch = self._fetch(index)
+            batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
             self._epoch.is_finished = True
             raise
@@ -88,10 +93,10 @@ class LocalIterator(_BaseDataLoaderIter):
             batch = pin_batch(batch, self._pin_memory_device)
         return batch
 
-    def _fetch(self, index: Any) -> Any:
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
         self._buffers.begin()
         try:
-            batch = self._fetcher.fetch(index)
+            batch = self._fetcher.fetch(index, draw)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except Exception:
@@ -137,6 +142,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             num_workers=self._num_workers,
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
+            seeds_samples=loader.rng == "sample",
         )
         ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
         self._pool = pool = Pool(job, context, ring)
@@ -169,7 +175,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         if assigned is None:
             return
         task, worker = assigned
-        self._pool.submit(worker, task, index)
+        self._pool.submit(worker, task, *self._epoch.draw(index))
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
 

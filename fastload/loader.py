@@ -13,7 +13,7 @@ import logging
 import types
 import weakref
 from multiprocessing import context as mp_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
@@ -24,6 +24,7 @@ from fastload.cache import budget
 from fastload.iterators import LocalIterator, WorkerIterator
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
+from fastload.transport.draws import check_dataset
 from fastload.transport.seeding import seed_worker
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
             each worker. False leaves them as torch does: albumentations 2.0.8 then draws the same
             "random" numbers in all workers.
+        rng: What random numbers follow from. ``"worker"``, as in torch: each worker's generators run on from
+            one sample to the next. ``"sample"``: those of `random`, `numpy.random`, torch, albumentations
+            and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
+            epoch, the index, and how often it came before: the same pixels for any number of workers, and
+            after a resume. Needs a map-style dataset without `__getitems__`.
 
     Raises:
         ValueError, TypeError: As torch's loader, and for the arguments above.
@@ -92,6 +98,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         memory_format: torch.memory_format | None = None,
         ring_bytes: int | float | str = "auto",
         seed_pipelines: bool = True,
+        rng: Literal["worker", "sample"] = "worker",
     ) -> None:
         super().__init__(
             dataset,
@@ -118,9 +125,14 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             )
         if ring_bytes != "auto":
             budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
+        if rng not in ("worker", "sample"):
+            raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
+        if rng == "sample":
+            check_dataset(dataset, auto_collation=self._auto_collation)
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
+        self.rng = rng
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter today and two in the next release; ours takes any.
@@ -130,6 +142,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
+            if self.rng == "sample":
+                raise ValueError(
+                    f'rng="sample" needs our own workers, and torch\'s are used because of {reason}'
+                )
             _log.debug("this loader uses torch's own iterator: %s", reason)
             resume.begin(self, "workers" if self.num_workers else "local", reason)
             iterator = self._torch_iterator()

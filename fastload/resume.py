@@ -21,11 +21,14 @@ import numpy as np
 import torch
 
 from fastload.errors import ResumeError
+from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
+
+    from fastload.transport.draws import Draw
 
 VERSION = 1
 _DEFAULT = "default"
@@ -41,6 +44,7 @@ class Epoch:
         generators: States before anything was drawn, by where the generator is held.
         samplers: States of samplers that have a state_dict(), by where they are held.
         base_seed: From which torch seeds its workers.
+        sample_seed: From which `rng="sample"` seeds each sample.
         num_received: Batches that the caller has received.
         checksum: Of their indices.
         is_finished: Whether the caller has seen the end.
@@ -52,12 +56,18 @@ class Epoch:
     generators: dict[str, bytes]
     samplers: dict[str, Any]
     base_seed: int = 0
+    sample_seed: int = 0
     num_received: int = 0
     checksum: int = 0
     is_finished: bool = False
     obstacle: str | None = None
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
+    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
+
+    def draw(self, index: Any) -> tuple[Any, Draw | None]:
+        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
+        return (index, None) if self._draws is None else self._draws.count(index)
 
     def received(self, index: Any) -> None:
         """The caller receives the batch of this index."""
@@ -95,7 +105,7 @@ class Epoch:
         checked, expected = state["index_checksum"]
         for _ in range(count):
             try:
-                self.received(next(indices))
+                self.received(self.draw(next(indices))[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {count} batches, now the sampler has "
@@ -118,6 +128,7 @@ class Book:
         self.has_set_epoch = False
         self.current: Epoch | None = None
         self.loaded: dict[str, Any] | None = None
+        self.sample_seed: int | None = None  # of the run that is gone on with
 
 
 _books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
@@ -144,9 +155,29 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
     if state is not None and _is_within_epoch(state):
         _return_to(epoch, state)
+    epoch.sample_seed = _sample_seed(loader)
+    if getattr(loader, "rng", "worker") == "sample":
+        epoch._draws = Draws(
+            epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
+        )
     book.next_number = epoch.number + 1
     book.current = epoch
     return epoch
+
+
+def _sample_seed(loader: DataLoader[Any]) -> int:
+    """That of the run that was loaded; else what the user seeded the loader's generator with, or torch."""
+    loaded = book_of(loader).sample_seed
+    if loaded is not None:
+        return loaded
+    return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:  # torch asks for no length when there is a sampler
+        return 0
 
 
 def _is_within_epoch(state: dict[str, Any]) -> bool:
@@ -187,6 +218,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "_iterator_finished": epoch is not None and epoch.is_finished,
         "beginning": None if epoch is None else epoch.beginning,
         "base_seed": 0 if epoch is None else epoch.base_seed,
+        "sample_seed": _sample_seed(loader) if epoch is None else epoch.sample_seed,
         "index_checksum": [num_received, 0 if epoch is None else epoch.checksum],
         "generators": generators,
         "samplers": samplers,
@@ -207,6 +239,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         raise ResumeError(f"a state of version {state['version']}, this release reads version {VERSION}")
     book = book_of(loader)
     book.loaded = dict(state)
+    book.sample_seed = state["sample_seed"]
     book.next_number = state["epoch"] + bool(state["_iterator_finished"])
     if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
         _set_generators(loader, {k: v for k, v in state["generators"].items() if k != _DEFAULT})
@@ -220,6 +253,7 @@ _KEYS = {
     "_iterator_finished",
     "beginning",
     "base_seed",
+    "sample_seed",
     "index_checksum",
     "generators",
     "samplers",

@@ -17,7 +17,8 @@ PACKAGE = Path(fastload.__file__).parent
 LAYERS: list[set[str]] = [
     {"errors"},
     {"terminal"},
-    {"transport.segment", "transport.schedule", "transport.pipelines", "transport.seeding", "cache.budget"},
+    {"transport.segment", "transport.schedule", "transport.pipelines", "cache.budget"},
+    {"transport.seeding", "transport.draws", "transport.sample_rng"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
     {"transport.worker", "transport.preload"},

@@ -38,6 +38,7 @@ class Job:
     num_workers: int
     seed_pipelines: bool
     channels_last: bool
+    seeds_samples: bool  # rng="sample"
 
     def load(self) -> Job:
         """The job itself: under fork it needs no unpacking."""

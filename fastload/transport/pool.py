@@ -34,6 +34,7 @@ from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+    from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
@@ -48,11 +49,12 @@ _WATCH_INTERVAL_S = 5.0
 class Task:
     """A task that a worker has been given, or will be as soon as a slot is free."""
 
-    __slots__ = ("index", "is_stale", "number", "slot")
+    __slots__ = ("draw", "index", "is_stale", "number", "slot")
 
-    def __init__(self, number: int, index: Any) -> None:
+    def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
         self.number = number
         self.index = index
+        self.draw = draw
         self.slot: Slot | None = None
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
@@ -133,13 +135,13 @@ class Pool:
         """The workers' process ids, by worker number."""
         return [worker.process.pid for worker in self._workers]
 
-    def submit(self, worker_id: int, number: int, index: Any) -> None:
+    def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
         """Give a worker its next task; never blocks."""
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         with self.lock:
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index))
+            worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None) -> None:
@@ -207,9 +209,9 @@ class Pool:
             task = worker.waiting.popleft()
             task.slot = slot
             worker.sent.append(task)
-            self._send(
-                worker, worker_id, Fetch(task.number, slot.number, slot.memory is not None, task.index)
-            )
+            has_memory = slot.memory is not None
+            message = Fetch(task.number, slot.number, has_memory, task.index, task.draw)
+            self._send(worker, worker_id, message)
         else:
             with contextlib.suppress(
                 BrokenPipeError, ConnectionResetError

@@ -31,10 +31,12 @@ from fastload.transport.collate import stack_into
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Arena, Memory
 from fastload.transport.packing import Packed, pack
+from fastload.transport.sample_rng import SampleRng
 from fastload.transport.segment import Segment, populate
 
 if TYPE_CHECKING:
     from fastload.transport.channel import Channel, ChannelEnd
+    from fastload.transport.draws import Draw
     from fastload.transport.job import Job, PickledJob
 
 
@@ -45,6 +47,7 @@ class Fetch(NamedTuple):
     slot: int
     has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
     index: Any
+    draw: Draw | None
 
 
 class Restart(NamedTuple):
@@ -175,6 +178,9 @@ class _Worker:
             arena=self._arena,
             in_worker=True,
             channels_last=job.channels_last,
+            sample_rng=SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
+            if job.seeds_samples
+            else None,
         )
 
     def _answer(self, message: Fetch) -> None:
@@ -204,7 +210,7 @@ class _Worker:
 
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
-            batch = fetcher.fetch(message.index)
+            batch = fetcher.fetch(message.index, message.draw)
             return Reply(message.task, Kind.BATCH, pack(batch, self._arena), None)
         except StopIteration:
             if self._job is not None and self._job.is_iterable:
