@@ -24,12 +24,15 @@ from collections import deque
 from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
+from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
-from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
+from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -156,6 +159,36 @@ class Pool:
                 for task in worker.sent:
                     task.is_stale = True
                 self._send(worker, worker_id, Restart(epoch))
+
+    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
+        """The worker's answer to its oldest task, and the batch or the error that it brings.
+
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
+        """
+        task, reply = self.receive(worker_id, timeout_s)
+        slot, packed = task.slot, reply.packed
+        if slot is None:
+            raise AssertionError("an answered task has a slot")
+        with self.lock:
+            if packed is None or not packed.used_bytes or slot.memory is None:
+                self.ring.release(slot)
+                if reply.kind is Kind.ERROR:
+                    return task, reply.kind, load_error(reply)
+                return task, reply.kind, None if packed is None else unpack(packed, b"")
+            lease = slot.memory.lease()
+            if self.ring.lend(slot):
+                return task, reply.kind, unpack(packed, lease)
+        copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
+        with self.lock:
+            self.ring.release(slot)
+        return task, reply.kind, unpack(packed, copy)
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.
