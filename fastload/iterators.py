@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +47,11 @@ def _ring_bytes(loader: DataLoader) -> int:
 
 def _obstacle(loader: DataLoader) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return "an iterable-style dataset would have to read again all that was read; use a map-style one"
+    if loader._dataset_kind == _DatasetKind.Iterable and not resume.keeps_dataset_state(loader):
+        return (
+            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+            "give it state_dict() and load_state_dict()"
+        )
     return None
 
 
@@ -65,6 +69,11 @@ class LocalIterator(_BaseDataLoaderIter):
         self._loader = weakref.ref(loader)
         self._buffers = Buffers(_ring_bytes(loader))
         self._is_closed = False
+        states = self._epoch.dataset_states
+        stream: Any = self._dataset
+        self._stream = None if states is None else stream  # one that says where it stands
+        if states is not None and states[0] is not None:
+            stream.load_state_dict(pickle.loads(states[0]))
         self._fetcher = Fetcher(
             self._dataset,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
@@ -99,12 +108,16 @@ class LocalIterator(_BaseDataLoaderIter):
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except Exception:
-            self._epoch.received(index)  # a caller who goes on after an error gets the next batch
+            self._received(index)  # a caller who goes on after an error gets the next batch
             raise
         finally:
             self._buffers.arena.end()
-        self._epoch.received(index)
+        self._received(index)
         return batch
+
+    def _received(self, index: Any) -> None:
+        state = None if self._stream is None else pickle.dumps(self._stream.state_dict())
+        self._epoch.received(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -142,6 +155,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
             seeds_samples=loader.rng == "sample",
+            dataset_states=self._epoch.dataset_states,
         )
         self._pin_thread: PinThread | None = None
         self._pool: Pool | ThreadPool
@@ -163,8 +177,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
-            self._pool.restart(self._epoch.number if resume.book_of(loader).has_set_epoch else None)
-        self._schedule = Schedule(self._num_workers)
+            number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
+            self._pool.restart(number, self._epoch.dataset_states)
+        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
 
@@ -197,7 +212,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.received(task.index)
+            self._epoch.received(task.index, worker, task.dataset_state)
             if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
                 self._raise(batch, task, worker)
             return batch

@@ -52,13 +52,14 @@ _WATCH_INTERVAL_S = 5.0
 class Task:
     """A task that a worker has been given, or will be as soon as a slot is free."""
 
-    __slots__ = ("draw", "index", "is_stale", "number", "slot")
+    __slots__ = ("dataset_state", "draw", "index", "is_stale", "number", "slot")
 
     def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
         self.number = number
         self.index = index
         self.draw = draw
         self.slot: Slot | None = None
+        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
 
@@ -147,18 +148,20 @@ class Pool:
             worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Where each worker's stream goes on, if it does.
         """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
                 worker.waiting.clear()  # no worker has seen these
                 for task in worker.sent:
                     task.is_stale = True
-                self._send(worker, worker_id, Restart(epoch))
+                state = None if dataset_states is None else dataset_states[worker_id]
+                self._send(worker, worker_id, Restart(epoch, state))
 
     def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
         """The worker's answer to its oldest task, and the batch or the error that it brings.
@@ -173,6 +176,7 @@ class Pool:
             TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
         """
         task, reply = self.receive(worker_id, timeout_s)
+        task.dataset_state = reply.dataset_state
         slot, packed = task.slot, reply.packed
         if slot is None:
             raise AssertionError("an answered task has a slot")

@@ -99,15 +99,16 @@ class ThreadPool:
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
 
-    def restart(self, epoch: int | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks are dropped.
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Of streams, which threads do not read.
         """
         for worker in self._workers:
             worker.drop_tasks()
-            worker.tasks.put(Restart(epoch))
+            worker.tasks.put(Restart(epoch, None))
 
     def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
         """The worker's answer to its oldest task, and the batch or the error that it brings.
