@@ -21,8 +21,7 @@ from torch.utils.data import DistributedSampler
 
 import fastload
 
-RANKS = 2
-EPOCHS = 2
+RANKS = EPOCHS = 2
 # `torchrun --standalone --nproc-per-node=2`, on the loopback interface and with a free port.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -38,13 +37,11 @@ def train(folder: Path, log: Path) -> None:
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, len(photos.classes))]
     model = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), *head))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
     sampler = DistributedSampler(dataset, shuffle=True)  # a share of each epoch for each rank
-    loader = fastload.DataLoader(
-        dataset, 16, sampler=sampler, num_workers=1, memory_format=torch.channels_last
-    )
+    channels_last = {"memory_format": torch.channels_last}  # (B, C, H, W) over the memory of (B, H, W, C)
+    loader = fastload.DataLoader(dataset, 16, sampler=sampler, num_workers=1, **channels_last)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # else every epoch has the order of the first
+        loader.set_epoch(epoch)  # the sampler's too: else every epoch has the order of the first
         for images, labels in loader:
             optimizer.zero_grad(set_to_none=True)
             nn.functional.cross_entropy(model(images / 255), labels).backward()
@@ -64,21 +61,19 @@ def check_gradients(model: nn.Module) -> None:
 
 
 def main() -> None:
-    if "RANK" in os.environ:  # set by torchrun
-        train(Path(sys.argv[1]), Path(sys.argv[2]))
-        return
     with photo_folder() as folder, tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "decoded"
-        threads = {"OMP_NUM_THREADS": "1"}  # torchrun's default, which it would warn of
-        subprocess.run([*TORCHRUN, __file__, folder, log], check=True, env=os.environ | threads)
-
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # torchrun's default, which it would warn of
+        subprocess.run([*TORCHRUN, __file__, folder, log], check=True, env=environment)
         times = Counter(CountedFolder(folder, log).decoded())
-        # Each rank that opens a cache reads a few pictures to check that the dataset is not random.
-        checked = {0, len(times) // 2, len(times) - 1}
+        checked = {0, len(times) // 2, len(times) - 1}  # read by each rank: is the dataset random?
         if any(count > 1 for index, count in times.items() if index not in checked):
             raise SystemExit(f"pictures were decoded twice: {times.most_common(8)}")
         print(f"{len(times)} pictures decoded once for {RANKS} ranks and {EPOCHS} epochs")
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:  # set by torchrun
+        train(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main()

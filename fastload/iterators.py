@@ -10,11 +10,11 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import pickle
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
@@ -26,14 +26,17 @@ from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
-from fastload.transport.packing import unpack
-from fastload.transport.pool import Pool, Task, load_error, short
+from fastload.transport.obituary import short
+from fastload.transport.pool import Pool, Task
 from fastload.transport.ring import Ring
+from fastload.transport.sample_rng import SampleRng
 from fastload.transport.schedule import Schedule
-from fastload.transport.worker import Kind, Reply
+from fastload.transport.threads import ThreadPool
+from fastload.transport.worker import Kind
 
 if TYPE_CHECKING:
     from fastload.loader import DataLoader
+    from fastload.transport.draws import Draw
 
 # Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
 _AUTO_RING_SHARE = 0.25
@@ -47,8 +50,11 @@ def _ring_bytes(loader: DataLoader) -> int:
 
 def _obstacle(loader: DataLoader) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return "an iterable-style dataset would have to read again all that was read; use a map-style one"
+    if loader._dataset_kind == _DatasetKind.Iterable and not resume.keeps_dataset_state(loader):
+        return (
+            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+            "give it state_dict() and load_state_dict()"
+        )
     return None
 
 
@@ -66,6 +72,11 @@ class LocalIterator(_BaseDataLoaderIter):
         self._loader = weakref.ref(loader)
         self._buffers = Buffers(_ring_bytes(loader))
         self._is_closed = False
+        states = self._epoch.dataset_states
+        stream: Any = self._dataset
+        self._stream = None if states is None else stream  # one that says where it stands
+        if states is not None and states[0] is not None:
+            stream.load_state_dict(pickle.loads(states[0]))
         self._fetcher = Fetcher(
             self._dataset,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
@@ -75,6 +86,9 @@ class LocalIterator(_BaseDataLoaderIter):
             arena=self._buffers.arena,
             in_worker=False,
             channels_last=loader.memory_format is torch.channels_last,
+            sample_rng=SampleRng(self._dataset, with_pipelines=loader.seed_pipelines, is_guest=True)
+            if loader.rng == "sample"
+            else None,
         )
 
     def _next_data(self) -> Any:
@@ -82,7 +96,7 @@ class LocalIterator(_BaseDataLoaderIter):
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
-            batch = self._fetch(index)
+            batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
             self._epoch.is_finished = True
             raise
@@ -90,19 +104,23 @@ class LocalIterator(_BaseDataLoaderIter):
             batch = pin_batch(batch, self._pin_memory_device)
         return batch
 
-    def _fetch(self, index: Any) -> Any:
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
         self._buffers.begin()
         try:
-            batch = self._fetcher.fetch(index)
+            batch = self._fetcher.fetch(index, draw)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except Exception:
-            self._epoch.received(index)  # a caller who goes on after an error gets the next batch
+            self._received(index)  # a caller who goes on after an error gets the next batch
             raise
         finally:
             self._buffers.arena.end()
-        self._epoch.received(index)
+        self._received(index)
         return batch
+
+    def _received(self, index: Any) -> None:
+        state = None if self._stream is None else pickle.dumps(self._stream.state_dict())
+        self._epoch.received(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -140,13 +158,19 @@ class WorkerIterator(_BaseDataLoaderIter):
             num_workers=self._num_workers,
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
+            seeds_samples=loader.rng == "sample",
+            dataset_states=self._epoch.dataset_states,
         )
-        ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
-        self._pool = pool = Pool(job, context, ring)
         self._pin_thread: PinThread | None = None
-        if self._pin_memory:
-            self._pin_thread = _start_pin_thread(pool, self._pin_memory_device)
-        self._finalizer = weakref.finalize(self, _close, pool, self._pin_thread)
+        self._pool: Pool | ThreadPool
+        if loader.worker_method == "thread":
+            self._pool = _start_threads(loader, job, self._pin_memory)
+        else:
+            ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
+            self._pool = Pool(job, context, ring)
+            if self._pin_memory:
+                self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
+        self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
         self._reset(loader, first_iter=True)
 
@@ -158,8 +182,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
-            self._pool.restart(self._epoch.number if resume.book_of(loader).has_set_epoch else None)
-        self._schedule = Schedule(self._num_workers)
+            number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
+            self._pool.restart(number, self._epoch.dataset_states)
+        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
 
@@ -174,7 +199,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             return
         task, worker = assigned
         try:
-            self._pool.submit(worker, task, index)
+            self._pool.submit(worker, task, *self._epoch.draw(index))
         except LoaderClosedError:
             _wait_for_exit()
             raise
@@ -188,30 +213,33 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "start a new one here with iter(loader)"
             )
         while (head := self._schedule.head()) is not None:
-            task, reply, batch = self._receive(head[1])
+            task, kind, batch = self._receive(head[1])
             _, worker = self._schedule.answer()
-            if reply.kind is Kind.ENDED:
+            if kind is Kind.ENDED:
                 if self._schedule.is_active(worker):
                     self._schedule.exhaust(worker)
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.received(task.index)
-            if isinstance(batch, ExceptionWrapper):
-                self._raise(batch, task, worker)
+            self._epoch.received(task.index, worker, task.dataset_state)
+            if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
+                try:
+                    self._raise(batch, task, worker)
+                finally:
+                    del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
             return batch
         self._epoch.is_finished = True
         if not self._persistent_workers:
             self.close()
         raise StopIteration
 
-    def _receive(self, worker: int) -> tuple[Task, Reply, Any]:
+    def _receive(self, worker: int) -> tuple[Task, Kind, Any]:
         try:
             if self._pin_thread is not None:
                 self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
-                answer: tuple[Task, Reply, Any] = self._pin_thread.get(self._timeout)
+                answer: tuple[Task, Kind, Any] = self._pin_thread.get(self._timeout)
                 return answer
-            return _open(self._pool, *self._pool.receive(worker, self._timeout))
+            return self._pool.take(worker, self._timeout)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         except LoaderClosedError:
@@ -224,15 +252,16 @@ class WorkerIterator(_BaseDataLoaderIter):
             self.close()
             raise
 
-    def _raise(self, wrapper: ExceptionWrapper, task: Task, worker: int) -> None:
+    def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
         try:
-            wrapper.reraise()
-        except Exception as error:
+            if isinstance(error, ExceptionWrapper):
+                _raise_anew(error)
+            else:
+                raise error  # of a thread: the error itself
+        except BaseException as error:
             error.add_note(
                 f"fastload: batch {task.number}, worker {worker}, dataset index {short(task.index)}"
             )
-            # Torch's frame has a variable that holds the error: that cycle would keep workers and batches.
-            error.__traceback__ = None
             raise
 
     def _drop_pinned(self) -> None:
@@ -257,6 +286,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         self.close()  # the name under which torch's iterator is stopped by others
 
 
+def _raise_anew(wrapper: ExceptionWrapper) -> None:
+    try:
+        wrapper.reraise()
+    except BaseException as error:
+        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        raise
+
+
 _interpreter_exits = threading.Event()
 
 
@@ -275,46 +312,44 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Pool, pin_thread: PinThread | None) -> None:
+def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:
         pin_thread.close()
 
 
-def _open(pool: Pool, task: Task, reply: Reply) -> tuple[Task, Reply, Any]:
-    """The batch of an answer: lent views of its slot, or a private copy when slots are scarce."""
-    slot, packed = task.slot, reply.packed
-    if slot is None:
-        raise AssertionError("an answered task has a slot")
-    with pool.lock:
-        if packed is None or not packed.used_bytes or slot.memory is None:
-            pool.ring.release(slot)
-            if reply.kind is Kind.ERROR:
-                return task, reply, load_error(reply)
-            return task, reply, None if packed is None else unpack(packed, b"")
-        lease = slot.memory.lease()
-        if pool.ring.lend(slot):
-            return task, reply, unpack(packed, lease)
-    copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
-    with pool.lock:
-        pool.ring.release(slot)
-    return task, reply, unpack(packed, copy)
+def _start_threads(loader: DataLoader, job: Job, pins: bool) -> ThreadPool:
+    index = _accelerator_index()
+
+    def finish(batch: Any) -> Any:
+        if not pins:
+            return batch
+        if index is not None:
+            torch.accelerator.set_device_index(index)  # of the worker's thread
+        return pin_batch(batch, loader.pin_memory_device or None)
+
+    watches = resume.book_of(loader).next_number <= 1
+    return ThreadPool(job, loader.prefetch_factor or 0, _ring_bytes(loader), finish, watches=watches)
+
+
+def _accelerator_index() -> int | None:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
 
 def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    index = _accelerator_index()
 
-    def receive(worker: int) -> tuple[Task, Reply, Any]:
-        return _open(pool, *pool.receive(worker, 0))
+    def receive(worker: int) -> tuple[Task, Kind, Any]:
+        return pool.take(worker, 0)
 
-    def pin(answer: tuple[Task, Reply, Any]) -> tuple[Task, Reply, Any]:
-        task, reply, batch = answer
-        if reply.kind is Kind.BATCH:
+    def pin(answer: tuple[Task, Kind, Any]) -> tuple[Task, Kind, Any]:
+        task, kind, batch = answer
+        if kind is Kind.BATCH:
             try:
                 batch = pin_batch(batch, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
                 batch = pin_error(index)
-        return task, reply, batch
+        return task, kind, batch
 
     return PinThread(receive, pin, index)

@@ -13,7 +13,7 @@ import logging
 import types
 import weakref
 from multiprocessing import context as mp_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
@@ -24,6 +24,7 @@ from fastload.cache import budget
 from fastload.iterators import LocalIterator, WorkerIterator
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
+from fastload.transport.draws import check_dataset
 from fastload.transport.seeding import seed_worker
 
 if TYPE_CHECKING:
@@ -64,6 +65,15 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
             each worker. False leaves them as torch does: albumentations 2.0.8 then draws the same
             "random" numbers in all workers.
+        rng: What random numbers follow from. ``"worker"``, as in torch: each worker's generators run on from
+            one sample to the next. ``"sample"``: those of `random`, `numpy.random`, torch, albumentations
+            and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
+            epoch, the index, and how often it came before: the same pixels for any number of workers, and
+            after a resume. Needs a map-style dataset without `__getitems__`.
+        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL, and for Python
+            without one: nothing is pickled or sent, and the dataset must allow reads from several threads;
+            each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
+            order: use `fastload.sample_generator()` with ``rng="sample"``.
 
     Raises:
         ValueError, TypeError: As torch's loader, and for the arguments above.
@@ -92,6 +102,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         memory_format: torch.memory_format | None = None,
         ring_bytes: int | float | str = "auto",
         seed_pipelines: bool = True,
+        rng: Literal["worker", "sample"] = "worker",
+        worker_method: Literal["process", "thread"] = "process",
     ) -> None:
         super().__init__(
             dataset,
@@ -118,9 +130,28 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             )
         if ring_bytes != "auto":
             budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
+        if rng not in ("worker", "sample"):
+            raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
+        if rng == "sample":
+            check_dataset(dataset, auto_collation=self._auto_collation)
+        if worker_method not in ("process", "thread"):
+            raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
+        if worker_method == "thread":
+            self._check_threads()
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
+        self.rng = rng
+        self.worker_method = worker_method
+
+    def _check_threads(self) -> None:
+        if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
+            raise ValueError(
+                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
+                f'{type(self.dataset).__name__}; use worker_method="process"'
+            )
+        if self.multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context is for processes, and worker_method is "thread"')
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter today and two in the next release; ours takes any.
@@ -130,6 +161,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
+            for setting in [f'rng="{self.rng}"', f'worker_method="{self.worker_method}"']:
+                if setting in ('rng="sample"', 'worker_method="thread"'):
+                    raise ValueError(f"{setting} needs our own workers, and torch's are used: {reason}")
             _log.debug("this loader uses torch's own iterator: %s", reason)
             resume.begin(self, "workers" if self.num_workers else "local", reason)
             iterator = self._torch_iterator()
@@ -150,6 +184,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             return None
         if not self.in_order:
             return "in_order=False"
+        if self.worker_method == "thread":
+            return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:
             return f"multiprocessing_context is a {type(context).__name__}"

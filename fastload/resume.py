@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from fastload.errors import ResumeError
+from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
+
+    from fastload.transport.draws import Draw
 
 VERSION = 1
 _DEFAULT = "default"
@@ -41,10 +45,14 @@ class Epoch:
         generators: States before anything was drawn, by where the generator is held.
         samplers: States of samplers that have a state_dict(), by where they are held.
         base_seed: From which torch seeds its workers.
+        sample_seed: From which `rng="sample"` seeds each sample.
         num_received: Batches that the caller has received.
         checksum: Of their indices.
         is_finished: Whether the caller has seen the end.
         obstacle: Why this epoch cannot be resumed in its middle; None if it can.
+        dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
+            last batch that the caller received, pickled; None for one that has not begun.
+        next_worker: Whose batch is due next.
     """
 
     number: int
@@ -52,17 +60,28 @@ class Epoch:
     generators: dict[str, bytes]
     samplers: dict[str, Any]
     base_seed: int = 0
+    sample_seed: int = 0
     num_received: int = 0
     checksum: int = 0
     is_finished: bool = False
     obstacle: str | None = None
+    dataset_states: list[bytes | None] | None = None
+    next_worker: int = 0
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
+    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
 
-    def received(self, index: Any) -> None:
-        """The caller receives the batch of this index."""
+    def draw(self, index: Any) -> tuple[Any, Draw | None]:
+        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
+        return (index, None) if self._draws is None else self._draws.count(index)
+
+    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
+        if self.dataset_states is not None and dataset_state is not None:
+            self.dataset_states[worker] = dataset_state
+            self.next_worker = (worker + 1) % len(self.dataset_states)
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
@@ -95,7 +114,7 @@ class Epoch:
         checked, expected = state["index_checksum"]
         for _ in range(count):
             try:
-                self.received(next(indices))
+                self.received(self.draw(next(indices))[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {count} batches, now the sampler has "
@@ -118,6 +137,7 @@ class Book:
         self.has_set_epoch = False
         self.current: Epoch | None = None
         self.loaded: dict[str, Any] | None = None
+        self.sample_seed: int | None = None  # of the run that is gone on with
 
 
 _books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
@@ -142,11 +162,41 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     book = book_of(loader)
     state, book.loaded = book.loaded, None
     epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    if keeps_dataset_state(loader):
+        epoch.dataset_states = [None] * max(1, loader.num_workers)
     if state is not None and _is_within_epoch(state):
         _return_to(epoch, state)
+    epoch.sample_seed = _sample_seed(loader)
+    if getattr(loader, "rng", "worker") == "sample":
+        epoch._draws = Draws(
+            epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
+        )
     book.next_number = epoch.number + 1
     book.current = epoch
     return epoch
+
+
+def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
+    dataset = loader.dataset
+    return isinstance(dataset, IterableDataset) and all(
+        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _sample_seed(loader: DataLoader[Any]) -> int:
+    """That of the run that was loaded; else what the user seeded the loader's generator with, or torch."""
+    loaded = book_of(loader).sample_seed
+    if loaded is not None:
+        return loaded
+    return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:  # torch asks for no length when there is a sampler
+        return 0
 
 
 def _is_within_epoch(state: dict[str, Any]) -> bool:
@@ -161,6 +211,17 @@ def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
         if state["_num_yielded"]:
             raise ResumeError(f"this epoch cannot be resumed after {state['_num_yielded']} batches: {reason}")
         return
+    theirs, ours = state["dataset_states"], epoch.dataset_states
+    if state["_num_yielded"] and (None if theirs is None else len(theirs)) != (
+        None if ours is None else len(ours)
+    ):
+        raise ResumeError(
+            "the states of an iterable dataset are those of its copies in "
+            f"{0 if theirs is None else len(theirs)} workers, and this loader has "
+            f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
+        )
+    if theirs is not None:
+        epoch.dataset_states, epoch.next_worker = list(theirs), state["next_worker"]
     epoch.beginning = state["beginning"]
     epoch.generators, epoch.samplers = state["generators"], state["samplers"]
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
@@ -187,10 +248,13 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "_iterator_finished": epoch is not None and epoch.is_finished,
         "beginning": None if epoch is None else epoch.beginning,
         "base_seed": 0 if epoch is None else epoch.base_seed,
+        "sample_seed": _sample_seed(loader) if epoch is None else epoch.sample_seed,
         "index_checksum": [num_received, 0 if epoch is None else epoch.checksum],
         "generators": generators,
         "samplers": samplers,
         "obstacle": None if epoch is None else epoch.obstacle,
+        "dataset_states": None if epoch is None or epoch.dataset_states is None else [*epoch.dataset_states],
+        "next_worker": 0 if epoch is None else epoch.next_worker,
     }
 
 
@@ -207,6 +271,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         raise ResumeError(f"a state of version {state['version']}, this release reads version {VERSION}")
     book = book_of(loader)
     book.loaded = dict(state)
+    book.sample_seed = state["sample_seed"]
     book.next_number = state["epoch"] + bool(state["_iterator_finished"])
     if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
         _set_generators(loader, {k: v for k, v in state["generators"].items() if k != _DEFAULT})
@@ -220,10 +285,13 @@ _KEYS = {
     "_iterator_finished",
     "beginning",
     "base_seed",
+    "sample_seed",
     "index_checksum",
     "generators",
     "samplers",
     "obstacle",
+    "dataset_states",
+    "next_worker",
 }
 
 

@@ -24,6 +24,7 @@ from fastload.cache.opening import Opener, Request
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller
 from fastload.errors import UnsupportedSampleError
+from fastload.transport.sample_rng import mark
 
 if TYPE_CHECKING:
     import os
@@ -177,7 +178,9 @@ class CachedDataset(Dataset[Any]):
 
     def _read(self, index: int) -> Any:
         """The sample from its source, stored if there is room."""
+        restore = mark()
         fresh = self._source[index]
+        restore()  # a sample that was cached before has drawn nothing either
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:

@@ -22,6 +22,7 @@ import torch
 from fastload.cache.guard import is_albumentations
 from fastload.cache.nests import leaves, map_leaves, private_copy
 from fastload.cache.spec import is_namedtuple
+from fastload.transport.sample_rng import mark, rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +63,8 @@ class TransformCaller:
         if self.needs_copies:
             return self._call(self.transform, private_copy(fetch()))
         sample = fetch()
+        # A call that is refused has drawn some numbers; the next one begins where it began.
+        restore = mark() if self._trials_left else rewind
         try:
             if self._trials_left:
                 self._trials_left -= 1
@@ -71,7 +74,9 @@ class TransformCaller:
         except Exception as error:
             if not _REFUSAL.search(str(error)):
                 raise
-        output = self._call(self.transform, private_copy(fetch()))
+        copy = private_copy(fetch())
+        restore()
+        output = self._call(self.transform, copy)
         self.needs_copies = True
         return output
 

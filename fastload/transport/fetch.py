@@ -6,6 +6,8 @@ StopIteration ends an epoch are torch's rules (torch/utils/data/_utils/fetch.py)
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from fastload.transport.collate import RowCollate, is_torch_default, to_channels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from fastload.transport.draws import Draw
     from fastload.transport.memory import Arena
+    from fastload.transport.sample_rng import SampleRng
 
 
 class Fetcher:
@@ -32,6 +36,7 @@ class Fetcher:
         arena: Where batches are laid out; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         channels_last: Give batches of images channels-last strides.
+        sample_rng: Sets the generators before each sample; None leaves them to run on.
     """
 
     def __init__(
@@ -45,8 +50,11 @@ class Fetcher:
         arena: Arena,
         in_worker: bool,
         channels_last: bool,
+        sample_rng: SampleRng | None = None,
     ) -> None:
         self._dataset = dataset
+        self._get = functools.partial(operator.getitem, dataset)
+        self._sample_rng = sample_rng
         self._samples = iter(dataset) if is_iterable else None
         self._has_ended = False
         self._auto_collation = auto_collation
@@ -56,34 +64,54 @@ class Fetcher:
         self._channels_last = channels_last
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=channels_last)
 
-    def fetch(self, index: Any) -> Any:
+    def fetch(self, index: Any, draw: Draw | None = None) -> Any:
         """The batch of ``index``.
+
+        Args:
+            index: What the sampler gave.
+            draw: What its samples' random streams follow from, with a `sample_rng`.
 
         Raises:
             StopIteration: An iterable dataset has ended.
         """
         try:
-            batch = self._fetch(index)
+            batch = self._fetch(index, draw)
         except BaseException:
             self._rows.forget()
             raise
+        finally:
+            if self._sample_rng is not None:
+                self._sample_rng.end()
         return to_channels_last(batch) if self._channels_last else batch
 
-    def _fetch(self, index: Any) -> Any:
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            return self._collate_fn(self._dataset[index])
+            return self._collate_fn(self._seeded(self._get, (index,), draw)(index))
         if not is_torch_default(self._collate_fn):
-            return self._collate_fn(_samples(self._dataset, index))
+            return self._collate_fn(self._fetch_samples(index, draw))
         cached, positions = _find_cache(self._dataset, index)
         if cached is not None:
-            return self._fetch_cached(cached, positions)
-        return self._fetch_rows(index)
+            return self._fetch_cached(cached, positions, index, draw)
+        return self._fetch_rows(index, draw)
 
-    def _fetch_rows(self, indices: Any) -> Any:
+    def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
+        """What gets a sample; with a draw, after its generators are set."""
+        if draw is None or self._sample_rng is None:
+            return get
+        return self._sample_rng.seeded(get, indices, draw)
+
+    def _fetch_samples(self, indices: Any, draw: Draw | None) -> Any:
+        dataset = self._dataset
+        if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
+            return dataset.__getitems__(indices)
+        get = self._seeded(self._get, indices, draw)
+        return [get(index) for index in indices]
+
+    def _fetch_rows(self, indices: Any, draw: Draw | None) -> Any:
         dataset, rows = self._dataset, self._rows
-        if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
             samples = dataset.__getitems__(indices)
             rows.begin(len(samples))
             for sample in samples:
@@ -92,15 +120,20 @@ class Fetcher:
         if not hasattr(indices, "__len__"):
             indices = list(indices)
         rows.begin(len(indices))
+        get = self._seeded(self._get, indices, draw)
         for index in indices:
-            rows.add(dataset[index])
+            rows.add(get(index))
         return rows.finish()
 
-    def _fetch_cached(self, dataset: CachedDataset, positions: list[Any]) -> Any:
+    def _fetch_cached(
+        self, dataset: CachedDataset, positions: list[Any], indices: Any, draw: Draw | None
+    ) -> Any:
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
-        get = dataset.view if dataset.transform is None else dataset.__getitem__
+        get: Callable[[Any], Any] = dataset.view
+        if dataset.transform is not None:
+            get = self._seeded(dataset.__getitem__, indices, draw)
         rows = self._rows
         rows.begin(len(positions))
         for position in positions:
@@ -137,12 +170,6 @@ class Fetcher:
         for size in shape:
             nbytes *= size
         return self._arena.allocate(nbytes).view(dtype).reshape(shape)
-
-
-def _samples(dataset: Any, indices: Any) -> Any:
-    if hasattr(dataset, "__getitems__") and dataset.__getitems__:
-        return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
 
 
 def _find_cache(dataset: Any, indices: Any) -> tuple[CachedDataset | None, list[Any]]:

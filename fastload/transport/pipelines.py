@@ -48,7 +48,7 @@ def find_pipelines(root: Any) -> list[Any]:
         Each pipeline once, those nearest to ``root`` first. The order is the same in every run, except
         among pipelines of the same class in one set, for which Python promises no order.
     """
-    found = _Search(root).run()
+    found = _Search(root).run().transforms
     parts = {id(part) for outer in found for part in parts_of([outer]).values() if part is not outer}
     outermost = [transform for transform in found if id(transform) not in parts]
     # Transforms that hold each other in a circle have no outermost one: the first found stands for all.
@@ -60,6 +60,33 @@ def find_pipelines(root: Any) -> list[Any]:
     return outermost
 
 
+def find_randomizables(root: Any) -> list[Any]:
+    """Every object reachable from ``root`` whose class has MONAI's `set_random_state(self, seed, state)`.
+
+    Followed is what `find_pipelines` follows; those nearest to ``root`` come first.
+    """
+    return _Search(root).run().randomizables
+
+
+def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
+    """What is random below ``root``, and everything through which it is reached.
+
+    Returns:
+        All transforms and all objects of `find_randomizables`, those within others too; and by id these and
+        whatever holds them, directly or not, up to ``root``.
+    """
+    search = _Search(root).run()
+    found = search.transforms + search.randomizables
+    held = {id(value): value for value in found}
+    queue = collections.deque(found)
+    while queue:
+        for holder in search.holders.get(id(queue.popleft()), ()):
+            if id(holder) not in held:
+                held[id(holder)] = holder
+                queue.append(holder)
+    return found, held
+
+
 class _Search:
     """A breadth-first walk: what is near the dataset comes before the depths of its annotations."""
 
@@ -67,18 +94,24 @@ class _Search:
         self._queue: collections.deque[Any] = collections.deque([root])
         self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay theirs
         self._long: list[tuple[Any, int]] = []  # containers, and how many elements were looked at
-        self._found: list[Any] = []
+        self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
+        self.transforms: list[Any] = []
+        self.randomizables: list[Any] = []
 
-    def run(self) -> list[Any]:
+    @property
+    def _num_found(self) -> int:
+        return len(self.transforms) + len(self.randomizables)
+
+    def run(self) -> _Search:
         num_before = -1
-        while len(self._found) > num_before:
-            num_before = len(self._found)
+        while self._num_found > num_before:
+            num_before = self._num_found
             unfinished, self._long = self._long, []
             for container, offset in unfinished:
                 self._add_elements(container, offset)
             if not self._drain():
                 break
-        return self._found
+        return self
 
     def _drain(self) -> bool:
         while self._queue:
@@ -96,33 +129,39 @@ class _Search:
     def _visit(self, value: Any) -> None:
         kind = _kind(type(value))
         if kind.is_transform:
-            self._found.append(value)
+            self.transforms.append(value)
+        if kind.is_randomizable:
+            self.randomizables.append(value)
         if kind.elements is not None:
             self._add_elements(value, 0)
         if type(value) is types.FunctionType:
-            self._add(_inside_function(value))
+            self._add(value, _inside_function(value))
         else:
-            self._add(_inside_other(value))
-        self._add(attributes(value).values())
-        self._add_classes(kind)
+            self._add(value, _inside_other(value))
+        self._add(value, attributes(value).values())
+        self._add_classes(value, kind)
 
-    def _add(self, values: Iterable[Any]) -> None:
+    def _add(self, holder: Any, values: Iterable[Any]) -> None:
         for value in values:
-            if not _kind(type(value)).is_leaf and id(value) not in self._seen:
+            if _kind(type(value)).is_leaf:
+                continue
+            self.holders[id(value)].append(holder)
+            if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._queue.append(value)
 
     def _add_elements(self, container: Any, offset: int) -> None:
         elements, has_more = _elements(container, offset)
-        self._add(elements)
+        self._add(container, elements)
         if has_more:
             self._long.append((container, offset + _CHUNK_ELEMENTS))
 
-    def _add_classes(self, kind: _Kind) -> None:
+    def _add_classes(self, value: Any, kind: _Kind) -> None:
         for cls in kind.user_classes:
+            self.holders[id(cls)].append(value)
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
-                self._add(_class_dict(cls).values())
+                self._add(cls, _class_dict(cls).values())
 
 
 def parts_of(pipelines: list[Any]) -> dict[int, Any]:
@@ -174,6 +213,7 @@ class _Kind:
 
     is_leaf: bool
     is_transform: bool
+    is_randomizable: bool
     elements: Callable[[Any], Iterable[Any]] | None
     is_unordered: bool
     dict_of: Any  # the descriptor that reads an object's __dict__, or None
@@ -194,6 +234,7 @@ def _kind_of(key: _ById) -> _Kind:
             any(_is_albumentations(cls, own) for cls, own in zip(mro, dicts, strict=True))
             and any("set_random_state" in own for own in dicts)
         ),
+        is_randomizable=any(_is_monai(own.get("set_random_state")) for own in dicts),
         elements=elements,
         is_unordered=id(set) in bases or id(frozenset) in bases,
         dict_of=dict_of if type(dict_of) is types.GetSetDescriptorType else None,
@@ -244,6 +285,13 @@ def _module(class_dict: types.MappingProxyType[str, Any]) -> str:
 def _is_albumentations(cls: type, class_dict: types.MappingProxyType[str, Any]) -> bool:
     name: str = type.__dict__["__name__"].__get__(cls)
     return name in ("BaseCompose", "BasicTransform") and _module(class_dict).split(".")[0] == "albumentations"
+
+
+def _is_monai(method: Any) -> bool:
+    if type(method) is not types.FunctionType:
+        return False
+    code = method.__code__
+    return code.co_varnames[: code.co_argcount] == ("self", "seed", "state")
 
 
 def attributes(value: Any) -> dict[str, Any]:

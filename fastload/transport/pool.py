@@ -25,16 +25,21 @@ from collections import deque
 from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
+from fastload.transport.obituary import obituary
+from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
-from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
+from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+    from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
@@ -49,12 +54,14 @@ _WATCH_INTERVAL_S = 5.0
 class Task:
     """A task that a worker has been given, or will be as soon as a slot is free."""
 
-    __slots__ = ("index", "is_stale", "number", "slot")
+    __slots__ = ("dataset_state", "draw", "index", "is_stale", "number", "slot")
 
-    def __init__(self, number: int, index: Any) -> None:
+    def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
         self.number = number
         self.index = index
+        self.draw = draw
         self.slot: Slot | None = None
+        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
 
@@ -134,26 +141,59 @@ class Pool:
         """The workers' process ids, by worker number."""
         return [worker.process.pid for worker in self._workers]
 
-    def submit(self, worker_id: int, number: int, index: Any) -> None:
+    def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index))
+            worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Where each worker's stream goes on, if it does.
         """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
                 worker.waiting.clear()  # no worker has seen these
                 for task in worker.sent:
                     task.is_stale = True
-                self._send(worker, worker_id, Restart(epoch))
+                state = None if dataset_states is None else dataset_states[worker_id]
+                self._send(worker, worker_id, Restart(epoch, state))
+
+    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
+        """The worker's answer to its oldest task, and the batch or the error that it brings.
+
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
+        """
+        task, reply = self.receive(worker_id, timeout_s)
+        task.dataset_state = reply.dataset_state
+        slot, packed = task.slot, reply.packed
+        if slot is None:
+            raise AssertionError("an answered task has a slot")
+        with self.lock:
+            if packed is None or not packed.used_bytes or slot.memory is None:
+                self.ring.release(slot)
+                if reply.kind is Kind.ERROR:
+                    return task, reply.kind, load_error(reply)
+                return task, reply.kind, None if packed is None else unpack(packed, b"")
+            lease = slot.memory.lease()
+            if self.ring.lend(slot):
+                return task, reply.kind, unpack(packed, lease)
+        copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
+        with self.lock:
+            self.ring.release(slot)
+        return task, reply.kind, unpack(packed, copy)
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.
@@ -216,8 +256,15 @@ class Pool:
             task = worker.waiting.popleft()
             task.slot = slot
             worker.sent.append(task)
-            has_memory, num_slots = slot.memory is not None, self.ring.num_slots(worker_id)
-            self._send(worker, worker_id, Fetch(task.number, slot.number, has_memory, num_slots, task.index))
+            message = Fetch(
+                task.number,
+                slot.number,
+                slot.memory is not None,
+                self.ring.num_slots(worker_id),
+                task.index,
+                task.draw,
+            )
+            self._send(worker, worker_id, message)
         else:
             with contextlib.suppress(
                 BrokenPipeError, ConnectionResetError
@@ -269,7 +316,8 @@ class Pool:
         for worker_id in dead:
             worker = self._workers[worker_id]
             worker.process.join(_TERMINATE_S)
-            messages.append(_obituary(worker_id, worker))
+            task = worker.sent[0] if worker.sent else None
+            messages.append(obituary(worker_id, worker.process.exitcode, task))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
@@ -306,37 +354,6 @@ class Pool:
                     worker.process.close()
             self._workers.clear()
             self.ring.clear()
-
-
-def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
-    """How a worker ended, what it was doing, and what is likely to blame."""
-    code = worker.process.exitcode
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        how = f"worker {worker_id} was killed by {name}"
-        causes = {
-            signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
-            signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
-            signal.SIGTERM: "something outside asked it to end",
-        }
-        cause = causes.get(-code, "native code crashed; its Python stack is on stderr")
-    else:
-        how = f"worker {worker_id} exited with code {code}"
-        cause = (
-            "user code called sys.exit() or os._exit(), or the process could not start: "
-            "see stderr, and check that the script has an `if __name__ == '__main__':` guard"
-        )
-    doing = "It owed no batch."
-    if worker.sent:
-        task = worker.sent[0]
-        doing = f"It was at batch {task.number}, index {short(task.index)}."
-    return f"{how} ({cause}). {doing} num_workers=0 runs the same code in this process."
-
-
-def short(index: Any) -> str:
-    """An index for a message: its repr, cut where it gets long."""
-    text = repr(index)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 def load_error(reply: Reply) -> Any:

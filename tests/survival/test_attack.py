@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -209,6 +210,21 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
     del iterator
 
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_without_a_garbage_collector_an_error_of_a_thread_keeps_no_iterator(no_gc: None) -> None:
+    """The error keeps its own traceback into the dataset, and the iterator goes all the same."""
+    dataset = zoo.Made(attack_zoo.bad_seventh)
+    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, worker_method="thread"))
+    alive = weakref.ref(iterator)
+    with pytest.raises(ValueError, match="seven") as caught:
+        list(iterator)
+    frames = [entry.name for entry in caught.traceback]
+
+    del iterator, caught
+
+    assert frames[-1] == "bad_seventh"
+    assert alive() is None
 
 
 def test_without_a_garbage_collector_batches_are_returned(no_gc: None) -> None:

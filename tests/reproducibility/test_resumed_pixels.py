@@ -1,0 +1,142 @@
+"""rng="sample" and state_dict(): a resumed run brings the pixels of an uninterrupted one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from fastload import CachedDataset, DataLoader
+from tests.reproducibility.zoo import Dice, Jitter, Pictures
+
+LENGTH = 24
+EPOCHS = 3
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+# Each makes the arguments of a loader anew, as a new process would.
+SAMPLERS: dict[str, Any] = {
+    "in order": dict,
+    "shuffle": lambda: {"shuffle": True, "generator": seeded()},
+    "with replacement": lambda: {"sampler": RandomSampler(range(LENGTH), True, 40, generator=seeded())},
+    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 40, generator=seeded())},
+    "distributed": lambda: {"sampler": DistributedSampler(Dice(LENGTH), 3, 1, seed=3)},
+}
+
+
+def make(kind: str, num_workers: int = 0, **options: Any) -> DataLoader:
+    torch.manual_seed(11)  # as a training script does when it starts
+    options = {"batch_size": 4, "num_workers": num_workers, **SAMPLERS[kind](), **options}
+    return DataLoader(Dice(LENGTH), rng="sample", **options)
+
+
+def run(loader: DataLoader, epochs: range) -> list[list[Any]]:
+    found = []
+    for epoch in epochs:
+        loader.set_epoch(epoch)
+        found.append([batch.tolist() for batch in loader])
+    loader.close()
+    return found
+
+
+def interrupted(loader: DataLoader, epoch: int, num_batches: int) -> dict[str, Any]:
+    """The state after so many batches of an epoch, through a checkpoint."""
+    for earlier in range(epoch):
+        loader.set_epoch(earlier)
+        list(loader)
+    loader.set_epoch(epoch)
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    loader.close()
+    return state
+
+
+def resumed(loader: DataLoader, state: dict[str, Any], epoch: int) -> list[list[Any]]:
+    loader.load_state_dict(state)
+    first = [batch.tolist() for batch in loader]
+    return [first, *run(loader, range(epoch + 1, EPOCHS))]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@given(cut=st.tuples(st.integers(0, EPOCHS - 1), st.integers(0, 5)))
+@settings(max_examples=12, deadline=None)
+def test_random_cut_points(kind: str, cut: tuple[int, int]) -> None:
+    """The rest of the epoch and all later ones are those of an uninterrupted run."""
+    epoch, num_batches = cut
+    whole = run(make(kind), range(EPOCHS))
+    state = interrupted(make(kind), epoch, min(num_batches, len(whole[0])))
+
+    rest = resumed(make(kind), state, epoch)
+
+    assert rest == [whole[epoch][num_batches:] or rest[0], *whole[epoch + 1 :]]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 3)])
+def test_with_another_number_of_workers(kind: str, before: int, after: int) -> None:
+    """Workers that ran ahead when the state was taken, and another number afterwards, change nothing."""
+    whole = run(make(kind), range(EPOCHS))
+    state = interrupted(make(kind, before), 1, 2)
+
+    assert resumed(make(kind, after), state, 1) == [whole[1][2:], whole[2]]
+
+
+def test_in_a_process_that_is_seeded_otherwise() -> None:
+    """The seed of the samples is part of the state."""
+    whole = run(make("in order"), range(EPOCHS))
+    state = interrupted(make("in order"), 1, 2)
+    loader = make("in order")
+    torch.manual_seed(99)
+
+    assert resumed(loader, state, 1) == [whole[1][2:], whole[2]]
+
+
+def test_through_a_cache() -> None:
+    """A run that comes back to a cold cache brings what one with a warm cache brings."""
+
+    def loader_over_a_new_cache() -> DataLoader:
+        dataset = CachedDataset(Pictures(LENGTH), transform=Jitter())
+        return DataLoader(dataset, 4, shuffle=True, generator=seeded(), rng="sample")
+
+    loader = loader_over_a_new_cache()
+    list(loader)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    state = loader.state_dict()
+    warm = [[part.tolist() for part in batch] for batch in iterator]
+
+    cold = loader_over_a_new_cache()
+    cold.load_state_dict(state)
+
+    assert [[part.tolist() for part in batch] for batch in cold] == warm
+
+
+def test_three_ranks_are_one_run() -> None:
+    """What a sample draws does not depend on the rank that reads it, nor on how many ranks there are."""
+    alone = {row[0]: row for batch in run(make("in order"), range(1))[0] for row in batch}
+    for rank in range(3):
+        sampler = DistributedSampler(Dice(LENGTH), 3, rank, seed=3)
+        (batches,) = run(make("in order", sampler=sampler), range(1))
+        for batch in batches:
+            assert batch == [alone[row[0]] for row in batch]
+
+
+def test_the_state_is_plain() -> None:
+    """Everything in it but the generators' bytes is what JSON knows."""
+    state = interrupted(make("shuffle"), 0, 1)
+    state["generators"] = {place: data.hex() for place, data in state["generators"].items()}
+
+    assert json.loads(json.dumps(state)) == state
+    assert state["sample_seed"] == 5
