@@ -59,6 +59,7 @@ class Side:
         self.turns_s: list[float] = []
 
     def measure_peak(self) -> int:
+        """What two steps of a fresh model take: rule 4."""
         batches = [next(self.batches) for _ in range(2)]
 
         def two_steps() -> None:
@@ -67,6 +68,7 @@ class Side:
         return peak_bytes(two_steps, self.device)
 
     def run_turn(self) -> None:
+        """Warm up, then time some steps."""
         made_ready = 2 * self.options.workers + 2  # by the workers and by the prefetcher
         self.take(self.trainer, self.batches, WARM_UP_STEPS + made_ready)
         started = time.perf_counter()
@@ -81,6 +83,7 @@ class Side:
             metrics.read()
 
     def figures(self) -> Figures:
+        """Medians of the turns so far."""
         step_s = statistics.median(self.turns_s) / self.options.steps
         return Figures(self.options.batch_size / step_s, step_s * 1e3, self.peak_bytes)
 
@@ -109,13 +112,12 @@ def peak_bytes(work: Any, device: torch.device) -> int:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     # The CPU's allocator keeps no peak, but the profiler's trace has the sum after each allocation.
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as prof:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         work()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        prof.export_chrome_trace(str(path))
+        profile.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
 
@@ -127,7 +129,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     table.add_column("habit", no_wrap=True)
     for heading in ("images/s", "step ms", "peak MB"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("speed", justify="right")
+    table.add_column("speed", justify="right", no_wrap=True)
     keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
     keep.fill()  # lives as long as this function: the sides find it filled
     for habit in HABITS:

@@ -140,7 +140,7 @@ HABITS = (
         default=False,
     ),
     Habit(
-        "accumulate_without_history",
+        "accumulate_parts",
         "With --micro-batches N: backward after each part, so that one part's activations live at a time.\n"
         "Off sums the losses first, which keeps all parts' history. More parts are smaller, slower kernels.",
         beside={"micro_batches": 4},

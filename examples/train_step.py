@@ -114,7 +114,7 @@ class Trainer:
             share = loss * (weight * len(labels) / pictures)
             if options.delete_temporaries:
                 del floats, logits, loss
-            if options.accumulate_without_history:
+            if options.accumulate_parts:
                 share.backward()
             else:
                 history = share if history is None else history + share
