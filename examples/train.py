@@ -37,7 +37,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch, one after the other")
     parser.add_argument("--size", type=int, default=64, help="height and width of the crops")
     parser.add_argument("--width", type=int, default=16, help="channels of the first block")
-    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto (the current GPU, else the CPU), cpu or cuda")
@@ -45,9 +45,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--checkpoint", type=Path, help="where to save after each epoch")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     names = [habit.name for habit in HABITS]
-    parser.add_argument(
-        "--ablate", nargs="*", choices=names, metavar="HABIT", help="time habits: all or these"
-    )
+    ablate = {"nargs": "*", "choices": names, "metavar": "HABIT", "help": "time these habits, or all"}
+    parser.add_argument("--ablate", **ablate)
     parser.add_argument("--steps", type=int, default=20, help="steps in a round of --ablate")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of each side in --ablate")
     add_flags(parser)
@@ -133,9 +132,8 @@ def peak_bytes(device: torch.device) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     options, device = parse(arguments)
-    name = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
-    )
+    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"{torch.get_num_threads()} threads"
     print(f"{device} ({name}), torch {torch.__version__}, seed {options.seed}")
     if options.ablate is None:
         train(options, device)

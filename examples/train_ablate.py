@@ -11,6 +11,7 @@
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -112,6 +113,7 @@ def peak_bytes(work: Any, device: torch.device) -> int:
         work()
         return torch.cuda.max_memory_allocated(device) - before
     # The CPU's allocator keeps no peak, but the profiler's trace has the sum after each allocation.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and stops
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
         work()
