@@ -70,6 +70,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
             epoch, the index, and how often it came before: the same pixels for any number of workers, and
             after a resume. Needs a map-style dataset without `__getitems__`.
+        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL, and for Python
+            without one: nothing is pickled or sent, and the dataset must allow reads from several threads;
+            each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
+            order: use `fastload.sample_generator()` with ``rng="sample"``.
 
     Raises:
         ValueError, TypeError: As torch's loader, and for the arguments above.
@@ -99,6 +103,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         ring_bytes: int | float | str = "auto",
         seed_pipelines: bool = True,
         rng: Literal["worker", "sample"] = "worker",
+        worker_method: Literal["process", "thread"] = "process",
     ) -> None:
         super().__init__(
             dataset,
@@ -129,10 +134,24 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
         if rng == "sample":
             check_dataset(dataset, auto_collation=self._auto_collation)
+        if worker_method not in ("process", "thread"):
+            raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
+        if worker_method == "thread":
+            self._check_threads()
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
         self.rng = rng
+        self.worker_method = worker_method
+
+    def _check_threads(self) -> None:
+        if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
+            raise ValueError(
+                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
+                f'{type(self.dataset).__name__}; use worker_method="process"'
+            )
+        if self.multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context is for processes, and worker_method is "thread"')
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter today and two in the next release; ours takes any.
@@ -142,10 +161,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
-            if self.rng == "sample":
-                raise ValueError(
-                    f'rng="sample" needs our own workers, and torch\'s are used because of {reason}'
-                )
+            for setting in [f'rng="{self.rng}"', f'worker_method="{self.worker_method}"']:
+                if setting in ('rng="sample"', 'worker_method="thread"'):
+                    raise ValueError(f"{setting} needs our own workers, and torch's are used: {reason}")
             _log.debug("this loader uses torch's own iterator: %s", reason)
             resume.begin(self, "workers" if self.num_workers else "local", reason)
             iterator = self._torch_iterator()
@@ -166,6 +184,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             return None
         if not self.in_order:
             return "in_order=False"
+        if self.worker_method == "thread":
+            return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:
             return f"multiprocessing_context is a {type(context).__name__}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from fastload.errors import ResumeError
 from fastload.transport.draws import Draws
@@ -49,6 +50,9 @@ class Epoch:
         checksum: Of their indices.
         is_finished: Whether the caller has seen the end.
         obstacle: Why this epoch cannot be resumed in its middle; None if it can.
+        dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
+            last batch that the caller received, pickled; None for one that has not begun.
+        next_worker: Whose batch is due next.
     """
 
     number: int
@@ -61,6 +65,8 @@ class Epoch:
     checksum: int = 0
     is_finished: bool = False
     obstacle: str | None = None
+    dataset_states: list[bytes | None] | None = None
+    next_worker: int = 0
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
@@ -69,10 +75,13 @@ class Epoch:
         """Count what the sampler gave: the index, and what its samples' random streams follow from."""
         return (index, None) if self._draws is None else self._draws.count(index)
 
-    def received(self, index: Any) -> None:
-        """The caller receives the batch of this index."""
+    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
+        if self.dataset_states is not None and dataset_state is not None:
+            self.dataset_states[worker] = dataset_state
+            self.next_worker = (worker + 1) % len(self.dataset_states)
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
@@ -153,6 +162,8 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     book = book_of(loader)
     state, book.loaded = book.loaded, None
     epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    if keeps_dataset_state(loader):
+        epoch.dataset_states = [None] * max(1, loader.num_workers)
     if state is not None and _is_within_epoch(state):
         _return_to(epoch, state)
     epoch.sample_seed = _sample_seed(loader)
@@ -163,6 +174,14 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     book.next_number = epoch.number + 1
     book.current = epoch
     return epoch
+
+
+def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
+    dataset = loader.dataset
+    return isinstance(dataset, IterableDataset) and all(
+        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
@@ -192,6 +211,17 @@ def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
         if state["_num_yielded"]:
             raise ResumeError(f"this epoch cannot be resumed after {state['_num_yielded']} batches: {reason}")
         return
+    theirs, ours = state["dataset_states"], epoch.dataset_states
+    if state["_num_yielded"] and (None if theirs is None else len(theirs)) != (
+        None if ours is None else len(ours)
+    ):
+        raise ResumeError(
+            "the states of an iterable dataset are those of its copies in "
+            f"{0 if theirs is None else len(theirs)} workers, and this loader has "
+            f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
+        )
+    if theirs is not None:
+        epoch.dataset_states, epoch.next_worker = list(theirs), state["next_worker"]
     epoch.beginning = state["beginning"]
     epoch.generators, epoch.samplers = state["generators"], state["samplers"]
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
@@ -223,6 +253,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "generators": generators,
         "samplers": samplers,
         "obstacle": None if epoch is None else epoch.obstacle,
+        "dataset_states": None if epoch is None or epoch.dataset_states is None else [*epoch.dataset_states],
+        "next_worker": 0 if epoch is None else epoch.next_worker,
     }
 
 
@@ -258,6 +290,8 @@ _KEYS = {
     "generators",
     "samplers",
     "obstacle",
+    "dataset_states",
+    "next_worker",
 }
 
 

@@ -24,12 +24,15 @@ from collections import deque
 from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
+from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
-from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
+from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -49,13 +52,14 @@ _WATCH_INTERVAL_S = 5.0
 class Task:
     """A task that a worker has been given, or will be as soon as a slot is free."""
 
-    __slots__ = ("draw", "index", "is_stale", "number", "slot")
+    __slots__ = ("dataset_state", "draw", "index", "is_stale", "number", "slot")
 
     def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
         self.number = number
         self.index = index
         self.draw = draw
         self.slot: Slot | None = None
+        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
 
@@ -144,18 +148,51 @@ class Pool:
             worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Where each worker's stream goes on, if it does.
         """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
                 worker.waiting.clear()  # no worker has seen these
                 for task in worker.sent:
                     task.is_stale = True
-                self._send(worker, worker_id, Restart(epoch))
+                state = None if dataset_states is None else dataset_states[worker_id]
+                self._send(worker, worker_id, Restart(epoch, state))
+
+    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
+        """The worker's answer to its oldest task, and the batch or the error that it brings.
+
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
+        """
+        task, reply = self.receive(worker_id, timeout_s)
+        task.dataset_state = reply.dataset_state
+        slot, packed = task.slot, reply.packed
+        if slot is None:
+            raise AssertionError("an answered task has a slot")
+        with self.lock:
+            if packed is None or not packed.used_bytes or slot.memory is None:
+                self.ring.release(slot)
+                if reply.kind is Kind.ERROR:
+                    return task, reply.kind, load_error(reply)
+                return task, reply.kind, None if packed is None else unpack(packed, b"")
+            lease = slot.memory.lease()
+            if self.ring.lend(slot):
+                return task, reply.kind, unpack(packed, lease)
+        copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
+        with self.lock:
+            self.ring.release(slot)
+        return task, reply.kind, unpack(packed, copy)
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.
