@@ -20,6 +20,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
@@ -32,6 +33,7 @@ from fastload.transport.schedule import Schedule
 from fastload.transport.worker import Kind, Reply
 
 if TYPE_CHECKING:
+    from fastload.device.cuda import Backend
     from fastload.loader import DataLoader
     from fastload.transport.draws import Draw
 
@@ -58,6 +60,7 @@ class LocalIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader) -> None:
         self._epoch = resume.begin(loader, "local", _obstacle(loader))
         super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._epoch.choose_base_seed(int(self._base_seed))
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         # torch's assertions, word for word.
@@ -87,7 +90,7 @@ class LocalIterator(_BaseDataLoaderIter):
             index = self._next_index()  # type: ignore[no-untyped-call]
             batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
-            self._epoch.is_finished = True
+            self._epoch.ended()
             raise
         if self._pin_memory:
             batch = pin_batch(batch, self._pin_memory_device)
@@ -123,6 +126,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader) -> None:
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -146,6 +150,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         )
         ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
         self._pool = pool = Pool(job, context, ring)
+        self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         if self._pin_memory:
             self._pin_thread = _start_pin_thread(pool, self._pin_memory_device)
@@ -157,6 +162,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._epoch = resume.begin(loader, "again", _obstacle(loader))
             self._epoch.choose_base_seed(int(self._base_seed))
         super()._reset(loader, first_iter)
+        self._is_prefetched = False
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
@@ -164,6 +170,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._schedule = Schedule(self._num_workers)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
+
+    def register_slots(self, backend: Backend, stream: Any) -> None:
+        """Let a device read slots in place, in this epoch.
+
+        For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
+        """
+        self._is_prefetched = True
+        registered = self._pool.registered
+        if self._pin_thread is None and (registered is None or registered.stream is not stream):
+            self._pool.unregister()
+            self._pool.registered = RegisteredSlots(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
@@ -185,6 +202,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
+        if not self._is_prefetched:
+            self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
             task, reply, batch = self._receive(head[1])
             _, worker = self._schedule.answer()
@@ -198,7 +217,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             if isinstance(batch, ExceptionWrapper):
                 self._raise(batch, task, worker)
             return batch
-        self._epoch.is_finished = True
+        self._epoch.ended()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -264,8 +283,14 @@ def _open(pool: Pool, task: Task, reply: Reply) -> tuple[Task, Reply, Any]:
             if reply.kind is Kind.ERROR:
                 return task, reply, load_error(reply)
             return task, reply, None if packed is None else unpack(packed, b"")
+        # Arrays pass through a prefetcher as they are, and its caller shall have nothing that is registered.
+        is_private = pool.registered is not None and any(
+            isinstance(leaf.dtype, np.dtype) for leaf in packed.leaves
+        )
+        if not is_private:
+            pool.register(slot.memory)
         lease = slot.memory.lease()
-        if pool.ring.lend(slot):
+        if not is_private and pool.ring.lend(slot):
             return task, reply, unpack(packed, lease)
     copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
     with pool.lock:

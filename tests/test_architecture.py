@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"transport.pool"},
     {"resume"},
     {"iterators"},
+    {"delivery"},
     {"loader"},
     {"source_argument", "cli"},
     {"__init__", "__main__"},

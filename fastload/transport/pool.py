@@ -34,6 +34,7 @@ from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+    from fastload.device.registered import RegisteredSlots
     from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
@@ -83,6 +84,7 @@ class Pool:
 
     def __init__(self, job: Job, context: BaseContext, ring: Ring) -> None:
         self.ring = ring
+        self.registered: RegisteredSlots | None = None  # where a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
         self._pid = os.getpid()
         self._workers: list[_WorkerHandle] = []
@@ -262,6 +264,17 @@ class Pool:
         self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
 
+    def register(self, memory: Memory) -> None:
+        """Let the device read this memory in place, if one reads slots at all; call it before lending."""
+        if self.registered is not None:
+            self.registered.add(memory, (slot.memory for slot in self.ring.slots))
+
+    def unregister(self) -> None:
+        """From now on no slot is read in place; waits for the copies that are under way."""
+        if self.registered is not None:
+            self.registered.close()
+            self.registered = None
+
     def close(self, grace_s: float | None = None) -> None:
         """Stop the workers and let go of all slots; batches that the caller holds stay valid.
 
@@ -290,6 +303,7 @@ class Pool:
             with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
                 worker.process.close()
         self._workers.clear()
+        self.unregister()
 
 
 def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
