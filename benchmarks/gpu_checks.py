@@ -1,8 +1,9 @@
 """Everything that only a real GPU can tell, in one call of a few minutes.
 
-Questions: does registered shared memory count as pinned, what does registering cost and how does it fail; how
-fast are copies from pageable, pinned and registered memory, and do they overlap with compute; is every batch
-of the prefetcher what was sent, with flat memory; what do Normalize, retry_on_oom and tune_backends do there.
+Questions: does registered shared memory count as pinned, what does registering cost and how does it fail; what
+do loaders bring whose slots are registered; how fast are copies from pageable, pinned and registered memory,
+and do they overlap with compute; is every batch of the prefetcher what was sent, with flat memory; what do
+Normalize, retry_on_oom and tune_backends do there.
 
 Each check stands alone: what it raises is written down and the next one runs. Results are written after every
 check to benchmarks/results/gpu.json, or to $OUT/gpu.json. Exit status: 0, or 1 if no check succeeded, or 2
@@ -15,34 +16,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import gpu_slots
 import torch
-from gpu_tools import (
-    GIB,
-    MB,
-    PORTABLE,
-    READ_ONLY,
-    Busy,
-    cuda_runtime,
-    gpu_ms,
-    launch,
-    register,
-    run_all,
-    shared_tensor,
-    sources,
-    status_kb,
-    unregister,
-    wall_ms,
-)
+from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
 from harness import RESULTS
 
 from fastload.device.backends import tune_backends
@@ -50,101 +32,11 @@ from fastload.device.normalize import Normalize
 from fastload.device.oom import find_batch_size, retry_on_oom
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.device.report import memory_report
-from fastload.transport.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CHECKS: dict[str, Callable[[], dict[str, Any]]] = {}
-
-
-def check(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
-    """Add a check under its function's name."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-# --- pinned memory ----------------------------------------------------------------------------------------
-
-
-@check
-def import_makes_no_context() -> dict[str, Any]:
-    code = (
-        "import torch, fastload; from fastload.device.report import memory_report; r = memory_report(); "
-        "import json; print(json.dumps([torch.cuda.is_initialized(), r.devices_note]))"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    is_initialized, note = json.loads(output)
-    return {"is_initialized": is_initialized, "note": note}
-
-
-@check
-def torch_pinned_memory() -> dict[str, Any]:
-    pinned = torch.empty(MB, dtype=torch.uint8, pin_memory=True)
-    return {
-        "pinned": pinned.is_pinned(),
-        "view": pinned[4096:].is_pinned(),
-        "other": torch.empty(9).is_pinned(),
-    }
-
-
-@check
-def registering_shared_memory() -> dict[str, Any]:
-    found: dict[str, Any] = {"limit": resource.getrlimit(resource.RLIMIT_MEMLOCK), "before": status_kb()}
-    for nbytes, is_populated in ((64 * MB, True), (GIB, True), (GIB, False), (4 * GIB, True)):
-        tensor = shared_tensor(nbytes, is_populated=is_populated)
-        row: dict[str, Any] = {"is_pinned_before": tensor.is_pinned()}
-        start_s = time.perf_counter()
-        row["register"] = register(tensor.data_ptr(), tensor.numel())
-        row["register_s_per_GiB"] = (time.perf_counter() - start_s) / (nbytes / GIB)
-        row["status"] = status_kb()
-        row["is_pinned"] = tensor.is_pinned()
-        row["is_pinned_view"] = tensor[4097:].is_pinned()
-        row["pin_memory_is_same"] = tensor.pin_memory().data_ptr() == tensor.data_ptr()
-        start_s = time.perf_counter()
-        row["unregister"] = unregister(tensor.data_ptr())
-        row["unregister_s_per_GiB"] = (time.perf_counter() - start_s) / (nbytes / GIB)
-        row["is_pinned_after"] = tensor.is_pinned()
-        row["launch"] = launch()
-        found[f"{nbytes} bytes, populated={is_populated}"] = row
-        del tensor
-    return found
-
-
-@check
-def ways_in_which_registering_fails() -> dict[str, Any]:
-    runtime = cuda_runtime()
-    tensor = shared_tensor(MB)
-    address, nbytes = tensor.data_ptr(), tensor.numel()
-    segment = Segment.create(MB, name="fastload-slot")
-    read_only = np.frombuffer(segment.map(writable=False), np.uint8)
-    segment.close()
-    tries: dict[str, Callable[[], int]] = {
-        "unregister what is not registered": lambda: unregister(address),
-        "no bytes": lambda: register(address, 0),
-        "read-only mapping": lambda: register(read_only.ctypes.data, read_only.nbytes),
-        "read-only mapping, with the flag": lambda: register(
-            read_only.ctypes.data, read_only.nbytes, PORTABLE | READ_ONLY
-        ),
-        "unregister the read-only one": lambda: unregister(read_only.ctypes.data),
-        "first time": lambda: register(address, nbytes),
-        "second time": lambda: register(address, nbytes),
-        "part of it": lambda: register(address + 4096, 4096),
-        "unregister by an inner address": lambda: unregister(address + 4096),
-        "unregister": lambda: unregister(address),
-        "unaligned": lambda: register(address + 1, 4096),
-        "unregister the unaligned one": lambda: unregister(address + 1),
-    }
-    found: dict[str, Any] = {"libcudart": None if runtime is None else runtime._name}
-    for name, attempt in tries.items():
-        code = attempt()
-        pending = None if runtime is None else runtime.cudaPeekAtLastError()
-        found[name] = {"code": code, "pending": pending, "launch": launch(), "second launch": launch()}
-    if runtime is not None:
-        code = register(address, 0)
-        cleared = runtime.cudaGetLastError()
-        found["cleared by cudaGetLastError"] = {"code": code, "was": cleared, "launch": launch()}
-    return found
+__all__ = ["gpu_slots"]  # whose checks are the first
 
 
 # --- copies -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the GPU checks are made of: how checks are run and written down, timing, registered shared memory.
 
-Used by gpu_checks.py. A check is a function without arguments that gives plain data; what it raises is
-written down as text, and the next one runs.
+Used by gpu_checks.py and gpu_slots.py. A check is a function without arguments that gives plain data; what
+it raises is written down as text, and the next one runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 MB = 1_000_000
 GIB = 2**30
 PORTABLE, READ_ONLY = 1, 8  # cudaHostRegister's flags
+
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+def check(function: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Add a check under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
 
 
 # --- running them -----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
@@ -35,6 +36,7 @@ from fastload.transport.threads import ThreadPool
 from fastload.transport.worker import Kind
 
 if TYPE_CHECKING:
+    from fastload.device.cuda import Backend
     from fastload.loader import DataLoader
     from fastload.transport.draws import Draw
 
@@ -64,6 +66,7 @@ class LocalIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader) -> None:
         self._epoch = resume.begin(loader, "local", _obstacle(loader))
         super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._epoch.choose_base_seed(int(self._base_seed))
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         # torch's assertions, word for word.
@@ -98,7 +101,7 @@ class LocalIterator(_BaseDataLoaderIter):
             index = self._next_index()  # type: ignore[no-untyped-call]
             batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
-            self._epoch.is_finished = True
+            self._epoch.ended()
             raise
         if self._pin_memory:
             batch = pin_batch(batch, self._pin_memory_device)
@@ -139,6 +142,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -161,6 +165,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             seeds_samples=loader.rng == "sample",
             dataset_states=self._epoch.dataset_states,
         )
+        self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._pool: Pool | ThreadPool
         if loader.worker_method == "thread":
@@ -179,6 +184,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._epoch = resume.begin(loader, "again", _obstacle(loader))
             self._epoch.choose_base_seed(int(self._base_seed))
         super()._reset(loader, first_iter)
+        self._is_prefetched = False
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
@@ -187,6 +193,19 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
+
+    def register_slots(self, backend: Backend, stream: Any) -> None:
+        """Let a device read slots in place, in this epoch.
+
+        For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
+        """
+        self._is_prefetched = True
+        pool = self._pool
+        if isinstance(pool, ThreadPool) or self._pin_thread is not None:
+            return  # no slots, or none that the prefetcher sees
+        if pool.registered is None or pool.registered.stream is not stream:
+            pool.unregister()
+            pool.registered = RegisteredSlots(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
@@ -212,6 +231,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
+        if not self._is_prefetched:
+            self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
             task, kind, batch = self._receive(head[1])
             _, worker = self._schedule.answer()
@@ -228,7 +249,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 finally:
                     del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
             return batch
-        self._epoch.is_finished = True
+        self._epoch.ended()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -278,7 +299,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def close(self) -> None:
         """Stop the workers and give the slots back; batches that the caller holds stay valid."""
         loader = self._loader()
-        if loader is not None and loader._iterator is self:
+        if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
             loader._iterator = None  # persistent workers that are gone serve no more epochs
         self._finalizer()
 

@@ -21,6 +21,8 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload import resume
 from fastload.cache import budget
+from fastload.delivery import DeviceIterator, choose_device
+from fastload.device.cuda import check_device
 from fastload.iterators import LocalIterator, WorkerIterator
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
@@ -74,8 +76,17 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             without one: nothing is pickled or sent, and the dataset must allow reads from several threads;
             each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
             order: use `fastload.sample_generator()` with ``rng="sample"``.
+        device: Where the batches are when the caller gets them: "cuda" (the device that is current at the
+            first `iter(loader)`), "cuda:1", "cpu", or "auto": CUDA if there is any, else the CPU, which is
+            said once in the log. On CUDA batches are copied two ahead, on a side stream, straight from the
+            memory that workers write; `pin_memory` then adds nothing. The caller owns them. None leaves
+            batches on the host, as torch does.
+        device_transform: Called with each batch once it is there, without gradients: `Normalize`, or any
+            callable or module. On CUDA it runs ahead on the side stream, and should neither wait for the
+            device nor keep its input.
 
     Raises:
+        DeviceUnavailableError: From `iter(loader)`: CUDA is asked for by name and is not there.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -104,6 +115,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         seed_pipelines: bool = True,
         rng: Literal["worker", "sample"] = "worker",
         worker_method: Literal["process", "thread"] = "process",
+        device: str | int | torch.device | None = None,
+        device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
         super().__init__(
             dataset,
@@ -130,6 +143,13 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             )
         if ring_bytes != "auto":
             budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
+        if device is not None:
+            check_device(device)
+        if device_transform is not None and (device is None or not callable(device_transform)):
+            raise ValueError(
+                "device_transform should be a callable, with device= for where it runs, "
+                f"but got device={device!r} and device_transform={device_transform!r}"
+            )
         if rng not in ("worker", "sample"):
             raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
         if rng == "sample":
@@ -143,6 +163,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.seed_pipelines = seed_pipelines
         self.rng = rng
         self.worker_method = worker_method
+        self.device = device
+        self.device_transform = device_transform
 
     def _check_threads(self) -> None:
         if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
@@ -158,6 +180,17 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         return types.GenericAlias(cls, item)
 
     def _get_iterator(self) -> Any:
+        if self.device is None:
+            return self._host_iterator()
+        device = choose_device(self)  # before any worker is started
+        source = self._host_iterator()
+        if device is None and self.device_transform is None:
+            return source
+        iterator = DeviceIterator(self, source, device)
+        _live.add(iterator)
+        return iterator
+
+    def _host_iterator(self) -> Any:
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
@@ -240,7 +273,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         The loader can be iterated again. An iterator that was open raises LoaderClosedError.
         """
         for iterator in list(_live):
-            if isinstance(iterator, (LocalIterator, WorkerIterator)):
+            if isinstance(iterator, (DeviceIterator, LocalIterator, WorkerIterator)):
                 if iterator.belongs_to(self):
                     iterator.close()
             else:

@@ -65,6 +65,11 @@ class Memory:
         self._lease: weakref.ref[Any] | None = None
         self._forks_at_lease = _forks
 
+    @property
+    def address(self) -> int:
+        """Where the pages are mapped in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
     def lease(self) -> Any:
         """A new buffer object over all of the memory; what is made from it keeps the memory leased."""
         lease = self._lease_type.from_buffer(self._mapping)

@@ -13,32 +13,31 @@ in the order in which the tasks were given. Rules:
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
-from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
+from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
 from fastload.transport.obituary import obituary
 from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
+from fastload.transport.starting import check_start, preload_forkserver
 from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+    from fastload.device.registered import RegisteredSlots
     from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
@@ -89,16 +88,17 @@ class Pool:
 
     def __init__(self, job: Job, context: BaseContext, ring: Ring) -> None:
         self.ring = ring
+        self.registered: RegisteredSlots | None = None  # where a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
         self._pid = os.getpid()
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
         method = context.get_start_method()
-        _check_start(job, method)
+        check_start(job, method)
         shipped: Job | PickledJob = job
         try:
             if method == "forkserver":
-                _preload_forkserver()
+                preload_forkserver()
             if method != "fork":
                 shipped = pickle_job(job)
             for worker_id in range(job.num_workers):
@@ -187,8 +187,12 @@ class Pool:
                 if reply.kind is Kind.ERROR:
                     return task, reply.kind, load_error(reply)
                 return task, reply.kind, None if packed is None else unpack(packed, b"")
+            # Arrays pass through a prefetcher as they are, and its caller shall have nothing registered.
+            is_private = self.registered is not None and packed.has_arrays
+            if not is_private:
+                self.register(slot.memory)
             lease = slot.memory.lease()
-            if self.ring.lend(slot):
+            if not is_private and self.ring.lend(slot):
                 return task, reply.kind, unpack(packed, lease)
         copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
         with self.lock:
@@ -322,6 +326,17 @@ class Pool:
         self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
 
+    def register(self, memory: Memory) -> None:
+        """Let the device read this memory in place, if one reads slots at all; call it before lending."""
+        if self.registered is not None:
+            self.registered.add(memory, (slot.memory for slot in self.ring.slots))
+
+    def unregister(self) -> None:
+        """From now on no slot is read in place; waits for the copies that are under way."""
+        if self.registered is not None:
+            self.registered.close()
+            self.registered = None
+
     def close(self, grace_s: float | None = None) -> None:
         """Stop the workers and let go of all slots; batches that the caller holds stay valid.
 
@@ -354,6 +369,7 @@ class Pool:
                     worker.process.close()
             self._workers.clear()
             self.ring.clear()
+            self.unregister()
 
 
 def load_error(reply: Reply) -> Any:
@@ -361,31 +377,3 @@ def load_error(reply: Reply) -> Any:
     if reply.error is None:
         raise AssertionError("only error replies bring an error")
     return pickle.loads(reply.error)
-
-
-def _check_start(job: Job, method: str) -> None:
-    """Say clearly what would otherwise fail in another process, or in the middle of a bootstrap."""
-    if getattr(process.current_process(), "_inheriting", False):
-        raise WorkerStartError(
-            "workers were asked for while this process is itself being started. "
-            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
-        )
-    if process.current_process().daemon:
-        # multiprocessing asserts this itself, with less to go on.
-        raise AssertionError("daemonic processes are not allowed to have children")
-    if method == "fork":
-        return
-    main_module = sys.modules.get("__main__")
-    kind = type(job.dataset)
-    if kind.__module__ == "__main__" and getattr(main_module, "__file__", None) is None:
-        raise WorkerStartError(
-            f"the dataset's class {kind.__qualname__} was defined interactively, and workers started with "
-            f"{method!r} cannot import it. Move it to a module file, or use multiprocessing_context='fork'."
-        )
-
-
-def _preload_forkserver() -> None:
-    """Let a fork server that is not running yet import torch once, instead of every worker."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])

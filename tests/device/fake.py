@@ -8,6 +8,7 @@ either way round, and memory that came back too early is found in use.
 Violations are collected, because much of it is noticed in finalizers, where nothing can be raised:
 
 - a kernel that read a tensor before its copy had run, or after its memory was used again
+- memory that was registered twice, or unregistered too early
 - pinned memory that died while a copy from it had not run, or a copy from memory that is not pinned
 - a device tensor that died while a stream that it was not recorded for still had to read it
 """
@@ -15,16 +16,32 @@ Violations are collected, because much of it is noticed in finalizers, where not
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 HOST_POISON = 0xA5
 DEVICE_POISON = 0x5A
+
+
+class Mapped:
+    """Registered host memory: what a copy finds there is what is there when it runs."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+
+    @property
+    def bytes(self) -> bytes:
+        return ctypes.string_at(self.address, self.num_bytes)
 
 
 class FakeStream:
@@ -83,6 +100,10 @@ class FakeBackend:
         self._blocks: dict[int, Block] = {}  # by address
         self._free: list[Freed] = []
         self._side: FakeStream | None = None
+        self.refuses = ""  # the reason that register gives
+        self.num_refused = 0
+        self.num_read_in_place = 0
+        self.registered: dict[int, int] = {}  # bytes by address
 
     # --- what the prefetcher asks for ---
 
@@ -94,13 +115,16 @@ class FakeBackend:
         return self.current
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _address(tensor) in self._pinned:
+        if _address(tensor) in self._pinned or self._is_registered(tensor):
             return tensor
         self.num_pinned_copies += 1
         return self.pinned(tensor)
 
     def copy(self, pinned: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        source = self._pinned.get(_address(pinned))
+        source: Any = self._pinned.get(_address(pinned))
+        if source is None and self._is_registered(pinned):
+            self.num_read_in_place += 1
+            source = Mapped(pinned.data_ptr(), pinned.numel() * pinned.element_size())
         if source is None:
             self._report("copy from memory that is not pinned")
             source = Memory(pinned.numel() * pinned.element_size())
@@ -128,7 +152,9 @@ class FakeBackend:
         self.log.append(f"{stream.name} waits for {event.stream.name}")
 
     def record_stream(self, tensor: torch.Tensor, stream: FakeStream) -> None:
-        self._blocks[_address(tensor)].recorded.add(stream.name)
+        block = self._blocks.get(_address(tensor))  # what a transform made has none
+        if block is not None:
+            block.recorded.add(stream.name)
         self.log.append(f"recorded for {stream.name}")
 
     def is_done(self, event: FakeEvent) -> bool:
@@ -137,6 +163,39 @@ class FakeBackend:
     def synchronize(self, event: FakeEvent) -> None:
         while not event.is_done:
             self._advance_to(event.stream)
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        while stream.queue:  # a transform computes at once here: what it reads has to be there
+            self._advance_to(stream)
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def register(self, address: int, nbytes: int) -> str:
+        if self.refuses:
+            self.num_refused += 1
+            return self.refuses
+        if any(
+            start < address + nbytes and address < start + size for start, size in self.registered.items()
+        ):
+            self._report("memory was registered twice")
+        self.registered[address] = nbytes
+        self.log.append("register")
+        return ""
+
+    def unregister(self, address: int) -> str:
+        nbytes = self.registered.pop(address, 0)
+        if not nbytes:
+            self._report("memory was unregistered that is not registered")
+        for stream in self.streams:
+            for kind, *rest in stream.queue:
+                if kind == "copy" and isinstance(rest[0], Mapped) and 0 <= rest[0].address - address < nbytes:
+                    self._report("memory was unregistered before the copy from it had run")
+        self.log.append("unregister")
+        return ""
 
     # --- what the test does ---
 
@@ -250,6 +309,11 @@ class FakeBackend:
             (kind, event), *_ = itertools.islice(stream.queue, 1)
             assert kind == "wait"
             self._advance_to(event.stream)
+
+    def _is_registered(self, tensor: torch.Tensor) -> bool:
+        start = tensor.data_ptr()
+        within = any(0 <= start - address < nbytes for address, nbytes in self.registered.items())
+        return within and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
     def _report(self, what: str) -> None:
         self.violations.append(what)

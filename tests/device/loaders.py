@@ -11,7 +11,7 @@ from fastload.device.prefetch import CUDAPrefetcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from fastload.device.prefetch import Backend
+    from fastload.device.cuda import Backend
 
 
 def batch(number: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload.device import prefetch
+from fastload.device import copies
 from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, Stumbles, batch, on
 
@@ -239,7 +239,7 @@ def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyP
     fake = FakeBackend()
     iterator = iter(on(fake, Loader(3)))
     next(iterator)
-    monkeypatch.setattr(prefetch.os, "getpid", lambda: -1)
+    monkeypatch.setattr(copies.os, "getpid", lambda: -1)
     del iterator
 
     assert fake.num_waiting_copies == 3

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload.device import prefetch
+from fastload.device import cuda as cuda_module
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.errors import DeviceUnavailableError
 from tests.device.loaders import Loader, batch
@@ -67,7 +67,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
 
-    prefetch._say_once.cache_clear()
+    cuda_module.say_once.cache_clear()
     return pretend
 
 

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from fastload import DataLoader, Normalize
+from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import CUDAPrefetcher
+from fastload.transport.memory import Memory
+from fastload.transport.segment import Segment, populate
+from tests import zoo
 from tests.device.loaders import Loader
 
 if TYPE_CHECKING:
@@ -203,3 +208,71 @@ def test_another_device_than_the_current_one() -> None:
     assert {str(batch.device) for batch in batches} == {"cuda:1"}
     assert torch.cuda.current_device() == 0
     assert all(torch.equal(batch.cpu(), numbered(n)) for n, batch in enumerate(batches))
+
+
+# --- slots ------------------------------------------------------------------------------------------------
+
+
+def test_registered_shared_memory_is_pinned_until_it_is_unregistered() -> None:
+    """Torch takes it for pinned, a copy from its inside is right, and failures leave no error behind."""
+    backend = choose_backend("cuda", "this test")
+    assert backend is not None
+    stream = backend.make_stream()
+    segment = Segment.create(1 << 20, name="fastload-slot")
+    memory = Memory(segment.map(writable=True), shared=True)
+    segment.close()
+    populate(memory._mapping)
+    tensor = torch.frombuffer(memory.lease(), dtype=torch.uint8)
+    tensor.copy_(torch.arange(1 << 20) % 251)
+
+    assert not tensor.is_pinned()
+    assert backend.register(memory.address, memory.nbytes) == ""
+    assert tensor[4097:].is_pinned()
+    assert backend.pin(tensor[4097:]).data_ptr() == tensor[4097:].data_ptr()
+    assert "cudaHostRegister gave error" in backend.register(memory.address, memory.nbytes)
+    copied = backend.copy(tensor[4097:], stream)
+    backend.synchronize(backend.record_event(stream))
+    assert torch.equal(copied.cpu(), tensor[4097:])
+    assert backend.unregister(memory.address) == ""
+    assert "cudaHostUnregister gave error" in backend.unregister(memory.address)
+    assert not tensor.is_pinned()
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_delivers_what_its_workers_wrote(persistent: bool) -> None:
+    """With a slow consumer that holds some batches, over epochs; slots are read in place."""
+    dataset = zoo.Made(zoo.image, 400)
+    expected = [images for images, _ in DataLoader(dataset, 4)]
+    with DataLoader(dataset, 4, num_workers=2, persistent_workers=persistent, device="cuda") as loader:
+        for _ in range(3):
+            held = []
+            for number, (images, labels) in enumerate(loader):
+                assert images.is_cuda
+                torch.cuda._sleep(SHORT_CYCLES)
+                held.append((number, images[1:3] if number % 2 else images, labels))
+            assert len(held) == len(expected)
+            for number, images, labels in held:
+                whole = expected[number]
+                assert torch.equal(images.cpu(), whole[1:3] if number % 2 else whole)
+                assert int(labels[0]) == 4 * number
+
+
+def test_a_loader_normalises_on_the_copy_stream() -> None:
+    """The same values as on the CPU, channels-last and in bfloat16."""
+    normalize = Normalize([0.5] * 3, [0.25] * 3, torch.bfloat16)
+    dataset = zoo.Made(zoo.image, 40)
+    expected = [normalize(images) for images, _ in DataLoader(dataset, 4)]
+    with DataLoader(dataset, 4, num_workers=2, device="cuda", device_transform=normalize) as loader:
+        for (images, _), there in zip(loader, expected, strict=True):
+            assert images.dtype is torch.bfloat16
+            assert images.is_contiguous(memory_format=torch.channels_last)
+            assert torch.allclose(images.cpu().float(), there.float(), atol=0.02)
+
+
+def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:
+    """After a prefetched epoch over persistent workers, plain batches are pageable memory again."""
+    with DataLoader(zoo.Made(zoo.image, 40), 4, num_workers=2, persistent_workers=True) as loader:
+        list(CUDAPrefetcher(loader))
+
+        assert not any(images.is_pinned() for images, _ in loader)

@@ -1,0 +1,146 @@
+"""A DataLoader with `device=`: its batches, on the device and transformed when the caller asks for them.
+
+Runs in the consumer's process, around the iterator that brings the batches to the host. Rules:
+
+1. On a GPU batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py); on the CPU the
+   transform runs when the caller asks for the batch.
+2. What counts for `state_dict()` is what the caller received, not what was copied ahead.
+3. A loader has one copy stream on each device for life, whatever the number of its epochs. It is held here,
+   not by the loader: frameworks copy a loader's attributes.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fastload import resume
+from fastload.device.copies import CopiesAhead, apply_transform
+from fastload.device.cuda import choose_backend
+from fastload.errors import LoaderClosedError
+from fastload.iterators import LocalIterator, WorkerIterator
+
+if TYPE_CHECKING:
+    from fastload.device.cuda import Backend
+    from fastload.loader import DataLoader
+    from fastload.resume import Epoch
+
+DEPTH = 2
+
+_backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
+
+
+def choose_device(loader: DataLoader) -> tuple[Backend, Any] | None:
+    """The backend and the copy stream of this loader; None for the CPU.
+
+    Raises:
+        DeviceUnavailableError: CUDA is asked for by name and is not there.
+    """
+    known = _backends.setdefault(loader, {})
+    name = str(loader.device)
+    if name not in known:
+        backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
+        if backend is None:
+            return None
+        known[name] = (backend, backend.make_stream())
+    return known[name]
+
+
+class DeviceIterator(Iterator[Any]):
+    """What `iter(loader)` gives with `device=`: epochs of a source, over persistent workers more than one.
+
+    Args:
+        loader: Whose device and transform.
+        source: Gives the loader's batches on the host.
+        device: As `choose_device` gives it.
+
+    Attributes:
+        source: As given.
+    """
+
+    def __init__(self, loader: DataLoader, source: Any, device: tuple[Backend, Any] | None) -> None:
+        self._loader = weakref.ref(loader)
+        self.source = source
+        self._device = device
+        self._batches: Iterator[Any] | None = None
+        self._epoch: Epoch | None = None
+        self._begin(loader)
+
+    def _begin(self, loader: DataLoader) -> None:
+        transform = loader.device_transform
+        self._epoch = None
+        if self._device is None:
+            self._batches = self.source
+            if transform is not None:
+                self._batches = map(functools.partial(apply_transform, transform), self.source)
+            return
+        source, taken = self.source, None
+        if isinstance(source, (LocalIterator, WorkerIterator)):
+            self._epoch = resume.book_of(loader).current
+        if self._epoch is not None:
+            source = _Counted(source, self._epoch)
+            taken = source.hand_over
+        self._batches = CopiesAhead(source, *self._device, DEPTH, transform, taken)
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._epoch is not None:
+                self._epoch.is_finished = True
+            raise
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
+        """Begin the next epoch; torch's loader calls this while its workers persist."""
+        self._batches = None  # copies of the old epoch end, and its slots come back
+        self.source._reset(loader, first_iter)
+        self._begin(loader)
+
+    def belongs_to(self, loader: DataLoader) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self._loader() is loader
+
+    def close(self) -> None:
+        """End the copies ahead and close the source; batches that the caller holds stay valid."""
+        self._batches = None
+        self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        # Torch's own iterator without workers has nothing to stop.
+        stop = getattr(self.source, "close", None) or getattr(self.source, "_shutdown_workers", None)
+        if stop is not None:
+            stop()
+
+
+class _Counted(Iterator[Any]):
+    """A source whose batches count when the caller takes them."""
+
+    def __init__(self, source: Any, epoch: Epoch) -> None:
+        self._source = source
+        self._epoch = epoch
+        self._marks: collections.deque[int] = collections.deque()  # one a batch, or error, that was pulled
+        self.register_slots = getattr(source, "register_slots", None)
+        epoch.run_ahead()
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            raise
+        except Exception:
+            self._marks.append(self._epoch.num_fetched)
+            raise
+        self._marks.append(self._epoch.num_fetched)
+        return batch
+
+    def hand_over(self) -> None:
+        """The caller takes the next of what was pulled."""
+        self._epoch.hand_over(self._marks.popleft())

@@ -1,0 +1,230 @@
+"""What copying ahead asks of a device, and the one device that can do it: torch.cuda.
+
+Runs in the consumer's process and threads. Tests put a device of their own in the place of the one for CUDA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from fastload.errors import DeviceUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_log = logging.getLogger("fastload")
+
+_PORTABLE = 1  # of cudaHostRegister's flags: pinned for every device of this process
+
+
+class Backend(Protocol):
+    """What the prefetcher asks of a device. Streams and events are the backend's own objects."""
+
+    device: torch.device
+
+    def make_stream(self) -> Any:
+        """A new stream on this device; called once per prefetcher."""
+
+    def current_stream(self) -> Any:
+        """The stream on which the caller's next work for this device will run."""
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` itself if a copy can read it as it is, else a pinned copy of it, finished on return."""
+
+    def copy(self, pinned: torch.Tensor, stream: Any) -> torch.Tensor:
+        """Allocate a device tensor under ``stream`` and start the copy into it; the host does not wait."""
+
+    def move(self, value: Any) -> Any:
+        """``value.to(device)`` on the caller's current stream."""
+
+    def record_event(self, stream: Any) -> Any:
+        """An event that is done when all work given to ``stream`` until now is."""
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """Work given to ``stream`` from now on waits for ``event``; the host does not."""
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """``stream`` uses ``tensor``: its memory is not reused before what runs there by then is done."""
+
+    def is_done(self, event: Any) -> bool:
+        """Whether the device has reached ``event``; the host does not wait."""
+
+    def synchronize(self, event: Any) -> None:
+        """Let the host wait until the device has reached ``event``."""
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Within it this thread's work for the device goes to ``stream``; the host does not wait."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Page-lock memory that is mapped already, so that copies read it in place; "" or why not."""
+
+    def unregister(self, address: int) -> str:
+        """Undo `register`, when no copy from there is under way; "" or why not."""
+
+
+def check_device(device: str | int | torch.device) -> torch.device | None:
+    """``device`` as torch has it; None for "auto". Asks no driver.
+
+    Raises:
+        ValueError: It is no CUDA device, CPU or "auto".
+    """
+    if device == "auto":
+        return None
+    message = f"device should be 'cuda', 'cuda:N', 'cpu' or 'auto', but got {device!r}"
+    try:
+        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(message) from error
+    if asked.type not in ("cpu", "cuda"):
+        raise ValueError(message)
+    return asked
+
+
+def choose_backend(device: str | int | torch.device, asker: str) -> Backend | None:
+    """The backend for ``device``; None for the CPU. ``asker`` is who messages are about.
+
+    Raises:
+        DeviceUnavailableError: CUDA is asked for by name and is not there.
+        ValueError: As `check_device`.
+    """
+    asked = check_device(device)
+    if asked is None:
+        reason = _CUDABackend.why_unavailable(None)
+        if reason is None:
+            return _CUDABackend(None)
+        say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}")
+        return None
+    if asked.type == "cpu":
+        return None
+    reason = _CUDABackend.why_unavailable(asked.index)
+    if reason is not None:
+        raise DeviceUnavailableError(
+            f"{asker} cannot use device={str(device)!r}: {reason}. "
+            "device='auto' uses the CPU where there is no CUDA."
+        )
+    return _CUDABackend(asked.index)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Log a warning that would be the same at each epoch."""
+    _log.warning(message)
+
+
+class _CUDABackend:
+    """torch.cuda, on one device. Makes no CUDA context before `make_stream`.
+
+    The device is made current around each call that allocates or selects a stream, and the caller's own is
+    put back. This also keeps torch from making a CUDA context on the caller's current device when it
+    restores that device's stream.
+    """
+
+    def __init__(self, index: int | None) -> None:
+        self.device = torch.device("cuda") if index is None else torch.device("cuda", index)
+
+    @staticmethod
+    def why_unavailable(index: int | None) -> str | None:
+        """Why there is no such device; None if there is. Makes no CUDA context."""
+        if not torch.backends.cuda.is_built():
+            return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        setting = (
+            "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
+        )
+        if not torch.cuda.is_available():
+            return f"torch finds no CUDA device or no driver that works with it; {setting}"
+        num_devices = torch.cuda.device_count()
+        if index is not None and index >= num_devices:
+            return f"torch sees {num_devices} CUDA device(s), numbered from 0; {setting}"
+        return None
+
+    def make_stream(self) -> torch.cuda.Stream:
+        torch.cuda.init()
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        return torch.cuda.Stream(self.device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.cuda.device(self.device):
+            if _is_dense(tensor) and tensor.is_pinned():
+                return tensor
+            # Not pin_memory(): it keeps gaps between rows, and a copy across gaps is not asynchronous.
+            return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+
+    def copy(self, pinned: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            return pinned.to(self.device, non_blocking=True)
+
+    def move(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True)
+
+    def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def record_stream(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    @contextlib.contextmanager
+    def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def register(self, address: int, nbytes: int) -> str:
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            return self._outcome("cudaHostRegister", runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> str:
+        runtime: Any = torch.cuda.cudart()
+        with torch.cuda.device(self.device):
+            return self._outcome("cudaHostUnregister", runtime.cudaHostUnregister(address))
+
+    def _outcome(self, call: str, code: Any) -> str:
+        if int(code) == 0:
+            return ""
+        self._clear_error()
+        return f"{call} gave error {int(code)}, {torch.cuda.cudart().cudaGetErrorString(code)}"
+
+    def _clear_error(self) -> None:
+        """Take back the error that a failed call leaves behind: the next kernel would be blamed for it.
+
+        torch takes it back when it raises it, at the launch of any kernel. An error of the second kernel is
+        one of the device's own.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._launch()
+        self._launch()
+
+    def _launch(self) -> None:
+        torch.zeros(1, device=self.device).add_(1)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory, in any order of dimensions: no gaps, no overlap."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

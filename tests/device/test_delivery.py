@@ -1,0 +1,401 @@
+"""A DataLoader with device=: on the CPU, and on the fake device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import multiprocessing
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastload
+from fastload import DataLoader, delivery
+from fastload.device import cuda
+from tests import zoo
+from tests.device.fake import FakeBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1},
+    {"num_workers": 2, "persistent_workers": True},
+]
+IMAGES = zoo.Made(zoo.image, 22)
+quietly = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    """The device of every loader that is asked for one."""
+    backend = FakeBackend()
+    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: backend)
+    return backend
+
+
+@pytest.fixture
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    cuda.say_once.cache_clear()
+
+
+def numbers(batches: Any) -> list[int]:
+    """The first label of each batch."""
+    return [int(labels[0]) for _, labels in batches]
+
+
+def doubled(batch: Any) -> Any:
+    images, labels = batch
+    return images.float() * 2, labels
+
+
+# --- what comes out ---------------------------------------------------------------------------------------
+
+
+@quietly
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_batches_on_the_device_are_those_of_the_host(
+    fake: FakeBackend, way: dict[str, Any], pin_memory: bool
+) -> None:
+    """Every epoch brings the same batches in the same order, copied on one stream for life."""
+    expected = list(DataLoader(IMAGES, 4))
+    with DataLoader(IMAGES, 4, device="cuda", pin_memory=pin_memory, **way) as loader:
+        assert len(loader) == 6
+        for _ in range(2):
+            batches = list(loader)
+            fake.drain()
+
+            assert len(batches) == len(expected)
+            for (images, labels), (expected_images, expected_labels) in zip(batches, expected, strict=True):
+                assert torch.equal(images, expected_images)
+                assert torch.equal(labels, expected_labels)
+        assert [stream.name for stream in fake.streams] == ["main", "side 1"]
+    fake.check()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_transform_runs_on_the_copy_stream_ahead_of_the_caller(
+    fake: FakeBackend, way: dict[str, Any]
+) -> None:
+    """Of three batches under way each is transformed behind its copies, and the caller waits for both."""
+    at: list[str] = []
+
+    def transform(batch: Any) -> Any:
+        at.append(repr(fake.current))
+        assert not torch.is_grad_enabled()
+        return doubled(batch)
+
+    expected = [doubled(batch)[0] for batch in DataLoader(IMAGES, 4)]
+    with DataLoader(IMAGES, 4, device="cuda", device_transform=transform, **way) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        assert at == ["<stream side 1>"] * 3
+        assert fake.log.index("main waits for side 1") > fake.log.index("record on side 1")
+        assert fake.log[-2:] == ["recorded for main"] * 2
+        assert all(torch.equal(a, b[0]) for a, b in zip(expected, [first, *iterator], strict=True))
+        del iterator
+    fake.check()
+
+
+def test_a_batch_that_moves_late_is_transformed_where_it_is(fake: FakeBackend) -> None:
+    """What cannot be copied ahead goes to the caller's stream, and the transform follows it."""
+    at: list[str] = []
+
+    def transform(batch: Any) -> Any:
+        at.append(repr(fake.current))
+        return batch.data.sum()
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    loader = DataLoader(
+        [0], batch_size=None, collate_fn=lambda _: packed, device=0, device_transform=transform
+    )
+
+    assert [int(total) for total in loader] == [5]
+    assert at == ["<stream main>"]
+    fake.check()
+
+
+def test_what_cannot_be_looked_into_keeps_the_next_copies_waiting(fake: FakeBackend) -> None:
+    """After a transform that gave an opaque object, the side stream waits for the caller's work."""
+
+    def pack(batch: Any) -> Any:
+        return torch.nn.utils.rnn.pack_sequence([batch[0].float().flatten()])
+
+    list(DataLoader(IMAGES, 4, device="cuda", device_transform=doubled))
+    assert "side 1 waits for main" not in fake.log
+
+    list(DataLoader(IMAGES, 4, device="cuda", device_transform=pack))
+    assert "side 2 waits for main" in fake.log
+    fake.check()
+
+
+@quietly
+def test_pin_memory_adds_no_thread_and_no_copy(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With device= the copies ahead see to pinned memory alone, also where there is an accelerator."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    loader = DataLoader(IMAGES, 4, num_workers=1, device="cuda", pin_memory=True)
+    iterator = iter(loader)
+    next(iterator)
+
+    assert "fastload-pin" not in {thread.name for thread in threading.enumerate()}
+    assert fake.num_pinned_copies == 0
+    del iterator
+    fake.check()
+
+
+def test_torchs_own_iterator_delivers_to_the_device_too(fake: FakeBackend) -> None:
+    """A loader whose work is left to torch (in_order=False) has its batches copied all the same."""
+    with DataLoader(IMAGES, 4, num_workers=1, in_order=False, device="cuda") as loader:
+        batches = list(loader)
+        fake.drain()
+
+        assert numbers(batches) == [0, 4, 8, 12, 16, 20]
+    fake.check()
+
+
+# --- without a device -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_auto_without_a_gpu_transforms_on_the_cpu_and_says_so_once(
+    without_cuda: None, way: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches stay on the CPU, the transform is applied, one line says why."""
+    expected = [doubled(batch)[0] for batch in DataLoader(IMAGES, 4)]
+    with (
+        caplog.at_level(logging.WARNING, "fastload"),
+        DataLoader(IMAGES, 4, device="auto", device_transform=doubled, **way) as loader,
+    ):
+        for _ in range(2):
+            assert all(torch.equal(a, b[0]) for a, b in zip(expected, loader, strict=True))
+        assert loader.state_dict()["_iterator_finished"] is True
+
+    (line,) = [record.message for record in caplog.records]
+    assert "DataLoader(device='auto') leaves the batches on the CPU" in line
+    assert "built without CUDA" in line
+
+
+def test_cuda_by_name_raises_at_iter_before_any_worker(without_cuda: None) -> None:
+    """The reason comes from iter(), and nothing was started."""
+    loader = DataLoader(IMAGES, 4, num_workers=2, device="cuda")
+
+    with pytest.raises(fastload.DeviceUnavailableError, match=r"DataLoader cannot use .*built without CUDA"):
+        iter(loader)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:x", 1.5, torch.device("meta")])
+def test_a_device_of_another_kind_is_refused_at_once(device: Any) -> None:
+    """The constructor names what it got."""
+    with pytest.raises(ValueError, match="device should be 'cuda'") as info:
+        DataLoader(IMAGES, device=device)
+    assert repr(device) in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"device_transform": doubled}, {"device": "cpu", "device_transform": 3}], ids=str
+)
+def test_a_transform_needs_a_device_and_must_be_callable(arguments: dict[str, Any]) -> None:
+    """One that would never be applied is an error."""
+    with pytest.raises(ValueError, match="device_transform should be a callable, with device="):
+        DataLoader(IMAGES, **arguments)
+
+
+def test_the_cpu_by_name_is_the_loader_as_it_was() -> None:
+    """device="cpu" without a transform adds nothing."""
+    assert type(iter(DataLoader(IMAGES, device="cpu"))) is type(iter(DataLoader(IMAGES)))
+
+
+# --- where it stands --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("taken", [0, 1, 3, 4, 5, 6])
+def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any], taken: int) -> None:
+    """After each batch the state is that of a loader without a device, and brings the rest back."""
+
+    def make(**options: Any) -> DataLoader:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(IMAGES, 4, shuffle=True, generator=generator, **options)
+
+    with make(device="cuda", **way) as loader, make(**way) as plain:
+        iterator, plain_iterator = iter(loader), iter(plain)
+        for _ in range(taken):
+            next(iterator), next(plain_iterator)
+        state = loader.state_dict()
+        assert state == plain.state_dict()
+        expected = numbers(plain_iterator)
+        del iterator, plain_iterator
+
+        with make(device="cuda", **way) as again:
+            again.load_state_dict(state)
+            batches = list(again)
+            fake.drain()
+            assert numbers(batches) == expected
+            assert again.state_dict()["_iterator_finished"] is True
+    fake.check()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_the_end_is_the_callers_end(fake: FakeBackend, way: dict[str, Any]) -> None:
+    """The source ends three batches early; the state says so only when the caller's loop has ended."""
+    with DataLoader(IMAGES, 4, device="cuda", **way) as loader:
+        seen = []
+        for _ in loader:
+            state = loader.state_dict()
+            seen.append((state["_num_yielded"], state["_iterator_finished"]))
+
+        assert seen == [(n, False) for n in range(1, 7)]
+        assert loader.state_dict()["_iterator_finished"] is True
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, Any]) -> None:
+    """Batches before the error come first, who goes on gets those behind it, and the state follows."""
+    with DataLoader(zoo.Made(zoo.raises), 4, device="cuda", **way) as loader:
+        iterator = iter(loader)
+        came: list[Any] = []
+        for number in range(6):
+            try:
+                came.append(next(iterator))
+            except Exception as error:  # noqa: BLE001  # which kind is compared below
+                came.append(type(error))
+            assert loader.state_dict()["_num_yielded"] == number + 1
+        del iterator
+
+        fake.drain()
+        plain = ["batch" if isinstance(item, torch.Tensor) else item for item in came]
+        odd = RuntimeError if way else zoo.OddError  # workers' errors come as torch brings them
+        assert plain == ["batch", ValueError, KeyError, odd, "batch", "batch"]
+        assert came[4].tolist() == [[16], [17], [18], [19]]
+    fake.check()
+
+
+def test_an_error_of_the_transform_comes_at_its_batch(fake: FakeBackend) -> None:
+    """The batches around it come whole."""
+
+    def transform(batch: Any) -> Any:
+        if int(batch[1][0]) == 8:
+            raise ZeroDivisionError("eight")
+        return batch
+
+    iterator = iter(DataLoader(IMAGES, 4, device="cuda", device_transform=transform))
+    before = [next(iterator), next(iterator)]
+    with pytest.raises(ZeroDivisionError, match="eight"):
+        next(iterator)
+    after = list(iterator)
+    fake.drain()
+
+    assert numbers(before + after) == [0, 4, 12, 16, 20]
+    fake.check()
+
+
+# --- its life ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_an_epoch_may_be_left(fake: FakeBackend, way: dict[str, Any]) -> None:
+    """After a break the next epoch begins at the beginning, and counts from there."""
+    with DataLoader(IMAGES, 4, device="cuda", **way) as loader:
+        for _ in range(2):
+            for _ in loader:
+                break
+        loader.set_epoch(7)
+        batches = list(loader)
+        fake.drain()
+
+        assert numbers(batches) == [0, 4, 8, 12, 16, 20]
+        assert loader.state_dict()["epoch"] == 7
+        assert loader.state_dict()["_num_yielded"] == 6
+    fake.check()
+
+
+def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> None:
+    """`_iterator` means what it means in torch."""
+    fleeting = DataLoader(IMAGES, 4, num_workers=1, device="cuda")
+    iter(fleeting)
+    with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True, device="cuda") as lasting:
+        first = iter(lasting)
+
+        assert fleeting._iterator is None
+        assert lasting._iterator is first
+        assert iter(lasting) is first
+        assert len(first) == 6
+    assert lasting._iterator is None
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("transform", [None, doubled])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_closed_loader_ends_its_iterator_at_once(
+    fake: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    way: dict[str, Any],
+    transform: Callable[[Any], Any] | None,
+    has_gpu: bool,
+) -> None:
+    """What was copied ahead is dropped, batches that are held stay valid, and the loader can go again."""
+    if not has_gpu:
+        monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: None)
+    loader = DataLoader(IMAGES, 4, device="cuda", device_transform=transform, **way)
+    iterator = iter(loader)
+    images, _ = next(iterator)
+    loader.close()
+
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
+    assert loader.state_dict()["_num_yielded"] == 1
+    assert len(list(loader)) == 6
+    fake.drain()
+    expected = next(iter(DataLoader(IMAGES, 4)))[0]
+    assert torch.equal(images, expected if transform is None else expected.float() * 2)
+    loader.close()
+    fake.check()
+
+
+def test_a_loader_that_is_forgotten_takes_all_with_it(fake: FakeBackend) -> None:
+    """Nothing of ours keeps a loader or its copies alive; the leak guard looks for its workers."""
+    loader = DataLoader(IMAGES, 4, num_workers=2, persistent_workers=True, device="cuda")
+    next(iter(loader))
+    del loader
+    gc.collect()
+
+    assert fake.num_waiting_copies == 0
+    assert fake.registered == {}
+    fake.check()
+
+
+def test_frameworks_may_build_it_again(fake: FakeBackend) -> None:
+    """From its public attributes, by copy, and by pickle."""
+    loader = DataLoader(IMAGES, 4, device="cuda", device_transform=doubled)
+    next(iter(loader))
+    arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
+        del arguments[name]
+    again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
+
+    assert (again.device, again.device_transform) == ("cuda", doubled)
+    for twin in (again, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
+        batches = list(twin)
+        fake.drain()
+        assert batches[0][0].dtype is torch.float32
+    fake.check()
+
+
+def test_a_transform_may_be_a_module(without_cuda: None) -> None:
+    """Normalize on images as they come, channels-last."""
+    normalize = fastload.Normalize([0.5] * 3, [0.25] * 3)
+    loader = DataLoader(IMAGES, 4, device="auto", device_transform=normalize)
+    images, _ = next(iter(loader))
+    exact = (np.stack([zoo.image(n)[0] for n in range(4)]) / 255 - 0.5) / 0.25
+
+    np.testing.assert_allclose(images.numpy(), exact.transpose(0, 3, 1, 2), atol=1e-5)
+    assert images.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,397 @@
+"""Slots that the device reads in place: when they are registered, when not, and in which order all ends."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastload import DataLoader, delivery
+from fastload.device import cuda, registered
+from fastload.device.copies import CopiesAhead
+from fastload.device.prefetch import CUDAPrefetcher
+from fastload.device.registered import RegisteredSlots
+from fastload.iterators import WorkerIterator
+from fastload.transport.memory import Memory
+from tests import zoo
+from tests.device.fake import FakeBackend
+from tests.device.loaders import on
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+IMAGES = zoo.Made(zoo.image, 64)
+PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
+    """The device of every loader that is asked for one."""
+    backend = FakeBackend()
+    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: backend)
+    cuda.say_once.cache_clear()
+    return backend
+
+
+def to_device(loader: DataLoader, fake: FakeBackend) -> Any:
+    """By device=."""
+    loader.device = "cuda"
+    return loader
+
+
+def through_prefetcher(loader: DataLoader, fake: FakeBackend) -> Any:
+    """By a prefetcher around it."""
+    return on(fake, loader)
+
+
+def shared_memory(nbytes: int = 4096) -> Memory:
+    return Memory(mmap.mmap(-1, nbytes), shared=True)
+
+
+def check_values(batches: list[Any]) -> None:
+    for number, (images, labels) in enumerate(batches):
+        assert labels.tolist() == list(range(4 * number, 4 * number + 4))
+        assert np.array_equal(images.numpy(), np.stack([zoo.image(int(n))[0] for n in labels]))
+
+
+# --- read in place ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [to_device, through_prefetcher])
+@pytest.mark.parametrize("workers", [{"num_workers": 1}, PERSISTENT], ids=str)
+def test_slots_are_read_in_place_and_registered_once(
+    fake: FakeBackend, way: Callable[..., Any], workers: dict[str, Any]
+) -> None:
+    """Nearly all copies come straight from slots; every registration is undone when the loader is closed."""
+    with DataLoader(IMAGES, 4, **workers) as loader:
+        batches = way(loader, fake)
+        for _ in range(2):
+            got = list(batches)
+            fake.drain()
+            check_values(got)
+            num_registered = fake.log.count("register")
+        if loader.persistent_workers:
+            assert fake.log.count("unregister") == 0
+            assert num_registered == len(fake.registered) <= 2 * (2 + 2)
+
+    assert fake.num_read_in_place + fake.num_pinned_copies == fake.num_copies == 2 * 16 * 2
+    assert fake.num_read_in_place > fake.num_pinned_copies
+    assert fake.log.count("unregister") == fake.log.count("register") == num_registered
+    assert fake.registered == {}
+    fake.check()
+
+
+def test_without_cuda_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU there is no registry, neither by device= nor by a prefetcher."""
+    made: list[Any] = []
+    monkeypatch.setattr(WorkerIterator, "register_slots", lambda *args: made.append(args))
+
+    list(DataLoader(IMAGES, 4, num_workers=1, device="cpu", device_transform=lambda batch: batch))
+    list(CUDAPrefetcher(DataLoader(IMAGES, 4, num_workers=1), device="cpu"))
+
+    assert made == []
+
+
+def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_registered(fake: FakeBackend) -> None:
+    """With persistent workers: before the plain caller gets a batch, everything is unregistered."""
+    with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
+        list(on(fake, loader))
+        assert fake.registered
+        plain = iter(loader)
+        next(plain)
+        assert fake.registered == {}
+        del plain
+        list(on(fake, loader))
+        assert fake.registered
+    fake.check()
+
+
+def test_a_slot_that_a_plain_caller_still_holds_is_not_registered(fake: FakeBackend) -> None:
+    """A batch of an earlier plain epoch stays what it was: memory that no device reads."""
+    with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
+        held, _ = next(iter(loader))
+        list(on(fake, loader))
+
+        assert fake.registered
+        assert not fake._is_registered(held)
+    assert np.array_equal(held[0].numpy(), zoo.image(0)[0])
+    fake.check()
+
+
+def test_arrays_that_pass_through_are_the_callers_own(fake: FakeBackend) -> None:
+    """A batch with arrays in it, which a prefetcher passes on, is copied out of its slot."""
+    with DataLoader(IMAGES, 4, collate_fn=zoo.as_arrays, **PERSISTENT) as loader:
+        batches = list(on(fake, loader))
+
+        assert fake.registered == {}
+        assert all(isinstance(batch["x"], np.ndarray) for batch in batches)
+        assert np.array_equal(batches[3]["x"][0], zoo.image(12)[0])
+    fake.check()
+
+
+def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
+    """Batches that grow bring new memory, and the registrations follow what slots hold."""
+    with DataLoader(zoo.Made(zoo.growing, 40), 4, **PERSISTENT) as loader:
+        got = list(on(fake, loader))
+        fake.drain()
+        slots = loader._iterator._pool.ring.slots
+
+        assert [int(batch.flatten()[0]) for batch in got] == list(range(0, 40, 4))
+        assert fake.log.count("unregister") > 0
+        assert set(fake.registered) <= {slot.memory.address for slot in slots if slot.memory is not None}
+    fake.check()
+
+
+# --- refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [to_device, through_prefetcher])
+def test_a_refusal_is_said_once_and_batches_come_all_the_same(
+    fake: FakeBackend, way: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One attempt a pool, one line with the reason, and pinned copies of every batch."""
+    fake.refuses = "cudaHostRegister gave error 2, out of memory"
+    with caplog.at_level(logging.WARNING, "fastload"):
+        for _ in range(2):
+            with DataLoader(IMAGES, 4, num_workers=1) as loader:
+                got = list(way(loader, fake))
+                fake.drain()
+                check_values(got)
+
+    (line,) = [record.message for record in caplog.records]
+    assert "copied to pinned memory first" in line
+    assert "error 2, out of memory" in line
+    assert fake.num_refused == 2
+    assert fake.num_pinned_copies == fake.num_copies == 2 * 16 * 2
+    fake.check()
+
+
+def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> None:
+    """Slots that were registered before the first failure are read in place, the others are not tried."""
+    slots, memories = RegisteredSlots(fake, fake.make_stream()), [shared_memory() for _ in range(3)]
+    slots.add(memories[0], memories)
+    fake.refuses = "no more"
+    slots.add(memories[1], memories)
+    slots.add(memories[2], memories)
+
+    assert fake.num_refused == 1
+    assert list(fake.registered) == [memories[0].address]
+    slots.close()
+    assert fake.registered == {}
+    fake.check()
+
+
+def test_a_slot_beyond_the_limit_is_not_tried(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One registration has at most so many bytes, and no copy may cross from one into another."""
+    monkeypatch.setattr(registered, "MAX_BYTES", 4096)
+    slots, memory = RegisteredSlots(fake, fake.make_stream()), shared_memory(8192)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        slots.add(memory, [memory])
+
+    assert fake.registered == {}
+    assert "a slot of 8,192 bytes, of at most 4,096" in caplog.text
+
+
+# --- order ------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_registered_once(fake: FakeBackend) -> None:
+    """Adding it again does nothing."""
+    slots, memory = RegisteredSlots(fake, fake.make_stream()), shared_memory()
+    for _ in range(3):
+        slots.add(memory, [memory])
+    slots.close()
+    slots.close()
+
+    assert [entry for entry in fake.log if "register" in entry] == ["register", "unregister"]
+    fake.check()
+
+
+@pytest.mark.parametrize("by_close", [True, False])
+def test_memory_is_unregistered_before_it_is_unmapped(fake: FakeBackend, by_close: bool) -> None:
+    """The registry holds the mapping until then, whoever else has let go of it."""
+    slots = RegisteredSlots(fake, fake.make_stream())
+    mapping = mmap.mmap(-1, 4096)
+    weakref.finalize(mapping, fake.log.append, "unmapped").atexit = False
+    memory: Memory | None = Memory(mapping, shared=True)
+    del mapping
+    slots.add(memory, [memory])  # type: ignore[arg-type]
+    memory = None
+    gc.collect()
+    if by_close:
+        slots.close()
+    else:
+        other = shared_memory()
+        slots.add(other, [other])
+        slots.close()
+
+    assert fake.log.index("unregister") < fake.log.index("unmapped")
+    fake.check()
+
+
+def test_memory_that_is_looked_at_is_not_unregistered_early(fake: FakeBackend) -> None:
+    """No slot has it any more, but a copy may still be under way."""
+    slots, old, new = RegisteredSlots(fake, fake.make_stream()), shared_memory(), shared_memory()
+    slots.add(old, [old])
+    lease = old.lease()
+    slots.add(new, [new])
+    assert old.address in fake.registered
+
+    del lease
+    slots.add(shared_memory(), [new])
+    assert old.address not in fake.registered
+    slots.close()
+    fake.check()
+
+
+def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
+    """Nothing is unregistered while the device reads it, when the pool is closed in mid-epoch."""
+    loader = DataLoader(IMAGES, 4, **PERSISTENT)
+    iterator = iter(loader)
+    stream = fake.make_stream()
+    copies: Any = CopiesAhead(iterator, fake, stream, 2)
+    next(copies)
+    assert fake.num_waiting_copies > 0
+    loader.close()
+
+    assert fake.num_waiting_copies == 0
+    assert fake.registered == {}
+    del copies
+    fake.check()
+
+
+def test_a_forked_child_touches_no_registration(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that did not make the registry, nothing is registered, waited for or unregistered."""
+    slots, memory, other = RegisteredSlots(fake, fake.make_stream()), shared_memory(), shared_memory()
+    slots.add(memory, [memory])
+    with monkeypatch.context() as child:
+        child.setattr(registered.os, "getpid", lambda: -1)
+        slots.add(other, [other])
+        slots.close()
+    assert [entry for entry in fake.log if "register" in entry] == ["register"]
+
+    slots.close()
+    assert fake.registered == {}
+
+
+def test_a_real_fork_in_the_middle_of_an_epoch_leaves_the_registrations(fake: FakeBackend) -> None:
+    """The child drops everything and leaves; the parent's epoch comes whole."""
+    with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
+        iterator = iter(on(fake, loader))
+        got = [next(iterator)]
+        pid = os.fork()
+        if pid == 0:
+            before = len(fake.registered)
+            del iterator
+            loader.close()
+            os._exit(0 if len(fake.registered) == before else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        got += iterator
+        fake.drain()
+        check_values(got)
+        del iterator
+    fake.check()
+
+
+class FailsAtTheEnd(FakeBackend):
+    """The device is lost when the pool is closed."""
+
+    def synchronize(self, event: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_lost_device_does_not_keep_a_pool_from_closing(
+    fake: FakeBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, and the caller hears of it from what they asked of the device."""
+    broken = FailsAtTheEnd()
+    slots, memory = RegisteredSlots(broken, broken.make_stream()), shared_memory()
+    slots.add(memory, [memory])
+    with caplog.at_level(logging.WARNING, "fastload"):
+        slots.close()
+
+    assert "device-side assert" in caplog.text
+
+
+# --- any consumer -----------------------------------------------------------------------------------------
+
+
+class Consumer:
+    """Takes batches of a loader and holds, drops, aliases and reads them; the device gets on as chosen."""
+
+    next_number = 0
+
+    def __init__(self, fake: FakeBackend, choose: Callable[[int], int]) -> None:
+        self.fake = fake
+        self.choose = choose
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run(self, batches: Any) -> None:
+        for images, labels in batches:
+            first = self.next_number
+            self.next_number += 4
+            expected = torch.arange(first, first + 4)
+            self.fake.read(labels, expected)
+            pixels = torch.from_numpy(np.stack([zoo.image(n)[0] for n in range(first, first + 4)]))
+            self.fake.read(images, pixels)
+            how = self.choose(4)
+            if how == 1:
+                self.held.append((images, pixels))
+            elif how == 2:
+                self.held.append((labels[1:3], expected[1:3]))  # an alias: the batch itself goes
+            elif how == 3 and self.held:
+                for tensor, content in self.held:
+                    self.fake.read(tensor, content)
+                del self.held[self.choose(len(self.held)) :]
+            for _ in range(self.choose(8)):
+                self.fake.advance(self.fake.streams[self.choose(len(self.fake.streams))])
+            if self.choose(20) == 19:
+                break
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
+def test_no_consumer_finds_a_slot_that_came_back_early(
+    choices: random.Random, depth: int, ring_bytes: int | str
+) -> None:
+    """Whoever holds, drops or aliases batches reads what workers wrote; slots come back late."""
+    fake = FakeBackend()
+    consumer = Consumer(fake, choices.randrange)
+    with DataLoader(IMAGES, 4, ring_bytes=ring_bytes, **PERSISTENT) as loader:
+        batches = on(fake, loader, depth)
+        for _ in range(3):
+            consumer.next_number = 0
+            consumer.run(batches)
+        consumer.held.clear()
+    assert (fake.num_read_in_place > 0) == (ring_bytes != 4096)  # in which there is room for no second slot
+    fake.check()
+
+
+class NoHostWait(FakeBackend):
+    def is_done(self, event: Any) -> bool:
+        return True
+
+    def synchronize(self, event: Any) -> None: ...
+
+
+def test_slots_that_come_back_early_are_noticed() -> None:
+    """Without the wait for the copy's event, the same consumer does read what a worker wrote later."""
+    fake = NoHostWait()
+    consumer = Consumer(fake, lambda limit: 0)
+    with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True) as loader:
+        consumer.run(on(fake, loader))
+        fake.drain()
+
+    assert any("did not read what the batch held" in violation for violation in fake.violations)
