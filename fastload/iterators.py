@@ -222,6 +222,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         except LoaderClosedError:
             _wait_for_exit()
             raise
+        except WorkerDiedError:
+            self._end_after_death()
+            raise
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
 
@@ -267,11 +270,14 @@ class WorkerIterator(_BaseDataLoaderIter):
             _wait_for_exit()
             raise
         except WorkerDiedError:
-            _wait_for_exit()
-            self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
-            self._sampler_iter = iter(())
-            self.close()
+            self._end_after_death()
             raise
+
+    def _end_after_death(self) -> None:
+        _wait_for_exit()
+        self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
+        self._sampler_iter = iter(())
+        self.close()
 
     def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
         try:

@@ -93,6 +93,7 @@ class Pool:
         self._pid = os.getpid()
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
+        self._death = ""  # what was said of workers that died, if that closed the pool
         method = context.get_start_method()
         check_start(job, method)
         shipped: Job | PickledJob = job
@@ -232,8 +233,11 @@ class Pool:
         """Do nothing while answers may still come.
 
         Raises:
+            WorkerDiedError: A worker has died; the thread that pins batches may have found out first.
             LoaderClosedError: The pool was closed.
         """
+        if self._death:
+            raise WorkerDiedError(self._death)
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
 
@@ -323,8 +327,9 @@ class Pool:
             task = worker.sent[0] if worker.sent else None
             messages.append(obituary(worker_id, worker.process.exitcode, task))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
+        self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
         self.close(_GRACE_AFTER_DEATH_S)
-        raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
+        raise WorkerDiedError(self._death)
 
     def register(self, memory: Memory) -> None:
         """Let the device read this memory in place, if one reads slots at all; call it before lending."""

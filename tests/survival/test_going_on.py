@@ -211,6 +211,29 @@ def test_a_loader_whose_worker_died_can_begin_a_new_epoch(
     loader.close()
 
 
+def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
+    monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
+) -> None:
+    """Not a closed loader: the error is the same when the consumer comes to it much later."""
+    pretend_accelerator()
+    is_found = threading.Event()
+    report = pool.Pool._report_death
+
+    def report_and_tell(self: Any, dead: list[int]) -> None:
+        try:
+            report(self, dead)
+        finally:
+            is_found.set()
+
+    monkeypatch.setattr(pool.Pool, "_report_death", report_and_tell)
+    iterator = iter(fastload.DataLoader(zoo.Made(zoo.killed, 24), 4, num_workers=2, prefetch_factor=3))
+    is_found.wait()
+
+    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+        list(iterator)
+    assert list(iterator) == []
+
+
 @PINNED
 def test_every_next_after_close_is_the_same_error(pretend_accelerator: Any, pinned: bool) -> None:
     """However many batches were under way: never a wait."""
