@@ -33,7 +33,7 @@ from fastload.transport.ring import Ring
 from fastload.transport.sample_rng import SampleRng
 from fastload.transport.schedule import Schedule
 from fastload.transport.threads import ThreadPool
-from fastload.transport.worker import Kind
+from fastload.transport.worker import STREAM_ENDED, Kind
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -78,7 +78,7 @@ class LocalIterator(_BaseDataLoaderIter):
         states = self._epoch.dataset_states
         stream: Any = self._dataset
         self._stream = None if states is None else stream  # one that says where it stands
-        if states is not None and states[0] is not None:
+        if states is not None and states[0]:
             stream.load_state_dict(pickle.loads(states[0]))
         self._fetcher = Fetcher(
             self._dataset,
@@ -93,6 +93,7 @@ class LocalIterator(_BaseDataLoaderIter):
             if loader.rng == "sample"
             else None,
         )
+        self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
 
     def _next_data(self) -> Any:
         if self._is_closed:
@@ -122,7 +123,9 @@ class LocalIterator(_BaseDataLoaderIter):
         return batch
 
     def _received(self, index: Any) -> None:
-        state = None if self._stream is None else pickle.dumps(self._stream.state_dict())
+        state = None
+        if self._stream is not None:
+            state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
         self._epoch.received(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:

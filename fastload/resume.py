@@ -23,6 +23,14 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.errors import ResumeError
+from fastload.order import (
+    DEFAULT,
+    generators_of,
+    samplers_by_place,
+    samplers_of,
+    set_generators,
+    set_samplers,
+)
 from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
     from fastload.transport.draws import Draw
 
 VERSION = 1
-_DEFAULT = "default"
 
 
 @dataclass
@@ -126,8 +133,8 @@ class Epoch:
         if state is None:
             return drawn
         self._replayed = None
-        _set_generators(loader, self.generators)
-        _set_samplers(loader, self.samplers)
+        set_generators(loader, self.generators)
+        set_samplers(loader, self.samplers)
         indices: Iterator[Any] = iter(loader._index_sampler)
         if self.beginning != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -189,7 +196,7 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     book = book_of(loader)
     state, book.loaded = book.loaded, None
-    epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    epoch = Epoch(book.next_number, beginning, generators_of(loader), samplers_of(loader), obstacle=obstacle)
     if keeps_dataset_state(loader):
         epoch.dataset_states = [None] * max(1, loader.num_workers)
     if state is not None and _is_within_epoch(state):
@@ -263,8 +270,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     epoch = book.current
     if epoch is None or epoch.is_finished:
         # Between epochs: the generators that are the loader's own go on from here.
-        generators = {k: v for k, v in _generators(loader).items() if k != _DEFAULT}
-        samplers = _samplers(loader)
+        generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
+        samplers = samplers_of(loader)
     else:
         generators, samplers = dict(epoch.generators), dict(epoch.samplers)
     num_received = 0 if epoch is None else epoch.num_received
@@ -302,8 +309,8 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     book.sample_seed = state["sample_seed"]
     book.next_number = state["epoch"] + bool(state["_iterator_finished"])
     if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
-        _set_generators(loader, {k: v for k, v in state["generators"].items() if k != _DEFAULT})
-        _set_samplers(loader, state["samplers"])
+        set_generators(loader, {k: v for k, v in state["generators"].items() if k != DEFAULT})
+        set_samplers(loader, state["samplers"])
 
 
 _KEYS = {
@@ -328,68 +335,10 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
     book = book_of(loader)
     book.next_number = number
     book.has_set_epoch = True
-    for owner in [*_places(loader).values(), loader.dataset]:
+    for owner in [*samplers_by_place(loader).values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)
-
-
-# --- generators and samplers, by where they are held -----------------------------------------------------
-
-
-def _places(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The samplers of a loader, each once."""
-    held = {
-        "batch_sampler": loader.batch_sampler,
-        "sampler": loader.sampler,
-        "batch_sampler.sampler": getattr(loader.batch_sampler, "sampler", None),
-    }
-    found: dict[str, Any] = {}
-    for place, sampler in held.items():
-        if sampler is not None and not any(sampler is other for other in found.values()):
-            found[place] = sampler
-    return found
-
-
-def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    found = {_DEFAULT: torch.default_generator}
-    for place, owner in {"loader": loader, **_places(loader)}.items():
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is g for g in found.values()):
-            found[place] = generator
-    return found
-
-
-def _generators(loader: DataLoader[Any]) -> dict[str, bytes]:
-    return {place: g.get_state().numpy().tobytes() for place, g in _held_generators(loader).items()}
-
-
-def _set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
-    held = _held_generators(loader)
-    for place, state in states.items():
-        if place not in held:
-            raise ResumeError(f"the state holds a generator of the {place}, and here it has none")
-        held[place].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {
-        place: sampler.state_dict()
-        for place, sampler in _places(loader).items()
-        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-    } | {
-        f"{place}.epoch": sampler.epoch  # DistributedSampler's order follows from it
-        for place, sampler in _places(loader).items()
-        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
-    }
-
-
-def _set_samplers(loader: DataLoader[Any], states: dict[str, Any]) -> None:
-    for place, sampler in _places(loader).items():
-        if f"{place}.epoch" in states and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(states[f"{place}.epoch"])
-        if place in states and hasattr(sampler, "load_state_dict"):
-            sampler.load_state_dict(states[place])
 
 
 def _checksum(index: Any, checksum: int) -> int:

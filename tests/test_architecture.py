@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"transport.worker", "transport.preload", "transport.starting"},
     {"transport.pool"},
     {"transport.threads"},
+    {"order"},
     {"resume"},
     {"iterators"},
     {"delivery"},
