@@ -32,11 +32,13 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--photos", type=Path, default=Path("build/photos"), help="a folder for each class")
-    parser.add_argument("--epochs", type=int, default=2, help="in all, those before --resume included")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch, one after the other")
-    parser.add_argument("--size", type=int, default=64, help="height and width of the crops")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first block")
+    parser.add_argument("--epochs", type=positive, default=2, help="in all, those before --resume included")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument(
+        "--micro-batches", type=positive, default=1, help="parts of a batch, one after the other"
+    )
+    parser.add_argument("--size", type=positive, default=64, help="height and width of the crops")
+    parser.add_argument("--width", type=positive, default=16, help="channels of the first block")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -47,8 +49,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     names = [habit.name for habit in HABITS]
     ablate = {"nargs": "*", "choices": names, "metavar": "HABIT", "help": "time these habits, or all"}
     parser.add_argument("--ablate", **ablate)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a round of --ablate")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side in --ablate")
+    parser.add_argument("--steps", type=positive, default=20, help="steps in a round of --ablate")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of each side in --ablate")
     add_flags(parser)
     options = parser.parse_args(arguments)
     if options.debug:
@@ -58,6 +60,13 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     for line in resolve(options, device):
         print(line)
     return options, device
+
+
+def positive(text: str) -> int:
+    """An int above zero, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above zero, but got {text}")
+    return int(text)
 
 
 def choose_device(name: str) -> torch.device:

@@ -147,6 +147,25 @@ def test_what_a_cpu_cannot_have_is_refused_in_words(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "--prefetcher stays off: needs CUDA\n"
 
 
+def test_mixed_precision_stays_off_where_bfloat16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU before Ampere gets float32 by default."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
+    train_habits.resolve(options, torch.device("cuda", 0))
+
+    assert options.mixed_precision is False
+    assert options.tf32 is True
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--micro-batches"])
+def test_numbers_are_above_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Zero steps or pictures are refused with the flag's name."""
+    with pytest.raises(SystemExit, match="2"):
+        train.parse([flag, "0"])
+    assert f"argument {flag}: expected a number above zero, but got 0" in capsys.readouterr().err
+
+
 def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
     """--help has both lines of every habit."""
     with pytest.raises(SystemExit, match="0"):
@@ -294,6 +313,15 @@ def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: P
     assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
 
 
+def test_resume_keeps_the_flags_of_this_run(photos: Path) -> None:
+    """The optimizer's kernels are those of the command line, not those of the checkpoint."""
+    saved, _ = _trainer(photos, "--fused-optimizer")
+    trainer, _ = _trainer(photos, "--no-fused-optimizer", "--foreach-optimizer")
+    trainer.load_state_dict(saved.state_dict())
+
+    assert [(group["fused"], group["foreach"]) for group in trainer.optimizer.param_groups] == [(False, True)]
+
+
 def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
     run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,11 +361,13 @@ def test_the_table_has_a_row_for_each_habit(
     )
 
     rows = {}
-    for line in capsys.readouterr().out.splitlines():
+    shown = capsys.readouterr().out
+    for line in shown.splitlines():
         cells = [cell.strip() for cell in line.split("│")]
         if len(cells) > 2:
             rows[cells[1]] = cells[2:-1]
     assert list(rows) == [habit.name for habit in HABITS]
+    assert "accumulate_parts: both sides with micro_batches=4" in shown
     for habit in HABITS:
         figures = rows[habit.name]
         if obstacle := habit.obstacle(CPU):
