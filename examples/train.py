@@ -21,7 +21,6 @@ import torch
 import train_ablate
 from train_data import Data
 from train_habits import HABITS, add_flags, resolve
-from train_model import odd_sizes
 from train_step import Trainer
 
 import fastload
@@ -90,8 +89,6 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
     generator = fastload.seed_everything(options.seed)  # random, numpy and torch; and one for the loader
     data = Data(options, device)
     trainer = Trainer(options, len(data.classes), device)
-    if options.mixed_precision and (odd := odd_sizes(trainer.network, options.batch_size)):
-        print(f"mixed precision is fastest with multiples of 8; here are {', '.join(odd)}", file=sys.stderr)
     first_epoch = 0
     if options.resume:
         state = torch.load(options.resume, map_location=device, weights_only=True)
@@ -127,8 +124,8 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         if options.checkpoint:
             state = trainer.state_dict() | {"epoch": epoch + 1, "generator": generator.get_state()}
             torch.save(state, options.checkpoint)
-    if on_cuda and options.cudnn_benchmark and len(trainer.shapes) > 1:
-        print(f"batches came in {len(trainer.shapes)} shapes: --no-cudnn-benchmark may be faster")
+    for hint in trainer.hints():
+        print(hint, file=sys.stderr)
     return history
 
 

@@ -114,9 +114,6 @@ class Moved:
         self.loader = loader
         self.device = device
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
     def __iter__(self) -> Iterator[Any]:
         for images, labels in self.loader:
             # Without pinned memory non_blocking has no effect on the way to the device.

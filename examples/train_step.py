@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from train_data import MEAN, STD
-from train_model import SmallResNet
+from train_model import SmallResNet, odd_sizes
 
 import fastload
 
@@ -155,6 +155,16 @@ class Trainer:
             return contextlib.nullcontext()
         options = self.options
         return fastload.tune_backends(tf32=options.tf32, cudnn_benchmark=options.cudnn_benchmark)
+
+    def hints(self) -> list[str]:
+        """What the sizes seen so far mean for the habits that are on."""
+        hints = []
+        odd = odd_sizes(self.network, self.options.batch_size) if self.options.mixed_precision else []
+        if odd:
+            hints.append(f"mixed precision is fastest with multiples of 8; here are {', '.join(odd)}")
+        if self.options.cudnn_benchmark and len(self.shapes) > 1:
+            hints.append(f"batches came in {len(self.shapes)} shapes: --no-cudnn-benchmark may be faster")
+        return hints
 
     def state_dict(self) -> dict[str, Any]:
         """The weights and the optimizer's state, for a checkpoint."""

@@ -328,8 +328,21 @@ def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
     """The batch, the picture's 3 channels and the 2 classes are named; widths of 8 are not."""
     run("--mixed-precision", "--workers", "0", "--batch-size", "12")
 
-    hint = capsys.readouterr().err
-    assert "here are the batch: 12, input channels of stem.0: 3, outputs of head.2: 2\n" in hint
+    odd = "the batch: 12, input channels of stem.0: 3, outputs of head.2: 2"
+    hint = f"mixed precision is fastest with multiples of 8; here are {odd}\n"
+    assert capsys.readouterr().err == hint
+
+
+def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
+    """Batches of one shape give no hint, those of a second one do."""
+    trainer, options = _trainer(photos)
+    options.cudnn_benchmark = True  # on a CPU nothing but the hint reads it
+    images, labels = _batch()
+    trainer.step((images, labels), train_step.Metrics())
+    assert trainer.hints() == []
+
+    trainer.step((images[:, :24], labels), train_step.Metrics())
+    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark may be faster"]
 
 
 def test_missing_pictures_are_explained(tmp_path: Path) -> None:
