@@ -139,7 +139,7 @@ def peak_bytes(device: torch.device) -> int:
 def main(arguments: list[str] | None = None) -> None:
     options, device = parse(arguments)
     on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"threads: {torch.get_num_threads()}"
     print(f"{device} ({name}), torch {torch.__version__}, seed {options.seed}")
     if options.ablate is None:
         train(options, device)

@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from train_data import Data
 from train_habits import HABITS, Habit, vary
 from train_step import Metrics, Trainer
 
 WARM_UP_STEPS = 3
+WIDTHS = (17, 17, 15, 7)  # of the columns behind the habit's name
 
 
 @dataclass
@@ -128,26 +127,21 @@ def peak_bytes(work: Any, device: torch.device) -> int:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Print the table, for the habits that --ablate names, or for all."""
-    console = Console()
-    table = Table(title=f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
-    table.add_column("habit", no_wrap=True)
-    for heading in ("images/s", "step ms", "peak MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("speed", justify="right", no_wrap=True)
-    notes = []
+    """Print the table, for the habits that --ablate names or for all, row by row as they are timed."""
+    print(f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
+    print_row("habit", "images/s", "step ms", "peak MB", "speed")
     keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
     keep.fill()  # lives as long as this function: the sides find it filled
+    notes = []
     for habit in HABITS:
         if options.ablate and habit.name not in options.ablate:
             continue
         obstacle = habit.obstacle(device)
         if obstacle:
-            table.add_row(habit.name, obstacle, "", "", "")
+            print_row(habit.name, obstacle)
             continue
-        with console.status(habit.name):
-            off, on = compare(options, device, habit)
-        table.add_row(
+        off, on = compare(options, device, habit)
+        print_row(
             habit.name,
             f"{off.images_per_s:,.0f} > {on.images_per_s:,.0f}",
             f"{off.step_ms:.1f} > {on.step_ms:.1f}",
@@ -157,4 +151,11 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         if habit.beside:
             shared = ", ".join(f"{name}={value}" for name, value in habit.beside.items())
             notes.append(f"{habit.name}: both sides with {shared}")
-    console.print(table, *notes, sep="\n", highlight=False)
+    print(*notes, sep="\n")
+
+
+def print_row(habit: str, *cells: str) -> None:
+    """At once: a row can take a minute."""
+    print(
+        f"{habit:<20}", *(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)), flush=True
+    )
