@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,25 @@ def test_what_a_cpu_cannot_have_is_refused_in_words(capsys: pytest.CaptureFixtur
     train.parse(["--device", "cpu", "--prefetcher"])
 
     assert capsys.readouterr().out == "--prefetcher stays off: needs CUDA\n"
+
+
+def test_mixed_precision_stays_off_where_bfloat16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU before Ampere gets float32 by default."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
+    train_habits.resolve(options, torch.device("cuda", 0))
+
+    assert options.mixed_precision is False
+    assert options.tf32 is True
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--micro-batches"])
+def test_numbers_are_above_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Zero steps or pictures are refused with the flag's name."""
+    with pytest.raises(SystemExit, match="2"):
+        train.parse([flag, "0"])
+    assert f"argument {flag}: expected a number above zero, but got 0" in capsys.readouterr().err
 
 
 def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,14 +314,36 @@ def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: P
     assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
 
 
+def test_resume_keeps_the_flags_of_this_run(photos: Path) -> None:
+    """The optimizer's kernels are those of the command line, not those of the checkpoint."""
+    saved, _ = _trainer(photos, "--fused-optimizer")
+    trainer, _ = _trainer(photos, "--no-fused-optimizer", "--foreach-optimizer")
+    trainer.load_state_dict(saved.state_dict())
+
+    assert [(group["fused"], group["foreach"]) for group in trainer.optimizer.param_groups] == [(False, True)]
+
+
 def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
     run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The batch, the picture's 3 channels and the 2 classes are named; widths of 8 are not."""
     run("--mixed-precision", "--workers", "0", "--batch-size", "12")
 
-    hint = capsys.readouterr().err
-    assert "here are the batch: 12, input channels of stem.0: 3, outputs of head.2: 2\n" in hint
+    odd = "the batch: 12, input channels of stem.0: 3, outputs of head.2: 2"
+    hint = f"mixed precision is fastest with multiples of 8; here are {odd}\n"
+    assert capsys.readouterr().err == hint
+
+
+def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
+    """Batches of one shape give no hint, those of a second one do."""
+    trainer, options = _trainer(photos)
+    options.cudnn_benchmark = True  # on a CPU nothing but the hint reads it
+    images, labels = _batch()
+    trainer.step((images, labels), train_step.Metrics())
+    assert trainer.hints() == []
+
+    trainer.step((images[:, :24], labels), train_step.Metrics())
+    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark may be faster"]
 
 
 def test_missing_pictures_are_explained(tmp_path: Path) -> None:
@@ -332,12 +374,11 @@ def test_the_table_has_a_row_for_each_habit(
         [*TINY, "--photos", str(photos), "--workers", "0", "--ablate", "--steps", "1", "--rounds", "1"]
     )
 
-    rows = {}
-    for line in capsys.readouterr().out.splitlines():
-        cells = [cell.strip() for cell in line.split("│")]
-        if len(cells) > 2:
-            rows[cells[1]] = cells[2:-1]
+    shown = capsys.readouterr().out
+    lines = [re.split("  +", line) for line in shown.splitlines()]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1 and cells[0] != "habit"}
     assert list(rows) == [habit.name for habit in HABITS]
+    assert "accumulate_parts: both sides with micro_batches=4" in shown
     for habit in HABITS:
         figures = rows[habit.name]
         if obstacle := habit.obstacle(CPU):
