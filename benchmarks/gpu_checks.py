@@ -1,6 +1,6 @@
 """Everything that only a real GPU can tell, in one call of a few minutes.
 
-Questions: does registered shared memory count as pinned, what does registering cost and how does it fail; what
+Questions: does registered shared memory count as pinned, what does registering cost, how does it fail; what
 do loaders bring whose slots are registered; how fast are copies from pageable, pinned and registered memory,
 and do they overlap with compute; is every batch of the prefetcher what was sent, with flat memory; what do
 Normalize, retry_on_oom and tune_backends do there.
