@@ -21,8 +21,7 @@ from torch.utils.data import DistributedSampler
 
 import fastload
 
-RANKS = 2
-EPOCHS = 2
+RANKS = EPOCHS = 2
 # `torchrun --standalone --nproc-per-node=2`, on the loopback interface and with a free port.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
 TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -62,8 +61,6 @@ def check_gradients(model: nn.Module) -> None:
 
 
 def main() -> None:
-    if "RANK" in os.environ:  # set by torchrun
-        return train(Path(sys.argv[1]), Path(sys.argv[2]))
     with photo_folder() as folder, tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "decoded"
         environment = os.environ | {"OMP_NUM_THREADS": "1"}  # torchrun's default, which it would warn of
@@ -76,4 +73,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "RANK" in os.environ:  # set by torchrun
+        train(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        main()

@@ -29,6 +29,7 @@ from fastload.images.folder import ImageFolder
 from fastload.loader import DataLoader
 from fastload.transport.sample_rng import sample_generator
 from fastload.transport.seeding import seed_everything, seed_worker
+from fastload.transport.worker_info import WorkerInfo, get_worker_info
 
 __version__ = "0.1.0"
 
@@ -56,8 +57,10 @@ __all__ = [
     "SharedMemoryCache",
     "UnsupportedSampleError",
     "WorkerDiedError",
+    "WorkerInfo",
     "WorkerStartError",
     "find_batch_size",
+    "get_worker_info",
     "memory_report",
     "read_image",
     "retry_on_oom",

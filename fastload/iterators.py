@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
@@ -20,17 +20,16 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
-from fastload.transport.packing import unpack
-from fastload.transport.pool import Pool, Task, load_error, short
+from fastload.transport.pool import Pool, Task, short
 from fastload.transport.ring import Ring
 from fastload.transport.sample_rng import SampleRng
 from fastload.transport.schedule import Schedule
-from fastload.transport.worker import Kind, Reply
+from fastload.transport.threads import ThreadPool
+from fastload.transport.worker import Kind
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -49,8 +48,11 @@ def _ring_bytes(loader: DataLoader) -> int:
 
 def _obstacle(loader: DataLoader) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return "an iterable-style dataset would have to read again all that was read; use a map-style one"
+    if loader._dataset_kind == _DatasetKind.Iterable and not resume.keeps_dataset_state(loader):
+        return (
+            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+            "give it state_dict() and load_state_dict()"
+        )
     return None
 
 
@@ -69,6 +71,11 @@ class LocalIterator(_BaseDataLoaderIter):
         self._loader = weakref.ref(loader)
         self._buffers = Buffers(_ring_bytes(loader))
         self._is_closed = False
+        states = self._epoch.dataset_states
+        stream: Any = self._dataset
+        self._stream = None if states is None else stream  # one that says where it stands
+        if states is not None and states[0] is not None:
+            stream.load_state_dict(pickle.loads(states[0]))
         self._fetcher = Fetcher(
             self._dataset,
             is_iterable=self._dataset_kind == _DatasetKind.Iterable,
@@ -103,12 +110,16 @@ class LocalIterator(_BaseDataLoaderIter):
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except Exception:
-            self._epoch.received(index)  # a caller who goes on after an error gets the next batch
+            self._received(index)  # a caller who goes on after an error gets the next batch
             raise
         finally:
             self._buffers.arena.end()
-        self._epoch.received(index)
+        self._received(index)
         return batch
+
+    def _received(self, index: Any) -> None:
+        state = None if self._stream is None else pickle.dumps(self._stream.state_dict())
+        self._epoch.fetched(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -126,7 +137,6 @@ class WorkerIterator(_BaseDataLoaderIter):
     def __init__(self, loader: DataLoader) -> None:
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
-        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -147,14 +157,19 @@ class WorkerIterator(_BaseDataLoaderIter):
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
             seeds_samples=loader.rng == "sample",
+            dataset_states=self._epoch.dataset_states,
         )
-        ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
-        self._pool = pool = Pool(job, context, ring)
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
-        if self._pin_memory:
-            self._pin_thread = _start_pin_thread(pool, self._pin_memory_device)
-        self._finalizer = weakref.finalize(self, _close, pool, self._pin_thread)
+        self._pool: Pool | ThreadPool
+        if loader.worker_method == "thread":
+            self._pool = _start_threads(loader, job, self._pin_memory)
+        else:
+            ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
+            self._pool = Pool(job, context, ring)
+            if self._pin_memory and loader.device is None:  # else the device reads slots in place
+                self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
+        self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
@@ -166,8 +181,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
-            self._pool.restart(self._epoch.number if resume.book_of(loader).has_set_epoch else None)
-        self._schedule = Schedule(self._num_workers)
+            number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
+            self._pool.restart(number, self._epoch.dataset_states)
+        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         for _ in range(self._prefetch_factor * self._num_workers):
             self._put_index()
 
@@ -177,10 +193,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
         """
         self._is_prefetched = True
-        registered = self._pool.registered
-        if self._pin_thread is None and (registered is None or registered.stream is not stream):
-            self._pool.unregister()
-            self._pool.registered = RegisteredSlots(backend, stream)
+        if isinstance(self._pool, Pool) and self._pin_thread is None:
+            self._pool.let_read(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
@@ -202,19 +216,19 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
-        if not self._is_prefetched:
+        if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
-            task, reply, batch = self._receive(head[1])
+            task, kind, batch = self._receive(head[1])
             _, worker = self._schedule.answer()
-            if reply.kind is Kind.ENDED:
+            if kind is Kind.ENDED:
                 if self._schedule.is_active(worker):
                     self._schedule.exhaust(worker)
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.received(task.index)
-            if isinstance(batch, ExceptionWrapper):
+            self._epoch.fetched(task.index, worker, task.dataset_state)
+            if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
                 self._raise(batch, task, worker)
             return batch
         self._epoch.ended()
@@ -222,12 +236,12 @@ class WorkerIterator(_BaseDataLoaderIter):
             self.close()
         raise StopIteration
 
-    def _receive(self, worker: int) -> tuple[Task, Reply, Any]:
+    def _receive(self, worker: int) -> tuple[Task, Kind, Any]:
         try:
             if self._pin_thread is not None:
-                answer: tuple[Task, Reply, Any] = self._pin_thread.get(self._timeout)
+                answer: tuple[Task, Kind, Any] = self._pin_thread.get(self._timeout)
                 return answer
-            return _open(self._pool, *self._pool.receive(worker, self._timeout))
+            return self._pool.take(worker, self._timeout)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         except WorkerDiedError:
@@ -236,10 +250,13 @@ class WorkerIterator(_BaseDataLoaderIter):
             self.close()
             raise
 
-    def _raise(self, wrapper: ExceptionWrapper, task: Task, worker: int) -> None:
+    def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
         try:
-            wrapper.reraise()
-        except Exception as error:
+            if isinstance(error, ExceptionWrapper):
+                error.reraise()
+            else:
+                raise error  # of a thread: the error itself
+        except BaseException as error:
             error.add_note(
                 f"fastload: batch {task.number}, worker {worker}, dataset index {short(task.index)}"
             )
@@ -265,52 +282,44 @@ class WorkerIterator(_BaseDataLoaderIter):
         self.close()  # the name under which torch's iterator is stopped by others
 
 
-def _close(pool: Pool, pin_thread: PinThread | None) -> None:
+def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:
         pin_thread.close()
 
 
-def _open(pool: Pool, task: Task, reply: Reply) -> tuple[Task, Reply, Any]:
-    """The batch of an answer: lent views of its slot, or a private copy when slots are scarce."""
-    slot, packed = task.slot, reply.packed
-    if slot is None:
-        raise AssertionError("an answered task has a slot")
-    with pool.lock:
-        if packed is None or not packed.used_bytes or slot.memory is None:
-            pool.ring.release(slot)
-            if reply.kind is Kind.ERROR:
-                return task, reply, load_error(reply)
-            return task, reply, None if packed is None else unpack(packed, b"")
-        # Arrays pass through a prefetcher as they are, and its caller shall have nothing that is registered.
-        is_private = pool.registered is not None and any(
-            isinstance(leaf.dtype, np.dtype) for leaf in packed.leaves
-        )
-        if not is_private:
-            pool.register(slot.memory)
-        lease = slot.memory.lease()
-        if not is_private and pool.ring.lend(slot):
-            return task, reply, unpack(packed, lease)
-    copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
-    with pool.lock:
-        pool.ring.release(slot)
-    return task, reply, unpack(packed, copy)
+def _start_threads(loader: DataLoader, job: Job, pins: bool) -> ThreadPool:
+    index = _accelerator_index()
+
+    def finish(batch: Any) -> Any:
+        if not pins:
+            return batch
+        if index is not None:
+            torch.accelerator.set_device_index(index)  # of the worker's thread
+        return pin_batch(batch, loader.pin_memory_device or None)
+
+    watches = resume.book_of(loader).next_number <= 1
+    return ThreadPool(job, loader.prefetch_factor or 0, _ring_bytes(loader), finish, watches=watches)
+
+
+def _accelerator_index() -> int | None:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
 
 def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+    index = _accelerator_index()
 
-    def receive(worker: int) -> tuple[Task, Reply, Any]:
-        return _open(pool, *pool.receive(worker, 0))
+    def receive(worker: int) -> tuple[Task, Kind, Any]:
+        return pool.take(worker, 0)
 
-    def pin(answer: tuple[Task, Reply, Any]) -> tuple[Task, Reply, Any]:
-        task, reply, batch = answer
-        if reply.kind is Kind.BATCH:
+    def pin(answer: tuple[Task, Kind, Any]) -> tuple[Task, Kind, Any]:
+        task, kind, batch = answer
+        if kind is Kind.BATCH:
             try:
                 batch = pin_batch(batch, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
                 batch = pin_error(index)
-        return task, reply, batch
+        return task, kind, batch
 
     return PinThread(receive, pin, index)

@@ -72,6 +72,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
             epoch, the index, and how often it came before: the same pixels for any number of workers, and
             after a resume. Needs a map-style dataset without `__getitems__`.
+        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL, and for Python
+            without one: nothing is pickled or sent, and the dataset must allow reads from several threads;
+            each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
+            order: use `fastload.sample_generator()` with ``rng="sample"``.
         device: Where the batches are when the caller gets them: "cuda" (the device that is current at the
             first `iter(loader)`), "cuda:1", "cpu", or "auto": CUDA if there is any, else the CPU, which is
             said once in the log. On CUDA batches are copied two ahead, on a side stream, straight from the
@@ -110,6 +114,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         ring_bytes: int | float | str = "auto",
         seed_pipelines: bool = True,
         rng: Literal["worker", "sample"] = "worker",
+        worker_method: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,
         device_transform: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -149,12 +154,26 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
         if rng == "sample":
             check_dataset(dataset, auto_collation=self._auto_collation)
+        if worker_method not in ("process", "thread"):
+            raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
+        if worker_method == "thread":
+            self._check_threads()
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
         self.rng = rng
         self.device = device
         self.device_transform = device_transform
+        self.worker_method = worker_method
+
+    def _check_threads(self) -> None:
+        if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
+            raise ValueError(
+                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
+                f'{type(self.dataset).__name__}; use worker_method="process"'
+            )
+        if self.multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context is for processes, and worker_method is "thread"')
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter today and two in the next release; ours takes any.
@@ -175,10 +194,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
-            if self.rng == "sample":
-                raise ValueError(
-                    f'rng="sample" needs our own workers, and torch\'s are used because of {reason}'
-                )
+            for setting in [f'rng="{self.rng}"', f'worker_method="{self.worker_method}"']:
+                if setting in ('rng="sample"', 'worker_method="thread"'):
+                    raise ValueError(f"{setting} needs our own workers, and torch's are used: {reason}")
             _log.debug("this loader uses torch's own iterator: %s", reason)
             resume.begin(self, "workers" if self.num_workers else "local", reason)
             iterator = self._torch_iterator()
@@ -199,6 +217,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             return None
         if not self.in_order:
             return "in_order=False"
+        if self.worker_method == "thread":
+            return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:
             return f"multiprocessing_context is a {type(context).__name__}"

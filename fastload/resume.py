@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from fastload.errors import ResumeError
 from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
@@ -50,6 +51,10 @@ class Epoch:
         checksum: Of their indices.
         is_finished: Whether the caller has seen the end.
         obstacle: Why this epoch cannot be resumed in its middle; None if it can.
+        dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
+            last batch that the caller received, pickled; None for one that has not begun.
+        next_worker: Whose batch is due next.
+        ahead: What was fetched and waits for the caller; None where the caller fetches.
     """
 
     number: int
@@ -62,42 +67,35 @@ class Epoch:
     checksum: int = 0
     is_finished: bool = False
     obstacle: str | None = None
+    dataset_states: list[bytes | None] | None = None
+    next_worker: int = 0
+    ahead: deque[tuple[Any, int, bytes | None]] | None = None
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
-    _ahead: deque[Any] | None = field(default=None, repr=False)  # fetched for a caller who comes later
 
     def draw(self, index: Any) -> tuple[Any, Draw | None]:
         """Count what the sampler gave: the index, and what its samples' random streams follow from."""
         return (index, None) if self._draws is None else self._draws.count(index)
 
-    def received(self, index: Any) -> None:
-        """The caller receives the batch of this index; after `run_ahead`, who fetches ahead of them does."""
-        if self._ahead is not None:
-            self._ahead.append(index)
-            return
-        self.num_received += 1
-        self.checksum = _checksum(index, self.checksum)
+    def fetched(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
+        if self.ahead is None:
+            self.received(index, worker, dataset_state)
+        else:
+            self.ahead.append((index, worker, dataset_state))
 
     def ended(self) -> None:
-        """The caller sees the end; after `run_ahead`, who fetches ahead of them does, and says so later."""
-        self.is_finished = self._ahead is None
+        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
+        self.is_finished = self.ahead is None
 
-    def run_ahead(self) -> None:
-        """From now on batches are fetched ahead of the caller, and count when they are handed over."""
-        self._ahead = deque()
-
-    @property
-    def num_fetched(self) -> int:
-        """Batches that the caller has received or that wait for them."""
-        return self.num_received + len(self._ahead or ())
-
-    def hand_over(self, num_fetched: int) -> None:
-        """The caller receives what had been fetched when `num_fetched` was this."""
-        waiting, self._ahead = self._ahead or deque(), None
-        while self.num_received < num_fetched:
-            self.received(waiting.popleft())
-        self._ahead = waiting
+    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
+        self.num_received += 1
+        self.checksum = _checksum(index, self.checksum)
+        if self.dataset_states is not None and dataset_state is not None:
+            self.dataset_states[worker] = dataset_state
+            self.next_worker = (worker + 1) % len(self.dataset_states)
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
@@ -178,6 +176,8 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     book = book_of(loader)
     state, book.loaded = book.loaded, None
     epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    if keeps_dataset_state(loader):
+        epoch.dataset_states = [None] * max(1, loader.num_workers)
     if state is not None and _is_within_epoch(state):
         _return_to(epoch, state)
     epoch.sample_seed = _sample_seed(loader)
@@ -188,6 +188,14 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     book.next_number = epoch.number + 1
     book.current = epoch
     return epoch
+
+
+def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
+    dataset = loader.dataset
+    return isinstance(dataset, IterableDataset) and all(
+        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
+    )
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
@@ -217,6 +225,17 @@ def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
         if state["_num_yielded"]:
             raise ResumeError(f"this epoch cannot be resumed after {state['_num_yielded']} batches: {reason}")
         return
+    theirs, ours = state["dataset_states"], epoch.dataset_states
+    if state["_num_yielded"] and (None if theirs is None else len(theirs)) != (
+        None if ours is None else len(ours)
+    ):
+        raise ResumeError(
+            "the states of an iterable dataset are those of its copies in "
+            f"{0 if theirs is None else len(theirs)} workers, and this loader has "
+            f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
+        )
+    if theirs is not None:
+        epoch.dataset_states, epoch.next_worker = list(theirs), state["next_worker"]
     epoch.beginning = state["beginning"]
     epoch.generators, epoch.samplers = state["generators"], state["samplers"]
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
@@ -248,6 +267,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "generators": generators,
         "samplers": samplers,
         "obstacle": None if epoch is None else epoch.obstacle,
+        "dataset_states": None if epoch is None or epoch.dataset_states is None else [*epoch.dataset_states],
+        "next_worker": 0 if epoch is None else epoch.next_worker,
     }
 
 
@@ -283,6 +304,8 @@ _KEYS = {
     "generators",
     "samplers",
     "obstacle",
+    "dataset_states",
+    "next_worker",
 }
 
 

@@ -17,7 +17,15 @@ import torch.utils.data as tud
 import fastload
 from tests import zoo
 
-EXTRAS = {"memory_format", "ring_bytes", "seed_pipelines", "rng", "device", "device_transform"}
+EXTRAS = {
+    "memory_format",
+    "ring_bytes",
+    "seed_pipelines",
+    "rng",
+    "worker_method",
+    "device",
+    "device_transform",
+}
 IMAGES = zoo.Made(zoo.image, 12)
 
 

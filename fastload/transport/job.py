@@ -39,6 +39,7 @@ class Job:
     seed_pipelines: bool
     channels_last: bool
     seeds_samples: bool  # rng="sample"
+    dataset_states: list[bytes | None] | None = None  # of a stream that can go on where it stood, by worker
 
     def load(self) -> Job:
         """The job itself: under fork it needs no unpacking."""

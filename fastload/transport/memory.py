@@ -145,15 +145,17 @@ class Arena:
 
 
 class Buffers:
-    """Private memories for a loader without workers: one a batch, used again once nobody looks at it.
+    """Private memories of one thread that fetches: one a batch, used again once nobody looks at it.
 
     Args:
         limit_bytes: Upper bound for what is kept; a batch beyond it gets memory of its own.
+        max_buffers: How many are kept.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, max_buffers: int = MAX_BUFFERS) -> None:
         self.arena = Arena(self._make)
         self._limit_bytes = limit_bytes
+        self._max_buffers = max_buffers
         self._memories: list[Memory] = []
         self._current: Memory | None = None
 
@@ -174,6 +176,6 @@ class Buffers:
             self._current = None
         memory = private_memory(nbytes)
         kept_bytes = sum(kept.nbytes for kept in self._memories)
-        if len(self._memories) < MAX_BUFFERS and kept_bytes + memory.nbytes <= self._limit_bytes:
+        if len(self._memories) < self._max_buffers and kept_bytes + memory.nbytes <= self._limit_bytes:
             self._memories.append(memory)
         return memory

@@ -38,6 +38,11 @@ class Packed(NamedTuple):
     leaves: tuple[Leaf, ...]
     used_bytes: int  # of the slot, from its start
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether there are arrays in the batch, and not tensors alone."""
+        return any(isinstance(leaf.dtype, np.dtype) for leaf in self.leaves)
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether values are all there is to a tensor: exact type, dense CPU memory, no autograd or flags."""

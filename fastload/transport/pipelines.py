@@ -68,6 +68,25 @@ def find_randomizables(root: Any) -> list[Any]:
     return _Search(root).run().randomizables
 
 
+def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
+    """What is random below ``root``, and everything through which it is reached.
+
+    Returns:
+        All transforms and all objects of `find_randomizables`, those within others too; and by id these and
+        whatever holds them, directly or not, up to ``root``.
+    """
+    search = _Search(root).run()
+    found = search.transforms + search.randomizables
+    held = {id(value): value for value in found}
+    queue = collections.deque(found)
+    while queue:
+        for holder in search.holders.get(id(queue.popleft()), ()):
+            if id(holder) not in held:
+                held[id(holder)] = holder
+                queue.append(holder)
+    return found, held
+
+
 class _Search:
     """A breadth-first walk: what is near the dataset comes before the depths of its annotations."""
 
@@ -75,6 +94,7 @@ class _Search:
         self._queue: collections.deque[Any] = collections.deque([root])
         self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay theirs
         self._long: list[tuple[Any, int]] = []  # containers, and how many elements were looked at
+        self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self.transforms: list[Any] = []
         self.randomizables: list[Any] = []
 
@@ -115,29 +135,33 @@ class _Search:
         if kind.elements is not None:
             self._add_elements(value, 0)
         if type(value) is types.FunctionType:
-            self._add(_inside_function(value))
+            self._add(value, _inside_function(value))
         else:
-            self._add(_inside_other(value))
-        self._add(attributes(value).values())
-        self._add_classes(kind)
+            self._add(value, _inside_other(value))
+        self._add(value, attributes(value).values())
+        self._add_classes(value, kind)
 
-    def _add(self, values: Iterable[Any]) -> None:
+    def _add(self, holder: Any, values: Iterable[Any]) -> None:
         for value in values:
-            if not _kind(type(value)).is_leaf and id(value) not in self._seen:
+            if _kind(type(value)).is_leaf:
+                continue
+            self.holders[id(value)].append(holder)
+            if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._queue.append(value)
 
     def _add_elements(self, container: Any, offset: int) -> None:
         elements, has_more = _elements(container, offset)
-        self._add(elements)
+        self._add(container, elements)
         if has_more:
             self._long.append((container, offset + _CHUNK_ELEMENTS))
 
-    def _add_classes(self, kind: _Kind) -> None:
+    def _add_classes(self, value: Any, kind: _Kind) -> None:
         for cls in kind.user_classes:
+            self.holders[id(cls)].append(value)
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
-                self._add(_class_dict(cls).values())
+                self._add(cls, _class_dict(cls).values())
 
 
 def parts_of(pipelines: list[Any]) -> dict[int, Any]:

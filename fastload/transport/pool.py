@@ -12,29 +12,31 @@ in the order in which the tasks were given. Rules:
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import select
 import signal
-import sys
 import threading
 import time
 from collections import deque
-from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
+import numpy as np
+
+from fastload.device.registered import RegisteredSlots
+from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
+from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
-from fastload.transport.worker import Fetch, Reply, Restart, Setup, main
+from fastload.transport.starting import check_start, preload_forkserver
+from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-    from fastload.device.registered import RegisteredSlots
+    from fastload.device.cuda import Backend
     from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
@@ -50,13 +52,14 @@ _WATCH_INTERVAL_S = 5.0
 class Task:
     """A task that a worker has been given, or will be as soon as a slot is free."""
 
-    __slots__ = ("draw", "index", "is_stale", "number", "slot")
+    __slots__ = ("dataset_state", "draw", "index", "is_stale", "number", "slot")
 
     def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
         self.number = number
         self.index = index
         self.draw = draw
         self.slot: Slot | None = None
+        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
 
@@ -90,11 +93,11 @@ class Pool:
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
         method = context.get_start_method()
-        _check_start(job, method)
+        check_start(job, method)
         shipped: Job | PickledJob = job
         try:
             if method == "forkserver":
-                _preload_forkserver()
+                preload_forkserver()
             if method != "fork":
                 shipped = pickle_job(job)
             for worker_id in range(job.num_workers):
@@ -146,18 +149,55 @@ class Pool:
             worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Where each worker's stream goes on, if it does.
         """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
                 worker.waiting.clear()  # no worker has seen these
                 for task in worker.sent:
                     task.is_stale = True
-                self._send(worker, worker_id, Restart(epoch))
+                state = None if dataset_states is None else dataset_states[worker_id]
+                self._send(worker, worker_id, Restart(epoch, state))
+
+    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
+        """The worker's answer to its oldest task, and the batch or the error that it brings.
+
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
+        """
+        task, reply = self.receive(worker_id, timeout_s)
+        task.dataset_state = reply.dataset_state
+        slot, packed = task.slot, reply.packed
+        if slot is None:
+            raise AssertionError("an answered task has a slot")
+        with self.lock:
+            if packed is None or not packed.used_bytes or slot.memory is None:
+                self.ring.release(slot)
+                if reply.kind is Kind.ERROR:
+                    return task, reply.kind, load_error(reply)
+                return task, reply.kind, None if packed is None else unpack(packed, b"")
+            # Arrays pass by a prefetcher as they are, and its caller shall have nothing that is registered.
+            is_private = self.registered is not None and packed.has_arrays
+            if self.registered is not None and not is_private:
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
+            lease = slot.memory.lease()
+            if not is_private and self.ring.lend(slot):
+                return task, reply.kind, unpack(packed, lease)
+        copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
+        with self.lock:
+            self.ring.release(slot)
+        return task, reply.kind, unpack(packed, copy)
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.
@@ -264,10 +304,11 @@ class Pool:
         self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
 
-    def register(self, memory: Memory) -> None:
-        """Let the device read this memory in place, if one reads slots at all; call it before lending."""
-        if self.registered is not None:
-            self.registered.add(memory, (slot.memory for slot in self.ring.slots))
+    def let_read(self, backend: Backend, stream: Any) -> None:
+        """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
+        if self.registered is None or self.registered.stream is not stream:
+            self.unregister()
+            self.registered = RegisteredSlots(backend, stream)
 
     def unregister(self) -> None:
         """From now on no slot is read in place; waits for the copies that are under way."""
@@ -342,31 +383,3 @@ def load_error(reply: Reply) -> Any:
     if reply.error is None:
         raise AssertionError("only error replies bring an error")
     return pickle.loads(reply.error)
-
-
-def _check_start(job: Job, method: str) -> None:
-    """Say clearly what would otherwise fail in another process, or in the middle of a bootstrap."""
-    if getattr(process.current_process(), "_inheriting", False):
-        raise WorkerStartError(
-            "workers were asked for while this process is itself being started. "
-            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
-        )
-    if process.current_process().daemon:
-        # multiprocessing asserts this itself, with less to go on.
-        raise AssertionError("daemonic processes are not allowed to have children")
-    if method == "fork":
-        return
-    main_module = sys.modules.get("__main__")
-    kind = type(job.dataset)
-    if kind.__module__ == "__main__" and getattr(main_module, "__file__", None) is None:
-        raise WorkerStartError(
-            f"the dataset's class {kind.__qualname__} was defined interactively, and workers started with "
-            f"{method!r} cannot import it. Move it to a module file, or use multiprocessing_context='fork'."
-        )
-
-
-def _preload_forkserver() -> None:
-    """Let a fork server that is not running yet import torch once, instead of every worker."""
-    server: Any = forkserver._forkserver
-    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])

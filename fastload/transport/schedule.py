@@ -20,11 +20,12 @@ class Schedule:
 
     Args:
         num_workers: How many workers there are; all start active.
+        first_worker: Who gets the first task.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, first_worker: int = 0) -> None:
         self._active = [True] * num_workers
-        self._cursor = 0
+        self._cursor = first_worker
         self._pending: deque[tuple[int, int]] = deque()
         self._num_tasks = 0
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
 from fastload.transport.pipelines import attributes, find_pipelines, parts_of
+from fastload.transport.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +142,9 @@ class SeedWorker:
                 "seed_worker seeds the worker process that calls it, but this is not a worker: pass it to "
                 "the loader, as DataLoader(..., num_workers=2, worker_init_fn=fastload.seed_worker)"
             )
-        seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
+        seed = info.seed
+        if info.method == "process":  # threads share the libraries' generators with everybody
+            seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
         seed_pipelines(info.dataset, seed)
         for function in self.functions:
             function(worker_id)

@@ -54,6 +54,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
 
     epoch: int | None  # what the user set, for datasets that have a set_epoch()
+    dataset_state: bytes | None  # where a stream goes on; None: at its beginning
 
 
 class Kind(enum.IntEnum):
@@ -71,6 +72,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None
     error: bytes | None
+    dataset_state: bytes | None = None  # of a stream that has one, pickled
 
 
 @dataclass
@@ -143,7 +145,8 @@ class _Worker:
                 seeding.seed_pipelines(job.dataset, seed)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
-            self._make_fetcher(job)
+            states = job.dataset_states
+            self._make_fetcher(job, None if states is None else states[self._id])
         except Exception:  # noqa: BLE001  # it is sent to the parent as the answer to every task
             self._init_error = self._wrap_error()
 
@@ -156,19 +159,22 @@ class _Worker:
             if isinstance(message, Fetch):
                 self._answer(message)
             else:
-                self._restart(message.epoch)
+                self._restart(message)
 
-    def _restart(self, epoch: int | None) -> None:
+    def _restart(self, message: Restart) -> None:
+        epoch = message.epoch
         if self._job is None or self._init_error is not None:
             return
         try:
             if epoch is not None and callable(getattr(self._job.dataset, "set_epoch", None)):
                 self._job.dataset.set_epoch(epoch)
-            self._make_fetcher(self._job)
+            self._make_fetcher(self._job, message.dataset_state)
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._wrap_error()
 
-    def _make_fetcher(self, job: Job) -> None:
+    def _make_fetcher(self, job: Job, dataset_state: bytes | None) -> None:
+        if dataset_state is not None:
+            job.dataset.load_state_dict(pickle.loads(dataset_state))
         self._fetcher = Fetcher(
             job.dataset,
             is_iterable=job.is_iterable,
@@ -189,6 +195,8 @@ class _Worker:
             reply = Reply(message.task, Kind.ERROR, None, self._init_error)
         else:
             reply = self._fetch(message, self._fetcher)
+            if self._job is not None and self._job.dataset_states is not None:
+                reply = self._with_state(reply, self._job.dataset)
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory
         if reply.packed is None or memory is None:
@@ -218,6 +226,12 @@ class _Worker:
             return Reply(message.task, Kind.ERROR, None, self._wrap_error())
         except Exception:  # noqa: BLE001  # every error of the user's code goes to the parent
             return Reply(message.task, Kind.ERROR, None, self._wrap_error())
+
+    def _with_state(self, reply: Reply, dataset: Any) -> Reply:
+        try:
+            return reply._replace(dataset_state=pickle.dumps(dataset.state_dict()))
+        except Exception:  # noqa: BLE001  # as above
+            return Reply(reply.task, Kind.ERROR, None, self._wrap_error())
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")

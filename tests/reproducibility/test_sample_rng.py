@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.transport.draws import Draw, Draws, index_key, stream_bytes
-from tests.reproducibility.zoo import AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, resize
+from tests.reproducibility.zoo import Alone, AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, resize
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -46,6 +46,14 @@ class TestSamePixels:
     def test_any_number_of_workers(self, num_workers: int, expected: Any) -> None:
         """1, 3 or 8 workers draw what none draws."""
         assert epochs(Dice(), num_workers=num_workers) == expected
+
+    @pytest.mark.parametrize("num_workers", [1, 4])
+    def test_threads(self, num_workers: int) -> None:
+        """Worker threads give the pixels of processes and of none, to what draws from its own generators."""
+        plain = epochs(Alone())
+
+        assert epochs(Alone(), num_workers=num_workers, worker_method="thread") == plain
+        assert epochs(Alone(), num_workers=2) == plain
 
     def test_any_prefetch_factor_and_persistent_workers(self, expected: Any) -> None:
         """How far workers run ahead, and how long they live, changes nothing."""

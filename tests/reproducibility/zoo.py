@@ -136,3 +136,12 @@ class AtOnce(Dice):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
+
+
+class Alone(Dice):
+    """Draws only from what a thread has for itself."""
+
+    def __getitem__(self, index: Any) -> Any:
+        image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_generator()
+        numbers = [generator.integers(1 << 40), image[0, 0, 0], self.part.R.randint(1 << 30)]
+        return torch.tensor([int(number) for number in (index, *numbers)])

@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,3 +64,36 @@ class Stateful(Draws):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.round = state["round"]
+
+
+class Stream(IterableDataset[int]):
+    """A stream that says where it stands and goes on there; each worker reads an unequal share."""
+
+    def __init__(self, length: int = 41) -> None:
+        self.length = length
+        self.position: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.position is None:
+            self.position = first
+        # The second of three workers has little to give.
+        stop = self.length // 4 if step == 3 and first == 1 else self.length
+        while self.position < stop:
+            self.position += step
+            yield self.position - step
+        self.position = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class BrokenStream(Stream):
+    """Cannot say where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ArithmeticError("no idea")

@@ -1,0 +1,78 @@
+"""A dataset of its own for each worker thread: everything shared, but for pipelines and what leads to them.
+
+A pipeline keeps its generators and the parameters of the call at hand in its attributes, so that two threads
+must not call one. Copying the whole dataset would copy its images. So pipelines are copied deeply, the few
+objects that hold them shallowly, and the rest not at all. Called by `threads`, in the consumer's process.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import Any
+
+from fastload.transport.pipelines import attributes, find_holders
+
+# Shared by all objects of a class, or with no way to put another value in.
+_FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
+
+
+def copy_for_thread(dataset: Any) -> Any:
+    """``dataset`` with pipelines of its own; ``dataset`` itself if it holds none.
+
+    Raises:
+        ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
+    """
+    return _Copier(dataset).copied(dataset)
+
+
+class _Copier:
+    def __init__(self, dataset: Any) -> None:
+        random_ones, self._holders = find_holders(dataset)
+        self._random_ones = {id(value) for value in random_ones}
+        self._copies: dict[
+            int, Any
+        ] = {}  # also deepcopy's memo: what two pipelines share, their copies share
+
+    def _holds(self, value: Any) -> bool:
+        return id(value) in self._holders
+
+    def copied(self, value: Any) -> Any:
+        """What stands for a value in the copy."""
+        if not self._holds(value):
+            return value
+        if id(value) not in self._copies:
+            if id(value) in self._random_ones:
+                self._copies[id(value)] = copy.deepcopy(value, self._copies)
+            else:
+                self._copies[id(value)] = self._rebuilt(value)
+        return self._copies[id(value)]
+
+    def _rebuilt(self, value: Any) -> Any:
+        """A shallow copy that holds copies."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copied(value.__self__))
+        if isinstance(value, functools.partial):
+            named = {name: self.copied(part) for name, part in value.keywords.items()}
+            return type(value)(self.copied(value.func), *map(self.copied, value.args), **named)
+        if isinstance(value, tuple):
+            parts = map(self.copied, value)
+            return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+        fixed = [value] if isinstance(value, _FIXED) else [c for c in type(value).__mro__ if self._holds(c)]
+        if fixed:
+            raise ValueError(
+                "each worker thread needs its own copy of every albumentations pipeline, and one is held by "
+                f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
+                'use worker_method="process"'
+            )
+        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may lead back to it
+        if isinstance(value, dict):
+            twin.update({key: self.copied(part) for key, part in value.items()})
+        elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques
+            twin.clear()
+            twin.extend(map(self.copied, value))
+        for name, part in attributes(value).items():
+            if self._holds(part):
+                object.__setattr__(twin, name, self.copied(part))
+        return twin

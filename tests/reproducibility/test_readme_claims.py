@@ -1,0 +1,158 @@
+"""The claims of the README's section "Reproducibility", one test each, under its name."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data as tud
+from torch.utils.data import WeightedRandomSampler
+
+import fastload
+from fastload import CachedDataset, DataLoader
+from tests import zoo
+from tests.reproducibility.zoo import Alone, Dice, Jitter, Pictures
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def run(dataset: Any, epochs: int = 1, cls: Any = DataLoader, **options: Any) -> list[list[Any]]:
+    """All batches, epoch by epoch, as lists."""
+    options = {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(5), **options}
+    loader = cls(dataset, **options)
+    found = [[plain(batch) for batch in loader] for _ in range(epochs)]
+    loader._iterator = None
+    return found
+
+
+def plain(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: plain(part) for name, part in batch.items()}
+    if isinstance(batch, (list, tuple)):
+        return [plain(part) for part in batch]
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def rows(batches: list[Any]) -> list[Any]:
+    return [row for batch in batches for row in batch]
+
+
+def test_every_claim_has_a_test_of_its_name() -> None:
+    """No claim is without a test here, and no test here is without a claim."""
+    section = README.read_text().split("## Reproducibility")[1].split("\n## ")[0]
+    claims = re.findall(r"^- \*\*(.+?)\.\*\*", section, re.MULTILINE)
+    names = {"test_" + re.sub(r"\W+", "_", claim.lower()) for claim in claims}
+
+    assert names == {name for name in globals() if name.startswith("test_")} - {
+        "test_every_claim_has_a_test_of_its_name"
+    }
+
+
+def test_the_default_is_torch_s() -> None:
+    """Bit-identical to torch's loader for two epochs with 0 and 2 workers, with what the dataset draws."""
+    for num_workers in (0, 2):
+        runs = []
+        for cls in (tud.DataLoader, DataLoader):
+            random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            runs.append(run(zoo.Made(zoo.draws), 2, cls, num_workers=num_workers))
+        assert runs[0] == runs[1]
+
+
+def test_the_same_pixels_for_any_number_of_workers() -> None:
+    """0, 1 and 8 workers, other start methods, prefetch factors and batch sizes."""
+    expected = run(Dice(), 2, rng="sample")
+
+    for options in (
+        {"num_workers": 1, "multiprocessing_context": "spawn"},
+        {"num_workers": 2, "multiprocessing_context": "forkserver"},
+        {"num_workers": 8, "prefetch_factor": 1},
+    ):
+        assert run(Dice(), 2, rng="sample", **options) == expected
+    sixes = run(Dice(), 2, rng="sample", batch_size=6, num_workers=2)
+    assert [rows(epoch) for epoch in sixes] == [rows(epoch) for epoch in expected]
+
+
+def test_the_same_pixels_in_threads() -> None:
+    """Four threads draw what no worker draws."""
+    assert run(Alone(), 2, rng="sample", num_workers=4, worker_method="thread") == run(
+        Alone(), 2, rng="sample"
+    )
+
+
+def test_duplicates_differ() -> None:
+    """60 draws of 6 samples are 60 different ones."""
+    sampler = WeightedRandomSampler([1.0] * 6, 60)
+    (batches,) = run(Dice(6), rng="sample", sampler=sampler, shuffle=False)
+
+    assert len({tuple(row) for batch in batches for row in batch}) == 60
+
+
+def test_epochs_differ() -> None:
+    """The first two epochs differ; set_epoch(1) gives the second."""
+    first, second = run(Dice(), 2, rng="sample", shuffle=False)
+    loader = DataLoader(Dice(), 4, rng="sample", generator=torch.Generator().manual_seed(5))
+    loader.set_epoch(1)
+
+    assert first != second
+    assert [plain(batch) for batch in loader] == second
+
+
+def test_a_cache_changes_nothing() -> None:
+    """An epoch that fills the cache and one that reads it are the same but for the epoch's number."""
+    dataset = CachedDataset(Pictures(), transform=Jitter())
+
+    assert run(dataset, rng="sample") == run(dataset, rng="sample")
+    assert dataset.cache_info().num_cached == 24
+
+
+def test_the_training_loop_changes_nothing() -> None:
+    """Draws between batches shift no batch, and loading shifts no draw."""
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "rng": "sample"}
+    loader = DataLoader(Dice(), generator=fastload.seed_everything(1), **options)
+    disturbed, drawn = [], []
+    for batch in loader:
+        disturbed.append(plain(batch))
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    quiet = DataLoader(Dice(), generator=fastload.seed_everything(1), **options)
+
+    assert [plain(batch) for batch in quiet] == disturbed
+    assert drawn == [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in disturbed]
+
+
+def resumed(num_batches: int, rng: Any, num_workers: int) -> tuple[list[Any], list[Any]]:
+    """The rest of an epoch as it would have been, and as a new loader brings it."""
+
+    def make(num_workers: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Dice(), 4, shuffle=True, generator=generator, rng=rng, num_workers=num_workers)
+
+    loader = make(2)
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    state = loader.state_dict()
+    rest = [plain(batch) for batch in iterator]
+    again = make(num_workers)
+    again.load_state_dict(state)
+    return rest, [plain(batch) for batch in again]
+
+
+def test_order_and_labels_after_a_resume() -> None:
+    """At every batch, in both modes, with other numbers of workers: the indices are those."""
+    for rng in ("worker", "sample"):
+        for num_batches in range(6):
+            rest, again = resumed(num_batches, rng, num_batches % 3)
+            assert [[row[0] for row in batch] for batch in rest] == [
+                [row[0] for row in batch] for batch in again
+            ]
+
+
+def test_pixels_after_a_resume() -> None:
+    """At every batch, with other numbers of workers: all that was drawn is the same."""
+    for num_batches in range(6):
+        rest, again = resumed(num_batches, "sample", num_batches % 3)
+        assert rest == again

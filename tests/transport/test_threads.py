@@ -1,0 +1,356 @@
+"""worker_method="thread": the batches of worker processes, from threads of this process."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data import get_worker_info as torch_worker_info
+
+import fastload
+from fastload import CachedDataset, DataLoader
+from fastload.errors import LoaderClosedError
+from tests import zoo
+from tests.parity.test_parity import SAMPLES, assert_same, epoch
+from tests.reproducibility.zoo import Pictures
+from tests.transport.seeding_zoo import Crops, crop
+
+
+def threads(dataset: Any, **options: Any) -> DataLoader:
+    return DataLoader(dataset, worker_method="thread", **{"batch_size": 4, "num_workers": 2, **options})
+
+
+def fastload_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("fastload")]
+
+
+class Squares:
+    """Small arrays; says in which thread each was made."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        if index < 0:
+            raise KeyError(f"no sample {index}")
+        info = fastload.get_worker_info()
+        return {
+            "image": np.full((8, 8, 3), index % 256, np.uint8),
+            "worker": -1 if info is None else info.id,
+            "thread": threading.get_ident(),
+            "epoch": self.epoch,
+        }
+
+
+class Gate(Squares):
+    """Waits at each sample until it is let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(1)
+
+    def __getitem__(self, index: int) -> Any:
+        self.gate.acquire()
+        return super().__getitem__(index)
+
+
+class TestBatches:
+    @pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {"draws", "worker info"}))
+    def test_they_are_those_without_workers(self, name: str) -> None:
+        """Values, types, dtypes, shapes, strides, order and errors are those of torch's loader."""
+        theirs = epoch(torch.utils.data.DataLoader(zoo.Made(SAMPLES[name]), 4))
+        ours = epoch(threads(zoo.Made(SAMPLES[name])))
+
+        for one, other in zip(theirs, ours, strict=True):
+            if isinstance(one, Exception):
+                assert (type(one), str(one)) == (type(other), str(other))
+            else:
+                assert_same(one, other)
+
+    def test_work_is_spread_over_threads_of_this_process(self) -> None:
+        """Batch k comes from thread k mod W."""
+        batches = list(threads(Squares(), num_workers=3))
+
+        assert [set(batch["worker"].tolist()) for batch in batches] == [{0}, {1}, {2}, {0}, {1}]
+        assert len({batch["thread"][0].item() for batch in batches}) == 3
+        assert threading.get_ident() not in {batch["thread"][0].item() for batch in batches}
+
+    def test_a_held_batch_is_never_written_again(self) -> None:
+        """Batches that are kept over an epoch of many keep their values."""
+        loader = threads(Squares(200), persistent_workers=True)
+        for _ in range(2):
+            kept = [batch["image"] for batch in loader]
+            assert [int(images[0, 0, 0, 0]) for images in kept] == list(range(0, 200, 4))
+        loader.close()
+
+    def test_memory_is_used_again(self) -> None:
+        """A consumer that lets each batch go sees a few addresses only."""
+        addresses = {batch["image"].data_ptr() for batch in threads(Squares(400))}
+
+        assert len(addresses) <= 2 * (2 + 3)
+
+    @pytest.mark.parametrize("options", [{"memory_format": torch.channels_last}, {"collate_fn": list}])
+    def test_options_mean_what_they_mean(self, options: dict[str, Any]) -> None:
+        """Channels-last batches, and a collate_fn of the user's."""
+        ours, local = (
+            list(loader) for loader in (threads(Pictures(), **options), DataLoader(Pictures(), 4, **options))
+        )
+
+        for one, other in zip(local, ours, strict=True):
+            assert_same(one, other)
+
+    def test_a_cache_is_filled_and_read(self) -> None:
+        """Many threads fill one cache, each sample once, and read it."""
+        dataset = CachedDataset(Pictures(64), transform=crop_image)
+        first, second = (list(threads(dataset, num_workers=4, rng="sample")) for _ in range(2))
+
+        assert dataset.cache_info().num_cached == 64
+        assert all(torch.equal(one[0], other[0]) for one, other in zip(first, second, strict=True))
+
+    def test_persistent_threads_hear_of_the_epoch(self) -> None:
+        """set_epoch() reaches the dataset, and a copy of it; threads stay the same."""
+        for dataset in (Squares(), CroppedSquares()):
+            with threads(dataset, persistent_workers=True) as loader:
+                seen = []
+                for epoch in (4, 7):
+                    loader.set_epoch(epoch)
+                    batches = list(loader)
+                    seen.append({batch["thread"][0].item() for batch in batches})
+                    assert {batch["epoch"][0].item() for batch in batches} == {epoch}
+
+            assert seen[0] == seen[1]
+
+    def test_an_epoch_that_is_left_is_not_seen_again(self) -> None:
+        """After a break the next epoch of persistent threads starts with its own first batch."""
+        with threads(Squares(), persistent_workers=True) as loader:
+            for _ in range(3):
+                for batch in loader:
+                    assert batch["image"][0, 0, 0, 0] == 0
+                    break
+
+
+def crop_image(sample: Any) -> Any:
+    image, label = sample
+    top = fastload.sample_generator().integers(32)
+    return image[top : top + 8, :8], label
+
+
+class CroppedSquares(Squares):
+    """Has a pipeline, so that each thread has a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = crop()
+
+
+class TestRandomNumbers:
+    def test_pipelines_draw_what_they_draw_in_processes(self) -> None:
+        """Each thread's copy of a pipeline has the stream of the worker of its number."""
+        crops = []
+        for method in ("process", "thread"):
+            torch.manual_seed(3)
+            loader = DataLoader(Crops(), 4, num_workers=2, worker_method=method)
+            crops.append([row for batch in loader for row in batch[1].tolist()])
+
+        assert crops[0] == crops[1]
+        assert len(set(crops[0])) > 10
+
+    def test_the_users_pipeline_is_not_touched(self) -> None:
+        """The dataset's own pipeline keeps its generators and their states."""
+        dataset = Crops()
+        before = dataset.transform.py_random.getstate(), dataset.transform.random_generator
+        list(threads(dataset))
+
+        assert (dataset.transform.py_random.getstate(), dataset.transform.random_generator) == before
+
+    @pytest.mark.parametrize("rng", ["worker", "sample"])
+    def test_a_dataset_that_draws_from_shared_generators_is_reported(self, rng: str, caplog: Any) -> None:
+        """The log names the generators that the first batch drew from."""
+        with caplog.at_level(logging.WARNING, "fastload"):
+            list(threads(DrawsFromTwo(), rng=rng))
+
+        (message,) = (record.getMessage() for record in caplog.records)
+        assert "drew random numbers from random and torch," in message
+        assert "sample_generator()" in message
+
+    def test_one_that_does_not_is_not(self, caplog: Any) -> None:
+        """Pipelines and sample_generator() draw from nobody else's generators."""
+        with caplog.at_level(logging.WARNING, "fastload"):
+            list(threads(Crops(), rng="sample"))
+
+        assert caplog.records == []
+
+    def test_worker_info(self) -> None:
+        """Ours knows threads; torch's is None there, and in a process both say the same."""
+        first, *_ = threads(Infos(), batch_size=None, collate_fn=list)
+        process, *_ = DataLoader(Infos(), None, num_workers=1, collate_fn=list)
+
+        assert first == [0, 2, "thread", None]
+        assert process == [0, 1, "process", 0]
+        assert fastload.get_worker_info() is None
+
+    def test_seed_worker_seeds_pipelines_alone(self) -> None:
+        """As a worker_init_fn it leaves the process's generators, and calls what was added to it."""
+        torch.manual_seed(5), random.seed(5)
+        state, called = random.getstate(), []
+        list(threads(Crops(), worker_init_fn=fastload.seed_worker.then(called.append)))
+
+        assert random.getstate() == state
+        assert sorted(called) == [0, 1]
+
+
+class DrawsFromTwo(Squares):
+    def __getitem__(self, index: int) -> Any:
+        return random.random() + torch.rand(()).item()
+
+
+class Infos(Squares):
+    def __getitem__(self, index: int) -> Any:
+        info, theirs = fastload.get_worker_info(), torch_worker_info()
+        assert info is not None
+        return [info.id, info.num_workers, info.method, None if theirs is None else theirs.id]
+
+
+class TestFaults:
+    def test_an_error_comes_at_its_batch_and_the_rest_follows(self) -> None:
+        """The dataset's own error is raised, with a note that names the batch; later batches come."""
+        iterator = iter(threads(Squares(), sampler=[0, 1, -3, 2, 3], batch_size=1))
+        next(iterator), next(iterator)
+
+        with pytest.raises(KeyError, match="no sample -3") as caught:
+            next(iterator)
+        assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index [-3]"]
+        assert [batch["image"][0, 0, 0, 0].item() for batch in iterator] == [2, 3]
+
+    @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+    def test_what_ends_a_process_is_an_error_here(self, kind: type[BaseException]) -> None:
+        """A dataset that exits ends neither the thread nor the program in silence."""
+        iterator = iter(threads(Raises(kind)))
+
+        with pytest.raises(kind, match="told to"):
+            next(iterator)
+
+    def test_a_worker_init_fn_that_raises_is_the_answer_to_every_batch(self) -> None:
+        """Its error comes at the first batch, and at the second."""
+        iterator = iter(threads(Squares(), worker_init_fn=_refuse))
+
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="not today"):
+                next(iterator)
+
+    def test_timeout(self) -> None:
+        """A batch that takes too long is torch's error, and comes later."""
+        dataset = Gate()
+        dataset.gate.release(4)
+        iterator = iter(threads(dataset, num_workers=1, timeout=0.05))
+        next(iterator)
+
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
+            next(iterator)
+        dataset.gate.release(100)
+
+    def test_closing_ends_the_threads_and_keeps_batches(self) -> None:
+        """After close() no thread is left, batches stay valid, and next() says why there is none."""
+        loader = threads(Squares())
+        iterator = iter(loader)
+        batch = next(iterator)
+        assert fastload_threads()
+
+        loader.close()
+
+        assert fastload_threads() == []
+        assert batch["image"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+        with pytest.raises(LoaderClosedError):
+            next(iterator)
+
+    def test_an_iterator_that_is_dropped_ends_its_threads(self) -> None:
+        """A loop that is left leaves no thread behind."""
+        for _ in threads(Squares()):
+            break
+
+        assert fastload_threads() == []
+
+    def test_an_interpreter_that_exits_with_a_live_iterator(self) -> None:
+        """Exit code 0, nothing on standard error."""
+        program = (
+            "import fastload\n"
+            "class Data:\n"
+            "    def __len__(self): return 1000\n"
+            "    def __getitem__(self, index): return index\n"
+            "iterator = iter(fastload.DataLoader(Data(), 4, num_workers=2, worker_method='thread'))\n"
+            "next(iterator)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_torchs_number_of_threads_stays(self) -> None:
+        """Workers compute with one thread each; the training's own number is as it was."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            list(threads(Squares()))
+            seen = []
+            other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            other.start()
+            other.join()
+            assert [torch.get_num_threads(), *seen] == [2, 2]
+        finally:
+            torch.set_num_threads(before)
+
+
+def _refuse(worker_id: int) -> None:
+    raise ArithmeticError("not today")
+
+
+class Raises(Squares):
+    def __init__(self, kind: type[BaseException]) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def __getitem__(self, index: int) -> Any:
+        raise self.kind("told to")
+
+
+class TestRefusals:
+    def test_streams(self) -> None:
+        """An iterable-style dataset has one iterator, not one a thread."""
+
+        class Stream(IterableDataset[int]):
+            def __iter__(self) -> Any:
+                return iter(())
+
+        with pytest.raises(ValueError, match="map-style"):
+            threads(Stream())
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"worker_method": "fiber"}, "'fiber'"),
+            ({"multiprocessing_context": "spawn"}, "multiprocessing_context"),
+        ],
+    )
+    def test_settings(self, options: dict[str, Any], named: str) -> None:
+        """What does not go together is named."""
+        with pytest.raises(ValueError, match=named):
+            DataLoader(Squares(), **{"num_workers": 1, "worker_method": "thread", **options})
+
+    def test_any_order(self) -> None:
+        """in_order=False is torch's iterator, which knows no threads."""
+        with pytest.raises(ValueError, match=r"worker_method=\"thread\" .*in_order=False"):
+            iter(threads(Squares(), in_order=False))
