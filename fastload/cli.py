@@ -1,4 +1,4 @@
-"""The command line: `fastload cache build | info | verify | ls | rm`.
+"""The command line: `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
 
 Called by the `fastload` script and by `python -m fastload`, each in a process of its own; `terminal` says how
 commands answer and fail. Rules:
@@ -237,6 +237,19 @@ def rm(
         removed, nbytes = inventory.remove(path)
         answer.result = {"path": os.path.abspath(path), "removed": removed, "nbytes": nbytes}
         answer.lines = [f"removed {os.path.abspath(path)}: {readable_size(nbytes)}"]
+
+
+@app.command(epilog=EPILOG)
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine offers to a data loader, and how to look for an error.
+
+    Versions, CPUs, memory, how fast each GPU gets data, and who holds memory on GPUs. Changes nothing.
+    """
+    with answering(as_json) as answer:
+        from fastload.doctor import examine
+
+        found = examine()
+        answer.result, answer.lines = found.as_dict(), found.lines()
 
 
 def main() -> None:

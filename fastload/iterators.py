@@ -22,7 +22,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
@@ -145,7 +144,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
-        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -176,7 +174,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
             self._pool = Pool(job, context, ring)
-            if self._pin_memory:
+            if self._pin_memory and loader.device is None:  # else the device reads slots in place
                 self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
@@ -237,7 +235,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
-        if not self._is_prefetched:
+        if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
             task, kind, batch = self._receive(head[1])
@@ -248,7 +246,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.received(task.index, worker, task.dataset_state)
+            self._epoch.fetched(task.index, worker, task.dataset_state)
             if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
                 try:
                     self._raise(batch, task, worker)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from fastload.order import (
 from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
@@ -61,6 +61,7 @@ class Epoch:
         dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
             last batch that the caller received, pickled; None for one that has not begun.
         next_worker: Whose batch is due next.
+        ahead: What was fetched and waits for the caller; None where the caller fetches.
     """
 
     number: int
@@ -75,10 +76,10 @@ class Epoch:
     obstacle: str | None = None
     dataset_states: list[bytes | None] | None = None
     next_worker: int = 0
+    ahead: deque[tuple[Any, int, bytes | None]] | None = None
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
-    _ahead: deque[Any] | None = field(default=None, repr=False)  # fetched for a caller who comes later
 
     def draw(self, index: Any) -> tuple[Any, Draw | None]:
         """Count what the sampler gave: the index, and what its samples' random streams follow from."""

@@ -30,7 +30,8 @@ LAYERS: list[set[str]] = [
     {"iterators"},
     {"delivery"},
     {"loader"},
-    {"source_argument", "cli"},
+    {"source_argument", "doctor"},
+    {"cli"},
     {"__init__", "__main__"},
 ]
 

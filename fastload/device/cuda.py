@@ -95,20 +95,34 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | No
     """
     asked = check_device(device)
     if asked is None:
-        reason = _CUDABackend.why_unavailable(None)
+        reason = why_unavailable(None)
         if reason is None:
             return _CUDABackend(None)
         say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}")
         return None
     if asked.type == "cpu":
         return None
-    reason = _CUDABackend.why_unavailable(asked.index)
+    reason = why_unavailable(asked.index)
     if reason is not None:
         raise DeviceUnavailableError(
             f"{asker} cannot use device={str(device)!r}: {reason}. "
             "device='auto' uses the CPU where there is no CUDA."
         )
     return _CUDABackend(asked.index)
+
+
+def why_unavailable(index: int | None) -> str | None:
+    """Why there is no such device; None if there is. Makes no CUDA context."""
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    setting = "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
+    if not torch.cuda.is_available():
+        return f"torch finds no CUDA device or no driver that works with it; {setting}"
+    num_devices = torch.cuda.device_count()
+    if index is not None and index >= num_devices:
+        return f"torch sees {num_devices} CUDA device(s), numbered from 0; {setting}"
+    return None
 
 
 @functools.cache
@@ -127,22 +141,6 @@ class _CUDABackend:
 
     def __init__(self, index: int | None) -> None:
         self.device = torch.device("cuda") if index is None else torch.device("cuda", index)
-
-    @staticmethod
-    def why_unavailable(index: int | None) -> str | None:
-        """Why there is no such device; None if there is. Makes no CUDA context."""
-        if not torch.backends.cuda.is_built():
-            return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        setting = (
-            "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES={visible!r}"
-        )
-        if not torch.cuda.is_available():
-            return f"torch finds no CUDA device or no driver that works with it; {setting}"
-        num_devices = torch.cuda.device_count()
-        if index is not None and index >= num_devices:
-            return f"torch sees {num_devices} CUDA device(s), numbered from 0; {setting}"
-        return None
 
     def make_stream(self) -> torch.cuda.Stream:
         torch.cuda.init()

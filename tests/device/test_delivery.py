@@ -27,6 +27,7 @@ WAYS: list[dict[str, Any]] = [
     {},
     {"num_workers": 1},
     {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2, "worker_method": "thread"},
 ]
 IMAGES = zoo.Made(zoo.image, 22)
 quietly = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -273,7 +274,8 @@ def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, 
 
         fake.drain()
         plain = ["batch" if isinstance(item, torch.Tensor) else item for item in came]
-        odd = RuntimeError if way else zoo.OddError  # workers' errors come as torch brings them
+        is_local = not way or "worker_method" in way
+        odd = zoo.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
         assert plain == ["batch", ValueError, KeyError, odd, "batch", "batch"]
         assert came[4].tolist() == [[16], [17], [18], [19]]
     fake.check()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import mmap
 import os
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +204,34 @@ def test_a_slot_beyond_the_limit_is_not_tried(
 
     assert fake.registered == {}
     assert "a slot of 8,192 bytes, of at most 4,096" in caplog.text
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_failed_call_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    """The next kernel takes the pending error, unseen; one that stays is the device's own, and raised."""
+    monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
+    backend: Any = cuda.choose_backend("cuda:0", "this test")
+    launches = iter([RuntimeError("CUDA error: invalid argument")] * failures + [None] * 2)
+
+    def launch() -> None:
+        error = next(launches)
+        if error is not None:
+            raise error
+
+    backend._launch = launch
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    runtime = types.SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: 1,
+        cudaGetErrorString=lambda code: "invalid argument",
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+
+    if failures == 1:
+        assert backend.register(4096, 4096) == "cudaHostRegister gave error 1, invalid argument"
+        assert next(launches) is None
+    else:
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            backend.register(4096, 4096)
 
 
 # --- order ------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload import DataLoader
+from fastload import DataLoader, delivery
 from fastload.errors import ResumeError
+from tests.device.fake import FakeBackend
 from tests.resume.zoo import BrokenStream, Stream
 
 
@@ -72,3 +73,26 @@ def test_a_stream_that_cannot_say_where_it_stands() -> None:
     for num_workers in (0, 1):
         with pytest.raises(ArithmeticError, match="no idea"):
             next(iter(DataLoader(BrokenStream(), 3, num_workers=num_workers)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_batches", [0, 1, 4])
+def test_a_loader_that_copies_ahead_resumes_where_the_caller_stood(
+    num_workers: int, num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With device= the stream's state is that after the batch handed out, not after those fetched ahead."""
+    fake = FakeBackend()
+    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: fake)
+    whole = [batch.tolist() for batch in loader_of(num_workers)]
+    loader = loader_of(num_workers, device="cuda")
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    again = loader_of(num_workers, device="cuda")
+    again.load_state_dict(loader.state_dict())
+    loader.close()
+    rest = list(again)
+    fake.drain()
+
+    assert [batch.tolist() for batch in rest] == whole[num_batches:]
+    fake.check()

@@ -1,0 +1,200 @@
+"""Claims of `fastload doctor`: what it finds, says plainly that it cannot know, and leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fastload
+from fastload import cli, doctor
+from fastload.device import probe
+from fastload.device.probe import GPUCopies, GPUProcess
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(*words: str) -> Any:
+    """Run `fastload doctor ...` in this process."""
+    return CliRunner().invoke(cli.app, ["doctor", *words])
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose torch has no CUDA, without NVML."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
+    """Versions, CPUs, memory, GPUs and hints, ready for a bug report."""
+    result = run("--json")
+    found = json.loads(result.stdout)
+
+    assert result.exit_code == 0
+    assert found["versions"]["fastload"] == fastload.__version__
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["lmdb"] is not None
+    assert 1 <= found["num_usable_cpus"] <= found["num_cpus"]
+    assert "spawn" in found["start_methods"]
+    assert found["memory"]["host_total_bytes"] > found["memory"]["process_rss_bytes"] > 0
+    assert (found["gpus"], found["gpu_processes"]) == ([], None)
+
+
+def test_without_a_gpu_the_text_says_why_and_what_is_unknown(without_gpu: None) -> None:
+    """n/a with the reason, unknown with what would help, and how to look for an error."""
+    text = run().stdout
+
+    assert "GPU bandwidth: n/a, torch" in text
+    assert "processes on GPUs: unknown, NVML's Python module is not installed" in text
+    for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"):
+        assert hint in text
+    assert "proportional (PSS)" in text
+
+
+def test_gpus_are_listed_with_their_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that could be measured, one that could not, and who holds memory."""
+    gpus = [GPUCopies(0, "Big", 50e9, 10e9, ""), GPUCopies(1, "Full", None, None, "CUDA out of memory")]
+    processes = [GPUProcess(0, 4711, 3 * 10**9), GPUProcess(1, 4712, None)]
+    monkeypatch.setattr(doctor, "measure_copies", lambda: (gpus, ""))
+    monkeypatch.setattr(doctor, "gpu_processes", lambda: (processes, ""))
+    lines = run().stdout.splitlines()
+
+    assert "cuda:0 Big: 50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory" in lines
+    assert "cuda:1 Full: CUDA out of memory" in lines
+    assert "process 4711 on GPU 0: 3.0 GB" in lines
+    assert "process 4712 on GPU 1: unknown" in lines
+    assert json.loads(run("--json").stdout)["gpu_processes"][0]["pid"] == 4711
+
+
+def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are measured all the same."""
+
+    def fail(index: int) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nwith many more lines")
+
+    monkeypatch.setattr(probe, "why_unavailable", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "device", fail)
+
+    found = [GPUCopies(n, f"GPU {n}", None, None, "CUDA error: out of memory") for n in range(2)]
+    assert probe.measure_copies() == (found, "")
+
+
+# --- processes on GPUs ------------------------------------------------------------------------------------
+
+
+class NVMLError(Exception):
+    """As NVML's module has it."""
+
+
+def nvml(**functions: Any) -> types.SimpleNamespace:
+    """NVML's module with two GPUs, of which the second is used by one process."""
+    users = [[], [types.SimpleNamespace(pid=99, usedGpuMemory=1 << 30)]]
+    usual: dict[str, Any] = {
+        "NVMLError": NVMLError,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 2,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetComputeRunningProcesses": users.__getitem__,
+    }
+    return types.SimpleNamespace(**{**usual, **functions})
+
+
+def refuse(*_: Any) -> Any:
+    raise NVMLError("Driver Not Loaded")
+
+
+def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By GPU, with what they hold."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+
+    assert probe.gpu_processes() == ([GPUProcess(1, 99, 1 << 30)], "")
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses"])
+def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """The reason is NVML's own, and nothing is raised."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(**{call: refuse}))
+
+    assert probe.gpu_processes() == (None, "NVML: Driver Not Loaded")
+
+
+# --- the host ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"self": "0::/job\n", "job/cpu.max": "max 100000\n"}, None),
+        ({"self": "0::/job\n", "job/cpu.max": "250000 100000\n"}, 2.5),
+        ({"self": "0::/job/step\n", "job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
+        ({"self": "0::/../elsewhere\n", "cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {
+                "self": "3:cpu,cpuacct:/job\n4:memory:/other\n",
+                "cpu/job/cpu.cfs_quota_us": "300000\n",
+                "cpu/job/cpu.cfs_period_us": "100000\n",
+                "cpu/cpu.cfs_quota_us": "-1\n",
+                "cpu/cpu.cfs_period_us": "100000\n",
+            },
+            3,
+        ),
+    ],
+    ids=["no cgroups", "no limit", "limit", "limit of an ancestor", "container", "version 1"],
+)
+def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    """Of the group and those above it, in both versions of cgroups."""
+    for name, content in files.items():
+        path = tmp_path / ("proc/self/cgroup" if name == "self" else f"sys/fs/cgroup/{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+    assert doctor.cpu_quota(tmp_path) == quota
+
+
+def test_what_is_not_installed_has_no_version() -> None:
+    """None, under whatever names it is looked for."""
+    assert doctor._version(("no-such-distribution", "neither-this")) is None
+    assert doctor._version(("no-such-distribution", "numpy")) is not None
+
+
+def test_help_lists_the_exit_codes() -> None:
+    """As every command's help does."""
+    assert "Exit codes:" in run("--help").stdout
+
+
+def test_it_runs_as_a_command() -> None:
+    """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fastload", "doctor", "--json"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+
+    assert json.loads(done.stdout)["versions"]["python"] == sys.version.split()[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_bandwidths_are_measured() -> None:
+    """Both kinds of memory have a figure for every GPU."""
+    gpus, note = probe.measure_copies()
+
+    assert note == ""
+    assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
+    assert all(gpu.problem or (gpu.pinned_bytes_per_s or 0) > 1e8 for gpu in gpus)
