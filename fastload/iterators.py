@@ -125,7 +125,7 @@ class LocalIterator(_BaseDataLoaderIter):
         state = None
         if self._stream is not None:
             state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
-        self._epoch.received(index, 0, state)
+        self._epoch.fetched(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -144,6 +144,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -174,7 +175,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
             self._pool = Pool(job, context, ring)
-            if self._pin_memory and loader.device is None:  # else the device reads slots in place
+            if self._pin_memory:
                 self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
@@ -201,12 +202,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
         """
         self._is_prefetched = True
-        pool = self._pool
-        if isinstance(pool, ThreadPool) or self._pin_thread is not None:
-            return  # no slots, or none that the prefetcher sees
-        if pool.registered is None or pool.registered.stream is not stream:
-            pool.unregister()
-            pool.registered = RegisteredSlots(backend, stream)
+        if isinstance(self._pool, Pool) and self._pin_thread is None:
+            self._pool.let_read(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
@@ -190,8 +191,8 @@ class Pool:
                 return task, reply.kind, None if packed is None else unpack(packed, b"")
             # Arrays pass through a prefetcher as they are, and its caller shall have nothing registered.
             is_private = self.registered is not None and packed.has_arrays
-            if not is_private:
-                self.register(slot.memory)
+            if self.registered is not None and not is_private:
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
             lease = slot.memory.lease()
             if not is_private and self.ring.lend(slot):
                 return task, reply.kind, unpack(packed, lease)
