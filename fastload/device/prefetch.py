@@ -30,6 +30,8 @@ class CUDAPrefetcher(Generic[T]):
     torch's pinned memory. The caller owns the batches and may keep them.
 
     Each ``iter()`` starts a new epoch. An error of the loader comes out after the batches before it.
+    A loader's own ``state_dict()`` counts the batches that were copied ahead, too; that of a
+    `fastload.DataLoader` with `device=` counts those that were handed out.
     Attributes that are not listed here are the loader's: ``dataset``, ``sampler``, ``set_epoch``, ...
 
     Args:

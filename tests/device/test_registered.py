@@ -93,6 +93,20 @@ def test_slots_are_read_in_place_and_registered_once(
     fake.check()
 
 
+def test_channels_last_batches_are_read_in_place(fake: FakeBackend) -> None:
+    """Permuted views have no gaps: they are copied as they lie, and have the same strides on the device."""
+    options: dict[str, Any] = {"memory_format": torch.channels_last, "device": "cuda", **PERSISTENT}
+    with DataLoader(IMAGES, 4, **options) as loader:
+        got = list(loader)
+        fake.drain()
+
+    assert fake.num_read_in_place > fake.num_pinned_copies
+    for number, (images, _) in enumerate(got):
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert np.array_equal(images[1].permute(1, 2, 0).numpy(), zoo.image(4 * number + 1)[0])
+    fake.check()
+
+
 def test_without_cuda_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU there is no registry, neither by device= nor by a prefetcher."""
     made: list[Any] = []
