@@ -32,16 +32,9 @@ CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--size", "32", "--width", "8", "--batch-size", "16", "--epochs", "1"]
 
 # Those that a CPU can have and that need no compiler, with how far they may move the loss of an epoch.
-EXACT = (
-    "shared_cache",
-    "fastload_loader",
-    "set_to_none",
-    "delete_temporaries",
-    "oom_retry",
-    "inference_mode",
-)
+EXACT = ("shared_cache", "fastload_loader", "set_to_none", "delete_temporaries", "oom_retry")
 CLOSE = ("channels_last", "checkpointing", "foreach_optimizer", "fused_optimizer", "normalize_on_device")
-SAME_LOSS = dict.fromkeys([*EXACT, "debug"], 0.0) | dict.fromkeys(CLOSE, 1e-3)
+SAME_LOSS = dict.fromkeys([*EXACT, "inference_mode", "debug"], 0.0) | dict.fromkeys(CLOSE, 1e-3)
 SAME_LOSS |= {"metrics_on_device": 1e-6, "accumulate_parts": 1e-5, "mixed_precision": 0.1}
 
 
