@@ -27,6 +27,7 @@ from fastload.iterators import LocalIterator, WorkerIterator
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
 from fastload.transport.draws import check_dataset
+from fastload.transport.keyed import KeyedDataset, KeyedSampler
 from fastload.transport.seeding import seed_worker
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torch.utils.data import Dataset, Sampler
+
+    from fastload.resume import Epoch
 
 _log = logging.getLogger("fastload")
 
@@ -194,12 +197,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
-            for setting in [f'rng="{self.rng}"', f'worker_method="{self.worker_method}"']:
-                if setting in ('rng="sample"', 'worker_method="thread"'):
-                    raise ValueError(f"{setting} needs our own workers, and torch's are used: {reason}")
+            if self.worker_method == "thread":
+                raise ValueError(f'worker_method="thread" is not for torch\'s own iterator: {reason}')
             _log.debug("this loader uses torch's own iterator: %s", reason)
-            resume.begin(self, "workers" if self.num_workers else "local", reason)
-            iterator = self._torch_iterator()
+            iterator = self._torch_iterator(reason)
             _owner_of_torch_iterator[iterator] = weakref.ref(self)
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
@@ -227,9 +228,17 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             return "this platform has no memfd"
         return None
 
-    def _torch_iterator(self) -> Any:
+    def _torch_iterator(self, reason: str) -> Any:
         """Torch's iterator, with our seeds and our memory format."""
+        first = resume.begin(self, "workers" if self.num_workers else "local", reason)
         twin = copy.copy(self)
+        if self.rng == "sample":
+            begin = functools.partial(_begin_epoch, [first], weakref.ref(self), reason)
+            place = "batch_sampler" if self._auto_collation else "sampler"
+            keys = KeyedSampler(self._index_sampler, auto_collation=self._auto_collation, begin=begin)
+            # Past torch's own guard: this loader is seen by its iterator alone.
+            vars(twin)[place] = keys
+            vars(twin)["dataset"] = KeyedDataset(self.dataset, with_pipelines=self.seed_pipelines)
         if self.memory_format is torch.channels_last:
             twin.collate_fn = functools.partial(_collate_channels_last, self.collate_fn)
         if self.seed_pipelines and self.num_workers > 0:
@@ -287,6 +296,14 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _begin_epoch(first: list[Epoch], loader: weakref.ref[Any], reason: str) -> Epoch:
+    """The epoch that was begun already, once; then each next one that torch's persistent workers come to."""
+    if first:
+        return first.pop()
+    owner: Any = loader()  # it is the one that asks for the next epoch
+    return resume.begin(owner, "again", reason)
 
 
 def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:

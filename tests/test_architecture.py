@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"terminal"},
     {"transport.segment", "transport.schedule", "transport.pipelines", "transport.obituary", "cache.budget"},
     {"transport.worker_info", "transport.thread_copy"},
-    {"transport.seeding", "transport.draws", "transport.sample_rng"},
+    {"transport.seeding", "transport.draws", "transport.sample_rng", "transport.keyed"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
     {"transport.worker", "transport.preload", "transport.starting"},

@@ -63,7 +63,7 @@ def test_the_default_is_torch_s() -> None:
 
 
 def test_the_same_pixels_for_any_number_of_workers() -> None:
-    """0, 1 and 8 workers, other start methods, prefetch factors and batch sizes."""
+    """0, 1, 2 and 8 workers, other start methods, prefetch factors, batch sizes, and either order."""
     expected = run(Dice(), 2, rng="sample")
 
     for options in (
@@ -72,6 +72,8 @@ def test_the_same_pixels_for_any_number_of_workers() -> None:
         {"num_workers": 8, "prefetch_factor": 1},
     ):
         assert run(Dice(), 2, rng="sample", **options) == expected
+    any_order = run(Dice(), 2, rng="sample", num_workers=2, in_order=False)
+    assert [sorted(rows(epoch)) for epoch in any_order] == [sorted(rows(epoch)) for epoch in expected]
     sixes = run(Dice(), 2, rng="sample", batch_size=6, num_workers=2)
     assert [rows(epoch) for epoch in sixes] == [rows(epoch) for epoch in expected]
 

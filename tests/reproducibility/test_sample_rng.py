@@ -64,6 +64,21 @@ class TestSamePixels:
         """Shuffling moves samples; each draws what it drew."""
         assert epochs(Dice(), shuffle=True, batch_size=5, num_workers=num_workers) == expected
 
+    @pytest.mark.parametrize("persistent", [False, True])
+    @pytest.mark.parametrize("batch_size", [4, None])
+    def test_batches_as_they_come(self, batch_size: int | None, persistent: bool, expected: Any) -> None:
+        """in_order=False, which torch's own iterator serves, moves batches and changes none."""
+        options = {"num_workers": 2, "in_order": False, "persistent_workers": persistent}
+        collate = {} if batch_size else {"collate_fn": lambda row: row[None]}
+
+        assert epochs(Dice(), batch_size=batch_size, **options, **collate) == expected
+
+    def test_torchs_own_iterator_keeps_the_dataset_in_reach(self) -> None:
+        """A worker_init_fn finds the dataset's attributes, and its draws come before each sample's."""
+        found = epochs(Dice(), 1, num_workers=2, in_order=False, worker_init_fn=_shorten)
+
+        assert found == epochs(Dice(), 1)
+
     def test_any_collate_fn(self, expected: Any) -> None:
         """A collate_fn of the user's gets the same samples."""
         assert epochs(Dice(), collate_fn=torch.stack, num_workers=2) == expected
@@ -96,6 +111,13 @@ class TestSamePixels:
         found = epochs(Subset(Dice(), range(24)), num_workers=2)
 
         assert found == expected
+
+
+def _shorten(worker_id: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert info.dataset.length == 24
+    random.random()
 
 
 class TestDifferentPixels:
@@ -300,11 +322,6 @@ class TestRefusals:
             DataLoader(Subset(AtOnce(), [1]), rng="sample")
 
         assert len(list(DataLoader(AtOnce(3), batch_size=None, rng="sample"))) == 3
-
-    def test_torchs_own_iterator(self) -> None:
-        """What we leave to torch cannot have it, and says why."""
-        with pytest.raises(ValueError, match=r"in_order=False"):
-            iter(DataLoader(Dice(), num_workers=1, in_order=False, rng="sample"))
 
     def test_other_words(self) -> None:
         """A mode that does not exist is named."""

@@ -352,5 +352,5 @@ class TestRefusals:
 
     def test_any_order(self) -> None:
         """in_order=False is torch's iterator, which knows no threads."""
-        with pytest.raises(ValueError, match=r"worker_method=\"thread\" .*in_order=False"):
+        with pytest.raises(ValueError, match=r"worker_method=\"thread\".*in_order=False"):
             iter(threads(Squares(), in_order=False))
