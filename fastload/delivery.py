@@ -56,11 +56,14 @@ class DeviceIterator(Iterator[Any]):
         loader: Whose device and transform.
         source: Gives the loader's batches on the host.
         device: As `choose_device` gives it.
+
+    Attributes:
+        source: As given.
     """
 
     def __init__(self, loader: DataLoader, source: Any, device: tuple[Backend, Any] | None) -> None:
         self._loader = weakref.ref(loader)
-        self._source = source
+        self.source = source
         self._device = device
         self._batches: Iterator[Any] | None = None
         self._epoch: Epoch | None = None
@@ -70,11 +73,11 @@ class DeviceIterator(Iterator[Any]):
         transform = loader.device_transform
         self._epoch = None
         if self._device is None:
-            self._batches = self._source
+            self._batches = self.source
             if transform is not None:
-                self._batches = map(functools.partial(apply_transform, transform), self._source)
+                self._batches = map(functools.partial(apply_transform, transform), self.source)
             return
-        source, taken = self._source, None
+        source, taken = self.source, None
         if isinstance(source, (LocalIterator, WorkerIterator)):
             self._epoch = resume.book_of(loader).current
         if self._epoch is not None:
@@ -93,12 +96,12 @@ class DeviceIterator(Iterator[Any]):
             raise
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this while its workers persist."""
         self._batches = None  # copies of the old epoch end, and its slots come back
-        self._source._reset(loader, first_iter)
+        self.source._reset(loader, first_iter)
         self._begin(loader)
 
     def belongs_to(self, loader: DataLoader) -> bool:
@@ -112,7 +115,7 @@ class DeviceIterator(Iterator[Any]):
 
     def _shutdown_workers(self) -> None:
         # Torch's own iterator without workers has nothing to stop.
-        stop = getattr(self._source, "close", None) or getattr(self._source, "_shutdown_workers", None)
+        stop = getattr(self.source, "close", None) or getattr(self.source, "_shutdown_workers", None)
         if stop is not None:
             stop()
 
@@ -123,11 +126,9 @@ class _Counted(Iterator[Any]):
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source
         self._epoch = epoch
-        # At each batch, or error, that was fetched: how many the caller will have received with it.
-        self._marks: collections.deque[int] = collections.deque()
+        self._marks: collections.deque[int] = collections.deque()  # one a batch, or error, that was pulled
         self.register_slots = getattr(source, "register_slots", None)
-        self._waiting: collections.deque[tuple[Any, int, bytes | None]] = collections.deque()
-        epoch.ahead = self._waiting
+        epoch.run_ahead()
 
     def __next__(self) -> Any:
         try:
@@ -135,16 +136,11 @@ class _Counted(Iterator[Any]):
         except StopIteration:
             raise
         except Exception:
-            self._mark()
+            self._marks.append(self._epoch.num_fetched)
             raise
-        self._mark()
+        self._marks.append(self._epoch.num_fetched)
         return batch
-
-    def _mark(self) -> None:
-        self._marks.append(self._epoch.num_received + len(self._waiting))
 
     def hand_over(self) -> None:
         """The caller takes the next of what was pulled."""
-        mark = self._marks.popleft()
-        while self._epoch.num_received < mark:
-            self._epoch.received(*self._waiting.popleft())
+        self._epoch.hand_over(self._marks.popleft())

@@ -7,9 +7,11 @@ is written and how it travels. Both run in the consumer's process.
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import functools
 import os
 import pickle
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +22,18 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
-from fastload.transport.pool import Pool, Task, short
+from fastload.transport.obituary import short
+from fastload.transport.pool import Pool, Task
 from fastload.transport.ring import Ring
 from fastload.transport.sample_rng import SampleRng
 from fastload.transport.schedule import Schedule
 from fastload.transport.threads import ThreadPool
-from fastload.transport.worker import Kind
+from fastload.transport.worker import STREAM_ENDED, Kind
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -74,7 +78,7 @@ class LocalIterator(_BaseDataLoaderIter):
         states = self._epoch.dataset_states
         stream: Any = self._dataset
         self._stream = None if states is None else stream  # one that says where it stands
-        if states is not None and states[0] is not None:
+        if states is not None and states[0]:
             stream.load_state_dict(pickle.loads(states[0]))
         self._fetcher = Fetcher(
             self._dataset,
@@ -89,6 +93,7 @@ class LocalIterator(_BaseDataLoaderIter):
             if loader.rng == "sample"
             else None,
         )
+        self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
 
     def _next_data(self) -> Any:
         if self._is_closed:
@@ -118,8 +123,10 @@ class LocalIterator(_BaseDataLoaderIter):
         return batch
 
     def _received(self, index: Any) -> None:
-        state = None if self._stream is None else pickle.dumps(self._stream.state_dict())
-        self._epoch.fetched(index, 0, state)
+        state = None
+        if self._stream is not None:
+            state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
+        self._epoch.received(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -135,6 +142,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     """Epochs with worker processes: one, or one after another with persistent workers."""
 
     def __init__(self, loader: DataLoader) -> None:
+        _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
@@ -170,6 +178,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             if self._pin_memory and loader.device is None:  # else the device reads slots in place
                 self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
+        _watch_exit()
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
@@ -193,8 +202,12 @@ class WorkerIterator(_BaseDataLoaderIter):
         For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
         """
         self._is_prefetched = True
-        if isinstance(self._pool, Pool) and self._pin_thread is None:
-            self._pool.let_read(backend, stream)
+        pool = self._pool
+        if isinstance(pool, ThreadPool) or self._pin_thread is not None:
+            return  # no slots, or none that the prefetcher sees
+        if pool.registered is None or pool.registered.stream is not stream:
+            pool.unregister()
+            pool.registered = RegisteredSlots(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
@@ -206,7 +219,14 @@ class WorkerIterator(_BaseDataLoaderIter):
         if assigned is None:
             return
         task, worker = assigned
-        self._pool.submit(worker, task, *self._epoch.draw(index))
+        try:
+            self._pool.submit(worker, task, *self._epoch.draw(index))
+        except LoaderClosedError:
+            _wait_for_exit()
+            raise
+        except WorkerDiedError:
+            self._end_after_death()
+            raise
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
 
@@ -216,7 +236,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
-        if not self._is_prefetched and isinstance(self._pool, Pool):
+        if not self._is_prefetched:
             self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
             task, kind, batch = self._receive(head[1])
@@ -227,9 +247,12 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.fetched(task.index, worker, task.dataset_state)
+            self._epoch.received(task.index, worker, task.dataset_state)
             if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
-                self._raise(batch, task, worker)
+                try:
+                    self._raise(batch, task, worker)
+                finally:
+                    del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
             return batch
         self._epoch.ended()
         if not self._persistent_workers:
@@ -239,21 +262,29 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _receive(self, worker: int) -> tuple[Task, Kind, Any]:
         try:
             if self._pin_thread is not None:
+                self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
                 answer: tuple[Task, Kind, Any] = self._pin_thread.get(self._timeout)
                 return answer
             return self._pool.take(worker, self._timeout)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        except WorkerDiedError:
-            self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
-            self._sampler_iter = iter(())
-            self.close()
+        except LoaderClosedError:
+            _wait_for_exit()
             raise
+        except WorkerDiedError:
+            self._end_after_death()
+            raise
+
+    def _end_after_death(self) -> None:
+        _wait_for_exit()
+        self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
+        self._sampler_iter = iter(())
+        self.close()
 
     def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
         try:
             if isinstance(error, ExceptionWrapper):
-                error.reraise()
+                _raise_anew(error)
             else:
                 raise error  # of a thread: the error itself
         except BaseException as error:
@@ -265,9 +296,8 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _drop_pinned(self) -> None:
         """Take what the pin thread still has of the old epoch out of its hands."""
         if self._pin_thread is not None:
-            while self._schedule.head() is not None:
-                with contextlib.suppress(TimeoutError):
-                    self._pin_thread.get(self._timeout)
+            while (head := self._schedule.head()) is not None:
+                self._receive(head[1])
                 self._schedule.answer()
 
     def belongs_to(self, loader: DataLoader) -> bool:
@@ -276,10 +306,39 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def close(self) -> None:
         """Stop the workers and give the slots back; batches that the caller holds stay valid."""
+        loader = self._loader()
+        if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
+            loader._iterator = None  # persistent workers that are gone serve no more epochs
         self._finalizer()
 
     def _shutdown_workers(self) -> None:
         self.close()  # the name under which torch's iterator is stopped by others
+
+
+def _raise_anew(wrapper: ExceptionWrapper) -> None:
+    try:
+        wrapper.reraise()
+    except BaseException as error:
+        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        raise
+
+
+_interpreter_exits = threading.Event()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Know that the interpreter exits before the finalizers of iterators run, which are older."""
+    atexit.register(_interpreter_exits.set)
+
+
+def _wait_for_exit() -> None:
+    """Let a daemon thread that wants batches wait for its end, if the interpreter is on its way out.
+
+    Its workers are stopped by then, and it would print an error for nobody.
+    """
+    if _interpreter_exits.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:

@@ -162,9 +162,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
         self.rng = rng
+        self.worker_method = worker_method
         self.device = device
         self.device_transform = device_transform
-        self.worker_method = worker_method
 
     def _check_threads(self) -> None:
         if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,17 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.errors import ResumeError
+from fastload.order import (
+    DEFAULT,
+    generators_of,
+    samplers_by_place,
+    samplers_of,
+    set_generators,
+    set_samplers,
+)
 from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
@@ -33,7 +41,6 @@ if TYPE_CHECKING:
     from fastload.transport.draws import Draw
 
 VERSION = 1
-_DEFAULT = "default"
 
 
 @dataclass
@@ -54,7 +61,6 @@ class Epoch:
         dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
             last batch that the caller received, pickled; None for one that has not begun.
         next_worker: Whose batch is due next.
-        ahead: What was fetched and waits for the caller; None where the caller fetches.
     """
 
     number: int
@@ -69,33 +75,48 @@ class Epoch:
     obstacle: str | None = None
     dataset_states: list[bytes | None] | None = None
     next_worker: int = 0
-    ahead: deque[tuple[Any, int, bytes | None]] | None = None
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
+    _ahead: deque[Any] | None = field(default=None, repr=False)  # fetched for a caller who comes later
 
     def draw(self, index: Any) -> tuple[Any, Draw | None]:
         """Count what the sampler gave: the index, and what its samples' random streams follow from."""
         return (index, None) if self._draws is None else self._draws.count(index)
 
-    def fetched(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
-        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
-        if self.ahead is None:
-            self.received(index, worker, dataset_state)
-        else:
-            self.ahead.append((index, worker, dataset_state))
-
-    def ended(self) -> None:
-        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
-        self.is_finished = self.ahead is None
-
     def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
-        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
+        """The caller receives the batch of this index, after which the worker's dataset was in this state.
+
+        After `run_ahead`, who fetches ahead of the caller does.
+        """
+        if self._ahead is not None:
+            self._ahead.append((index, worker, dataset_state))
+            return
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
         if self.dataset_states is not None and dataset_state is not None:
             self.dataset_states[worker] = dataset_state
             self.next_worker = (worker + 1) % len(self.dataset_states)
+
+    def ended(self) -> None:
+        """The caller sees the end; after `run_ahead`, who fetches ahead of them does, and says so later."""
+        self.is_finished = self._ahead is None
+
+    def run_ahead(self) -> None:
+        """From now on batches are fetched ahead of the caller, and count when they are handed over."""
+        self._ahead = deque()
+
+    @property
+    def num_fetched(self) -> int:
+        """Batches that the caller has received or that wait for them."""
+        return self.num_received + len(self._ahead or ())
+
+    def hand_over(self, num_fetched: int) -> None:
+        """The caller receives what had been fetched when `num_fetched` was this."""
+        waiting, self._ahead = self._ahead or deque(), None
+        while self.num_received < num_fetched:
+            self.received(*waiting.popleft())
+        self._ahead = waiting
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
@@ -112,8 +133,8 @@ class Epoch:
         if state is None:
             return drawn
         self._replayed = None
-        _set_generators(loader, self.generators)
-        _set_samplers(loader, self.samplers)
+        set_generators(loader, self.generators)
+        set_samplers(loader, self.samplers)
         indices: Iterator[Any] = iter(loader._index_sampler)
         if self.beginning != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -175,7 +196,7 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     book = book_of(loader)
     state, book.loaded = book.loaded, None
-    epoch = Epoch(book.next_number, beginning, _generators(loader), _samplers(loader), obstacle=obstacle)
+    epoch = Epoch(book.next_number, beginning, generators_of(loader), samplers_of(loader), obstacle=obstacle)
     if keeps_dataset_state(loader):
         epoch.dataset_states = [None] * max(1, loader.num_workers)
     if state is not None and _is_within_epoch(state):
@@ -249,8 +270,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     epoch = book.current
     if epoch is None or epoch.is_finished:
         # Between epochs: the generators that are the loader's own go on from here.
-        generators = {k: v for k, v in _generators(loader).items() if k != _DEFAULT}
-        samplers = _samplers(loader)
+        generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
+        samplers = samplers_of(loader)
     else:
         generators, samplers = dict(epoch.generators), dict(epoch.samplers)
     num_received = 0 if epoch is None else epoch.num_received
@@ -288,8 +309,8 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     book.sample_seed = state["sample_seed"]
     book.next_number = state["epoch"] + bool(state["_iterator_finished"])
     if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
-        _set_generators(loader, {k: v for k, v in state["generators"].items() if k != _DEFAULT})
-        _set_samplers(loader, state["samplers"])
+        set_generators(loader, {k: v for k, v in state["generators"].items() if k != DEFAULT})
+        set_samplers(loader, state["samplers"])
 
 
 _KEYS = {
@@ -314,68 +335,10 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
     book = book_of(loader)
     book.next_number = number
     book.has_set_epoch = True
-    for owner in [*_places(loader).values(), loader.dataset]:
+    for owner in [*samplers_by_place(loader).values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)
-
-
-# --- generators and samplers, by where they are held -----------------------------------------------------
-
-
-def _places(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The samplers of a loader, each once."""
-    held = {
-        "batch_sampler": loader.batch_sampler,
-        "sampler": loader.sampler,
-        "batch_sampler.sampler": getattr(loader.batch_sampler, "sampler", None),
-    }
-    found: dict[str, Any] = {}
-    for place, sampler in held.items():
-        if sampler is not None and not any(sampler is other for other in found.values()):
-            found[place] = sampler
-    return found
-
-
-def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
-    found = {_DEFAULT: torch.default_generator}
-    for place, owner in {"loader": loader, **_places(loader)}.items():
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is g for g in found.values()):
-            found[place] = generator
-    return found
-
-
-def _generators(loader: DataLoader[Any]) -> dict[str, bytes]:
-    return {place: g.get_state().numpy().tobytes() for place, g in _held_generators(loader).items()}
-
-
-def _set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
-    held = _held_generators(loader)
-    for place, state in states.items():
-        if place not in held:
-            raise ResumeError(f"the state holds a generator of the {place}, and here it has none")
-        held[place].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-
-
-def _samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {
-        place: sampler.state_dict()
-        for place, sampler in _places(loader).items()
-        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-    } | {
-        f"{place}.epoch": sampler.epoch  # DistributedSampler's order follows from it
-        for place, sampler in _places(loader).items()
-        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
-    }
-
-
-def _set_samplers(loader: DataLoader[Any], states: dict[str, Any]) -> None:
-    for place, sampler in _places(loader).items():
-        if f"{place}.epoch" in states and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(states[f"{place}.epoch"])
-        if place in states and hasattr(sampler, "load_state_dict"):
-            sampler.load_state_dict(states[place])
 
 
 def _checksum(index: Any, checksum: int) -> int:

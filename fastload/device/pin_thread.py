@@ -61,9 +61,12 @@ class PinThread:
             answer, error = self._ready.get(timeout=timeout_s or None)
         except queue.Empty:
             raise TimeoutError from None
-        if error is not None:
+        if error is None:
+            return answer
+        try:
             raise error
-        return answer
+        finally:
+            del error  # or it would hold this frame, and this frame it
 
     def close(self) -> None:
         """End the thread; call it after what `receive` waits for has been closed."""

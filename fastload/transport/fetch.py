@@ -37,6 +37,9 @@ class Fetcher:
         in_worker: Whether this is a worker process.
         channels_last: Give batches of images channels-last strides.
         sample_rng: Sets the generators before each sample; None leaves them to run on.
+
+    Attributes:
+        has_ended: Whether an iterable dataset has no more samples in this epoch; may be set.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Fetcher:
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
         self._samples = iter(dataset) if is_iterable else None
-        self._has_ended = False
+        self.has_ended = False
         self._auto_collation = auto_collation
         self._collate_fn = collate_fn
         self._drop_last = drop_last
@@ -141,7 +144,7 @@ class Fetcher:
         return rows.finish()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
-        if self._has_ended:
+        if self.has_ended:
             raise StopIteration
         if not self._auto_collation:
             return self._collate_fn(next(samples))
@@ -156,7 +159,7 @@ class Fetcher:
             try:
                 sample = next(samples)
             except StopIteration:
-                self._has_ended = True
+                self.has_ended = True
                 break
             keep(sample)
             count += 1

@@ -40,7 +40,7 @@ class Packed(NamedTuple):
 
     @property
     def has_arrays(self) -> bool:
-        """Whether there are arrays in the batch, and not tensors alone."""
+        """Whether the batch holds NumPy arrays, and not tensors alone."""
         return any(isinstance(leaf.dtype, np.dtype) for leaf in self.leaves)
 
 

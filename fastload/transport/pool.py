@@ -6,7 +6,8 @@ in the order in which the tasks were given. Rules:
 1. Only this process keeps books; workers share nothing with each other.
 2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
 3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
-4. close() may be called at any time, from any state, twice, and in a forked child, where it only lets go.
+4. close() may be called at any time, from any state and thread, twice, and in a forked child, where it only
+   lets go (and takes no lock: a thread that does not exist there may have held it at the fork).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
+from fastload.transport.obituary import obituary
 from fastload.transport.packing import unpack
 from fastload.transport.segment import Segment
 from fastload.transport.starting import check_start, preload_forkserver
@@ -36,7 +37,7 @@ from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-    from fastload.device.cuda import Backend
+    from fastload.device.registered import RegisteredSlots
     from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
@@ -92,6 +93,7 @@ class Pool:
         self._pid = os.getpid()
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
+        self._death = ""  # what was said of workers that died, if that closed the pool
         method = context.get_start_method()
         check_start(job, method)
         shipped: Job | PickledJob = job
@@ -142,9 +144,8 @@ class Pool:
 
     def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
         """Give a worker its next task; never blocks."""
-        if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         with self.lock:
+            self.expect_open()
             worker = self._workers[worker_id]
             worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
@@ -187,10 +188,10 @@ class Pool:
                 if reply.kind is Kind.ERROR:
                     return task, reply.kind, load_error(reply)
                 return task, reply.kind, None if packed is None else unpack(packed, b"")
-            # Arrays pass by a prefetcher as they are, and its caller shall have nothing that is registered.
+            # Arrays pass through a prefetcher as they are, and its caller shall have nothing registered.
             is_private = self.registered is not None and packed.has_arrays
-            if self.registered is not None and not is_private:
-                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
+            if not is_private:
+                self.register(slot.memory)
             lease = slot.memory.lease()
             if not is_private and self.ring.lend(slot):
                 return task, reply.kind, unpack(packed, lease)
@@ -212,9 +213,10 @@ class Pool:
             LoaderClosedError: The pool was closed.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
-        worker = self._workers[worker_id] if not self._is_closed else None
-        while worker is not None and not self._is_closed:
+        while True:
             with self.lock:
+                self.expect_open()
+                worker = self._workers[worker_id]
                 for other_id, other in enumerate(self._workers):
                     self._feed(other, other_id)
                 received = worker.channel.receive()
@@ -226,7 +228,18 @@ class Pool:
                         self.ring.release(task.slot)
                     continue
             self._wait(worker, deadline)
-        raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+
+    def expect_open(self) -> None:
+        """Do nothing while answers may still come.
+
+        Raises:
+            WorkerDiedError: A worker has died; the thread that pins batches may have found out first.
+            LoaderClosedError: The pool was closed.
+        """
+        if self._death:
+            raise WorkerDiedError(self._death)
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
 
     def _accept(self, worker: _WorkerHandle, reply: Reply, fd: int | None) -> tuple[Task, Reply]:
         task = worker.sent.popleft()
@@ -251,8 +264,14 @@ class Pool:
             task = worker.waiting.popleft()
             task.slot = slot
             worker.sent.append(task)
-            has_memory = slot.memory is not None
-            message = Fetch(task.number, slot.number, has_memory, task.index, task.draw)
+            message = Fetch(
+                task.number,
+                slot.number,
+                slot.memory is not None,
+                self.ring.num_slots(worker_id),
+                task.index,
+                task.draw,
+            )
             self._send(worker, worker_id, message)
         else:
             with contextlib.suppress(
@@ -270,20 +289,23 @@ class Pool:
                 error.add_note(
                     f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}"
                 )
+            self.close()  # the worker would never answer this task
             raise
 
     def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
-        """Wait until the worker has answered, some pipe has room, or some worker has ended."""
+        """Wait until the worker has answered, some pipe has room, some worker has ended, or close()."""
         poller = select.poll()
         sentinels = {}
-        for worker_id, other in enumerate(self._workers):
-            events = select.POLLIN if other is worker else 0
-            if not other.channel.is_flushed:
-                events |= select.POLLOUT
-            if events:
-                poller.register(other.channel, events)
-            poller.register(other.process.sentinel, select.POLLIN)
-            sentinels[other.process.sentinel] = worker_id
+        with self.lock:
+            self.expect_open()
+            for worker_id, other in enumerate(self._workers):
+                events = select.POLLIN if other is worker else 0
+                if not other.channel.is_flushed:
+                    events |= select.POLLOUT
+                if events:
+                    poller.register(other.channel, events)
+                poller.register(other.process.sentinel, select.POLLIN)
+                sentinels[other.process.sentinel] = worker_id
         wait_s = _WATCH_INTERVAL_S
         if deadline is not None:
             wait_s = min(wait_s, deadline - time.monotonic())
@@ -291,24 +313,28 @@ class Pool:
                 raise TimeoutError
         ready = poller.poll(wait_s * 1000)
         dead = [sentinels[fd] for fd, _ in ready if fd in sentinels]
-        if dead and not worker.channel.has_message():
-            self._report_death(dead)
+        if dead:
+            with self.lock:
+                self.expect_open()  # workers that were stopped are no deaths
+                if not worker.channel.has_message():
+                    self._report_death(dead)
 
     def _report_death(self, dead: list[int]) -> None:
         messages = []
         for worker_id in dead:
             worker = self._workers[worker_id]
             worker.process.join(_TERMINATE_S)
-            messages.append(_obituary(worker_id, worker))
+            task = worker.sent[0] if worker.sent else None
+            messages.append(obituary(worker_id, worker.process.exitcode, task))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
+        self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
         self.close(_GRACE_AFTER_DEATH_S)
-        raise WorkerDiedError(f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages))
+        raise WorkerDiedError(self._death)
 
-    def let_read(self, backend: Backend, stream: Any) -> None:
-        """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
-        if self.registered is None or self.registered.stream is not stream:
-            self.unregister()
-            self.registered = RegisteredSlots(backend, stream)
+    def register(self, memory: Memory) -> None:
+        """Let the device read this memory in place, if one reads slots at all; call it before lending."""
+        if self.registered is not None:
+            self.registered.add(memory, (slot.memory for slot in self.ring.slots))
 
     def unregister(self) -> None:
         """From now on no slot is read in place; waits for the copies that are under way."""
@@ -322,15 +348,17 @@ class Pool:
         Args:
             grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         if not self.is_ours:
+            self._is_closed = True
             for worker in self._workers:
                 worker.channel.abandon()
             return
-        for worker in self._workers:
-            worker.channel.close()
+        with self.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.close()  # ends a wait in another thread too
         grace_s = _GRACE_S if grace_s is None else grace_s
         for limit_s, end in ((grace_s, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
             deadline = time.monotonic() + limit_s
@@ -340,42 +368,13 @@ class Pool:
                 for worker in self._workers:
                     if worker.process.is_alive():
                         getattr(worker.process, end)()
-        for worker in self._workers:
-            with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
-                worker.process.close()
-        self._workers.clear()
-        self.unregister()
-
-
-def _obituary(worker_id: int, worker: _WorkerHandle) -> str:
-    """How a worker ended, what it was doing, and what is likely to blame."""
-    code = worker.process.exitcode
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        how = f"worker {worker_id} was killed by {name}"
-        causes = {
-            signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
-            signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
-            signal.SIGTERM: "something outside asked it to end",
-        }
-        cause = causes.get(-code, "native code crashed; its Python stack is on stderr")
-    else:
-        how = f"worker {worker_id} exited with code {code}"
-        cause = (
-            "user code called sys.exit() or os._exit(), or the process could not start: "
-            "see stderr, and check that the script has an `if __name__ == '__main__':` guard"
-        )
-    doing = "It owed no batch."
-    if worker.sent:
-        task = worker.sent[0]
-        doing = f"It was at batch {task.number}, index {short(task.index)}."
-    return f"{how} ({cause}). {doing} num_workers=0 runs the same code in this process."
-
-
-def short(index: Any) -> str:
-    """An index for a message: its repr, cut where it gets long."""
-    text = repr(index)
-    return text if len(text) <= 200 else text[:200] + "..."
+        with self.lock:
+            for worker in self._workers:
+                with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
+                    worker.process.close()
+            self._workers.clear()
+            self.ring.clear()
+            self.unregister()
 
 
 def load_error(reply: Reply) -> Any:

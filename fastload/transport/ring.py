@@ -7,6 +7,7 @@ No I/O here; the memory behind a slot is made by its worker and arrives with the
    LENT becomes FREE when nothing that was made from the lease is alive (see memory.py).
 3. Slots are made on demand, up to what batches in flight and lent ones need, and to `ring_bytes` in all.
    Every worker may always have one slot, and has no more until the size of a batch is known.
+   Where batches grow later, free slots are given up until the rest keeps to the limit again.
 4. With nothing free a task waits, and never for ever: a slot is lent only while its worker keeps or may
    have another to work with. Otherwise the caller gets a copy, and the slot goes back at once.
 """
@@ -76,6 +77,8 @@ class Ring:
         """A slot for the worker's next batch (FREE -> FILLING), or None if the task must wait."""
         self.reclaim(worker)
         slots = self._slots[worker]
+        while self.nbytes > self.ring_bytes and self._has_surplus(slots):
+            slots.pop()
         for slot in reversed(slots):
             if slot.state is SlotState.FREE:
                 slot.state = SlotState.FILLING
@@ -122,6 +125,20 @@ class Ring:
                 slot.state = SlotState.FREE
                 if slot.memory.is_spent:
                     slot.memory = None
+
+    def num_slots(self, worker: int) -> int:
+        """How many slots the worker has: those with higher numbers are given up."""
+        return len(self._slots[worker])
+
+    def clear(self) -> None:
+        """Forget all slots; memory that is lent goes with its last view."""
+        for slots in self._slots:
+            slots.clear()
+
+    def _has_surplus(self, slots: list[Slot]) -> bool:
+        # The newest, so that numbers stay places in the list; and never the one to go on with.
+        is_idle = len(slots) > 1 and slots[-1].state is SlotState.FREE
+        return is_idle and any(slot.state is not SlotState.LENT for slot in slots[:-1])
 
     def _may_grow(self, worker: int) -> bool:
         slots = self._slots[worker]

@@ -1,7 +1,4 @@
-"""Before workers are started: say what would fail in another process, and warm the fork server up.
-
-Called by the pool, in the parent.
-"""
+"""What must hold before worker processes are started; called by the pool, in the parent."""
 
 from __future__ import annotations
 

@@ -86,8 +86,7 @@ class ThreadPool:
 
     def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
         """Give a worker its next task; waits for the first one, if that is watched."""
-        if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
@@ -122,7 +121,8 @@ class ThreadPool:
             LoaderClosedError: The pool was closed.
         """
         worker = self._workers[worker_id]
-        while not self._is_closed:
+        while True:
+            self.expect_open()
             try:
                 answer = worker.answers.get(timeout=timeout_s or None)
             except queue.Empty:
@@ -130,7 +130,18 @@ class ThreadPool:
             if answer is not None and not answer[0].is_stale:
                 worker.sent.popleft()
                 return answer
-        raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+
+    def expect_open(self) -> None:
+        """Do nothing while answers may still come.
+
+        Raises:
+            LoaderClosedError: The pool was closed.
+        """
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+
+    def unregister(self) -> None:
+        """Nothing: a device reads no slots here."""
 
     def close(self) -> None:
         """End the threads; batches that the caller holds stay valid.

@@ -2,7 +2,7 @@
 
 Everything here runs in the worker. It talks to the parent through one pipe and to nobody else:
 
-    parent -> worker   Fetch(task, slot, index) | Restart()
+    parent -> worker   Fetch(task, slot, ..., index) | Restart(epoch)
     worker -> parent   Reply(task, kind, ...) [+ the descriptor of new slot memory], one for each Fetch
 
 The order of what happens at start is torch's (torch/utils/data/_utils/worker.py), so that random streams
@@ -40,12 +40,17 @@ if TYPE_CHECKING:
     from fastload.transport.job import Job, PickledJob
 
 
+# The state of a stream that has ended: its own may mean the beginning of the next epoch.
+STREAM_ENDED = b""
+
+
 class Fetch(NamedTuple):
     """Parent to worker: fetch the batch of ``index`` into ``slot``."""
 
     task: int
     slot: int
     has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
+    num_slots: int  # memory of slots from this number on is given up
     index: Any
     draw: Draw | None
 
@@ -173,7 +178,7 @@ class _Worker:
             self._init_error = self._wrap_error()
 
     def _make_fetcher(self, job: Job, dataset_state: bytes | None) -> None:
-        if dataset_state is not None:
+        if dataset_state:
             job.dataset.load_state_dict(pickle.loads(dataset_state))
         self._fetcher = Fetcher(
             job.dataset,
@@ -188,6 +193,7 @@ class _Worker:
             if job.seeds_samples
             else None,
         )
+        self._fetcher.has_ended = dataset_state == STREAM_ENDED
 
     def _answer(self, message: Fetch) -> None:
         self._begin(message)
@@ -196,7 +202,7 @@ class _Worker:
         else:
             reply = self._fetch(message, self._fetcher)
             if self._job is not None and self._job.dataset_states is not None:
-                reply = self._with_state(reply, self._job.dataset)
+                reply = self._with_state(reply, self._fetcher, self._job.dataset)
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory
         if reply.packed is None or memory is None:
@@ -210,6 +216,8 @@ class _Worker:
         self._arena.begin(None)
 
     def _begin(self, message: Fetch) -> None:
+        for number in [number for number in self._slots if number >= message.num_slots]:
+            del self._slots[number]
         memory = self._slots.get(message.slot) if message.has_memory else None
         if memory is not None and memory.is_leased:
             memory = None  # user code in this process still holds what the slot held: leave that alone
@@ -227,16 +235,21 @@ class _Worker:
         except Exception:  # noqa: BLE001  # every error of the user's code goes to the parent
             return Reply(message.task, Kind.ERROR, None, self._wrap_error())
 
-    def _with_state(self, reply: Reply, dataset: Any) -> Reply:
+    def _with_state(self, reply: Reply, fetcher: Fetcher, dataset: Any) -> Reply:
         try:
-            return reply._replace(dataset_state=pickle.dumps(dataset.state_dict()))
+            state = STREAM_ENDED if fetcher.has_ended else pickle.dumps(dataset.state_dict())
+            return reply._replace(dataset_state=state)
         except Exception:  # noqa: BLE001  # as above
             return Reply(reply.task, Kind.ERROR, None, self._wrap_error())
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")
-        mapping = segment.map(writable=True)
-        populate(mapping)
+        try:
+            mapping = segment.map(writable=True)
+            populate(mapping)
+        except BaseException:
+            segment.close()  # or it would keep what pages there were
+            raise
         if self._new_segment is not None:
             self._new_segment.close()
         self._new_segment = segment

@@ -42,6 +42,10 @@ def collate_and_die(samples: list[Any]) -> Any:
     return batch
 
 
+def hangs(index: int) -> Any:
+    signal.pause()
+
+
 def killed_while_others_hang(index: int) -> Any:
     """Index 0, worker 0's, kills its worker; every other sample never comes."""
     if index == 0:

@@ -22,16 +22,14 @@ import torch
 
 import fastload
 from tests import zoo
+from tests.survival.attack_zoo import numbered
+from tests.survival.killing_zoo import hangs
 
 METHODS = [
     "fork",
     pytest.param("forkserver", marks=pytest.mark.slow),
     pytest.param("spawn", marks=pytest.mark.slow),
 ]
-
-
-def numbered(index: int) -> Any:
-    return np.full((16, 16, 3), index % 251, np.uint8), index
 
 
 def assert_is(batch: Any, indices: range) -> None:
@@ -72,16 +70,12 @@ def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, h
 
 def test_a_worker_killed_from_outside_while_it_is_waited_for_is_noticed() -> None:
     """The process is watched, so nobody waits for a batch that will not come."""
-    iterator = iter(fastload.DataLoader(zoo.Made(_hangs, 8), 4, num_workers=1))
+    iterator = iter(fastload.DataLoader(zoo.Made(hangs, 8), 4, num_workers=1))
     (pid,) = iterator._pool.pids
     os.kill(pid, signal.SIGKILL)
 
     with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
         next(iterator)
-
-
-def _hangs(index: int) -> Any:
-    signal.pause()
 
 
 # --- parents that die ------------------------------------------------------------------------------------
@@ -92,22 +86,25 @@ sys.path[:0] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import fastload
 from tests import zoo
-from tests.survival.test_survival import _hangs, numbered
+from tests.survival.attack_zoo import numbered
+from tests.survival.killing_zoo import hangs
 
 if __name__ == "__main__":
-    make = _hangs if {busy} else numbered
-    loader = fastload.DataLoader(zoo.Made(make), 2, num_workers=2, multiprocessing_context={method!r})
-    iterator = iter(loader)
-    if not {busy}:
-        next(iterator)
-    print(*iterator._pool.pids, flush=True)
+    iterators = []
+    for make in ({makes}):
+        loader = fastload.DataLoader(zoo.Made(make), 2, num_workers=2, multiprocessing_context={method!r})
+        iterators.append(iterator := iter(loader))
+        if make is numbered:
+            next(iterator)
+        print(*iterator._pool.pids, end=" ")
+    print(flush=True)
     {then}
 """
 
 
-def _start_parent(tmp_path: Any, *, method: str, busy: bool, then: str) -> subprocess.Popen[str]:
+def _start_parent(tmp_path: Any, *, method: str, makes: str, then: str) -> subprocess.Popen[str]:
     script = tmp_path / "parent.py"
-    script.write_text(_PARENT.format(path=sys.path, busy=busy, method=method, then=then))
+    script.write_text(_PARENT.format(path=sys.path, makes=makes, method=method, then=then))
     return subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -119,13 +116,12 @@ def _start_parent(tmp_path: Any, *, method: str, busy: bool, then: str) -> subpr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("busy", [False, True], ids=["waiting", "busy"])
-def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str, busy: bool) -> None:
-    """SIGKILL of the parent ends its workers, also one that is stuck in user code."""
-    parent = _start_parent(tmp_path, method=method, busy=busy, then="signal.pause()")
+def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str) -> None:
+    """SIGKILL of the parent ends its workers: those that wait for work, and those stuck in user code."""
+    parent = _start_parent(tmp_path, method=method, makes="numbered, hangs", then="signal.pause()")
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 4
 
     parent.kill()
     parent.communicate()
@@ -137,20 +133,10 @@ def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "then"),
-    [
-        ("fork", "pass"),
-        ("fork", "sys.exit(0)"),
-        ("fork", "keep = list(iterator)"),
-        ("fork", "cycle = [iterator]; cycle.append(cycle)"),
-        ("forkserver", "pass"),
-        ("spawn", "pass"),
-    ],
-)
-def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, method: str, then: str) -> None:
-    """Exit code 0, nothing on stderr, no worker left."""
-    parent = _start_parent(tmp_path, method=method, busy=False, then=then)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, method: str) -> None:
+    """Exit code 0, nothing on stderr, no worker left; forked workers are in test_exit.py."""
+    parent = _start_parent(tmp_path, method=method, makes="numbered,", then="pass")
     out, err = parent.communicate(timeout=60)
 
     assert (parent.returncode, err) == (0, "")
@@ -160,7 +146,7 @@ def test_an_interpreter_exits_in_silence_with_a_live_iterator(tmp_path: Any, met
 @pytest.mark.slow
 def test_interrupt_from_the_keyboard_ends_all_with_one_traceback(tmp_path: Any) -> None:
     """SIGINT to the whole group, as a terminal sends it: workers leave without a word."""
-    parent = _start_parent(tmp_path, method="fork", busy=True, then="next(iterator)")
+    parent = _start_parent(tmp_path, method="fork", makes="hangs,", then="next(iterator)")
     assert parent.stdout is not None
     pids = parent.stdout.readline().split()
 
@@ -336,7 +322,7 @@ def test_prefetching_a_thousand_batches_blocks_nobody() -> None:
 
 def test_a_timeout_is_torchs_error() -> None:
     """RuntimeError after `timeout` seconds, in torch's words."""
-    loader = fastload.DataLoader(zoo.Made(_hangs, 2), num_workers=1, timeout=0.2)
+    loader = fastload.DataLoader(zoo.Made(hangs, 2), num_workers=1, timeout=0.2)
     iterator = iter(loader)
 
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
@@ -350,7 +336,7 @@ import os, sys
 sys.path[:0] = {path!r}
 import numpy as np, fastload
 from tests import zoo
-from tests.survival.test_survival import numbered
+from tests.survival.attack_zoo import numbered
 size = os.statvfs("/dev/shm")
 assert size.f_blocks * size.f_frsize == 1 << 20, size
 def large(index):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import fastload
+from fastload.transport import worker
 from fastload.transport.memory import MAX_BUFFERS, Arena, Buffers, Memory, private_memory
 from fastload.transport.segment import Segment
+from tests import zoo
 
 
 def _shared(nbytes: int = 4096) -> Memory:
@@ -99,3 +104,73 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
     assert len(addresses) == 1
     assert [int(part[0]) for part in held] == list(range(2 * MAX_BUFFERS))
     assert len(buffers._memories) == MAX_BUFFERS
+
+
+def _slot_bytes(pid: int | str) -> int:
+    """Slot memory that a process has mapped."""
+    total_bytes = 0
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:fastload-slot" in line:
+            start, end = line.split(" ", 1)[0].split("-")
+            total_bytes += int(end, 16) - int(start, 16)
+    return total_bytes
+
+
+def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> None:
+    """What is lent stays mapped until its last view is gone; nothing else does."""
+    loader = fastload.DataLoader(zoo.Made(zoo.image, 400), 4, num_workers=2)
+    iterator = iter(loader)
+    held = next(iterator)
+    next(iterator)
+    loader.close()
+    with_batch = _slot_bytes("self")
+    images = held[0].clone()
+
+    del held
+
+    assert torch.equal(images[1], torch.as_tensor(zoo.image(1)[0]))
+    assert with_batch > 0
+    assert _slot_bytes("self") == 0
+
+
+def _grows(index: int) -> Any:
+    return np.full(512 * 1024 if index >= 20 else 1024, index, np.uint8)
+
+
+def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
+    """Slots that were made for small batches are given up by the parent and by the worker."""
+    loader = fastload.DataLoader(zoo.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, ring_bytes="2MB")
+    iterator = iter(loader)
+    (pid,) = iterator._pool.pids
+    for number, batch in enumerate(iterator):
+        assert batch.flatten()[0] == number
+        if number == 19:
+            num_slots = len(iterator._pool.ring.slots)
+        if number == 70:
+            mapped = _slot_bytes("self"), _slot_bytes(pid)
+
+    assert num_slots > 4
+    assert max(mapped) <= 2_000_000 + 512 * 1024  # the batch in hand may be of a slot that was given up
+
+
+def _array_or_count(index: int) -> Any:
+    """An array, which needs a slot, or how many segments this worker has open."""
+    if index % 2 == 0:
+        return np.full(100_000, index, np.uint8)
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return sum("memfd:fastload-slot" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def _no_memory(mapping: Any) -> None:
+    raise fastload.SegmentError("cannot take so much memory")
+
+
+def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch that wants some fails on its own; the worker keeps none of the segments."""
+    monkeypatch.setattr(worker, "populate", _no_memory)
+    iterator = iter(fastload.DataLoader(zoo.Made(_array_or_count, 8), None, num_workers=1))
+
+    for _ in range(4):
+        with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
+            next(iterator)
+        assert next(iterator) == 0

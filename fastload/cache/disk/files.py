@@ -1,6 +1,6 @@
 """Open LMDB files: one environment a file and process, whoever opens it, and which records were verified.
 
-Called by `lmdb` in any process. Rules:
+Called by `lmdb_cache` in any process. Rules:
 
 1. Only finished files are opened, so nobody writes: no lock file, no reader table.
 2. One environment a file and process, as LMDB demands; opened again after a fork.

@@ -38,7 +38,7 @@ VALUE_HEADER_BYTES = _FRAME.size
 _FRAME_MAGIC = b"FLrd"
 _CHECKED_FROM = 8  # bytes of the value in front of what the checksum covers
 _TRAILER = struct.Struct("<IQ8s")
-_TRAILER_MAGIC = b"FLlmdb1\0"
+TRAILER_MAGIC = b"FLlmdb1\0"
 _PAGE_HEADER = struct.Struct("=QHHI")  # mdb.c: page number, padding, flags, pages of an overflow run
 _OVERFLOW = 0x04
 _CHUNK_BYTES = 1 << 20
@@ -172,7 +172,7 @@ def write_description(path: str, description: Description, num_pages: int, page_
         text = json.dumps(fields).encode("ascii")
         os.lseek(fd, content_bytes, os.SEEK_SET)
         with open(fd, "wb", closefd=False) as file:
-            file.write(text + _TRAILER.pack(zlib.crc32(text), len(text), _TRAILER_MAGIC))
+            file.write(text + _TRAILER.pack(zlib.crc32(text), len(text), TRAILER_MAGIC))
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -189,7 +189,7 @@ def read_description(path: str) -> Description:
     try:
         nbytes = os.fstat(fd).st_size
         trailer = os.pread(fd, _TRAILER.size, max(0, nbytes - _TRAILER.size))
-        if len(trailer) < _TRAILER.size or not trailer.endswith(_TRAILER_MAGIC):
+        if len(trailer) < _TRAILER.size or not trailer.endswith(TRAILER_MAGIC):
             raise CacheCorruptError(
                 f"{path} is cut short, or no cache: it does not end as fastload's caches do"
             )

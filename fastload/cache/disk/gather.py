@@ -1,6 +1,6 @@
 """A batch of raw records, copied straight from the page cache to where the batch lies.
 
-Called by `lmdb`, in any process, within read transactions: what it is given is valid no longer than these.
+Called by `lmdb_cache`, in any process, within read transactions: what it is given is valid no longer.
 Records are looked at first, and memory is asked for only when all of them make one batch.
 """
 

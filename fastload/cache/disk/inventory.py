@@ -14,6 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from fastload.cache.disk.format import TRAILER_MAGIC
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import only_builder
 from fastload.cache.locks import try_lock
@@ -21,7 +22,6 @@ from fastload.errors import CacheCorruptError, CacheMismatchError
 
 PARTIAL, REPORT, LOCK = ".partial", ".errors.jsonl", ".lock"
 _OURS = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
-_FILE_END = b"FLlmdb1\0"  # see lmdb_format
 
 
 @dataclass(frozen=True)
@@ -151,5 +151,5 @@ def _ends_as_ours(path: str) -> bool:
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_FILE_END)))
-        return file.read() == _FILE_END
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(TRAILER_MAGIC)))
+        return file.read() == TRAILER_MAGIC

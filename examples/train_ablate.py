@@ -1,0 +1,153 @@
+"""The table of `train.py --ablate`: each habit off and on, all others as the command line has them.
+
+1. Both sides are built, warmed up and timed in one process, in turns: off, on, off, on, ...
+2. A turn is at a steady pace before its clock starts: it first trains on the batches that its workers made
+   ready in the other side's turn, and on a few more (cudnn.benchmark and the compiler do their work there).
+3. The caches are filled before. A figure is the median of the turns.
+4. Peak memory is what a fresh model takes at most in its first two steps: weights, gradients and the
+   optimizer's state included, batches on the host not.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from train_data import Data
+from train_habits import HABITS, Habit, vary
+from train_step import Metrics, Trainer
+
+WARM_UP_STEPS = 3
+
+
+@dataclass
+class Figures:
+    """One side of a row."""
+
+    images_per_s: float
+    step_ms: float
+    peak_bytes: int
+
+
+class Side:
+    """A habit on or off: a model, and batches without end."""
+
+    def __init__(
+        self, options: argparse.Namespace, device: torch.device, phase: str, stack: contextlib.ExitStack
+    ) -> None:
+        self.options = options
+        self.device = device
+        self.phase = phase
+        data = Data(options, device)
+        data.fill()
+        self.num_classes = len(data.classes)
+        generator = torch.Generator().manual_seed(options.seed)
+        loader = data.train_loader(generator) if phase == "train" else data.held_out_loader()
+        self.batches = endless(stack.enter_context(loader))
+        stack.callback(self.batches.close)  # before the loader: the stack runs backwards
+        self.peak_bytes = self.measure_peak()
+        self.trainer = Trainer(options, self.num_classes, device)
+        self.turns_s: list[float] = []
+
+    def measure_peak(self) -> int:
+        """What two steps of a fresh model take: rule 4."""
+        batches = [next(self.batches) for _ in range(2)]
+
+        def two_steps() -> None:
+            self.take(Trainer(self.options, self.num_classes, self.device), batches, 2)
+
+        return peak_bytes(two_steps, self.device)
+
+    def run_turn(self) -> None:
+        """Warm up, then time some steps."""
+        made_ready = 2 * self.options.workers + 2  # by the workers and by the prefetcher
+        self.take(self.trainer, self.batches, WARM_UP_STEPS + made_ready)
+        started = time.perf_counter()
+        self.take(self.trainer, self.batches, self.options.steps)
+        self.turns_s.append(time.perf_counter() - started)
+
+    def take(self, trainer: Trainer, batches: Iterable[Any], steps: int) -> None:
+        """Some steps; on return the device has done them."""
+        with trainer.backends():
+            run = trainer.train_epoch if self.phase == "train" else trainer.evaluate
+            metrics: Metrics = run(batches, steps)
+            metrics.read()
+
+    def figures(self) -> Figures:
+        """Medians of the turns so far."""
+        step_s = statistics.median(self.turns_s) / self.options.steps
+        return Figures(self.options.batch_size / step_s, step_s * 1e3, self.peak_bytes)
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def compare(options: argparse.Namespace, device: torch.device, habit: Habit) -> tuple[Figures, Figures]:
+    """The habit off and on."""
+    with contextlib.ExitStack() as stack:
+        sides = [Side(vary(options, habit, value), device, habit.phase, stack) for value in (False, True)]
+        for _ in range(options.rounds):
+            for side in sides:
+                side.run_turn()
+        off, on = (side.figures() for side in sides)
+    return off, on
+
+
+def peak_bytes(work: Any, device: torch.device) -> int:
+    """What ``work()`` holds at most in tensors, above what was there before."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
+    # The CPU's allocator keeps no peak, but the profiler's trace has the sum after each allocation.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it writes to stderr when it starts and stops
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        work()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Print the table, for the habits that --ablate names, or for all."""
+    console = Console()
+    table = Table(title=f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
+    table.add_column("habit", no_wrap=True)
+    for heading in ("images/s", "step ms", "peak MB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("speed", justify="right", no_wrap=True)
+    keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
+    keep.fill()  # lives as long as this function: the sides find it filled
+    for habit in HABITS:
+        if options.ablate and habit.name not in options.ablate:
+            continue
+        obstacle = habit.obstacle(device)
+        if obstacle:
+            table.add_row(habit.name, obstacle, "", "", "")
+            continue
+        with console.status(habit.name):
+            off, on = compare(options, device, habit)
+        table.add_row(
+            habit.name,
+            f"{off.images_per_s:,.0f} > {on.images_per_s:,.0f}",
+            f"{off.step_ms:.1f} > {on.step_ms:.1f}",
+            f"{off.peak_bytes / 1e6:.1f} > {on.peak_bytes / 1e6:.1f}",
+            f"{on.images_per_s / off.images_per_s:.2f}x",
+        )
+    console.print(table)

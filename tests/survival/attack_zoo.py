@@ -1,0 +1,125 @@
+"""Datasets, samplers and collate functions that are hard on the transport, importable by started workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIDES = (0, 1, 33, 2, 90)
+
+
+def nest(index: int) -> Any:
+    """Of batches of 4 each has shapes of its own; leaves without elements, strings, nests."""
+    side = SIDES[(index // 4) % len(SIDES)]
+    return {
+        "image": np.full((side, 3, 2), index % 251, np.uint8),
+        "empty": torch.empty(0, side),
+        "name": f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}" * (index % 3),
+        "pair": (torch.tensor(float(index)), [index, np.full((2, side), index, np.int64)]),
+        "nothing": {},
+    }
+
+
+def large(index: int) -> Any:
+    """300 KB a sample."""
+    return np.full((300, 1000), index % 251, np.uint8), index
+
+
+def numbered(index: int) -> Any:
+    return np.full((16, 16, 3), index % 251, np.uint8), index
+
+
+@dataclass
+class Record:
+    """A sample, or a batch, of a kind that torch's collate function does not know."""
+
+    image: Any
+    label: Any
+
+
+def record(index: int) -> Any:
+    return Record(torch.full((8, 8), index), index)
+
+
+def collate_records(records: list[Record]) -> Record:
+    return Record(torch.stack([one.image for one in records]), [one.label for one in records])
+
+
+def bad_seventh(index: int) -> Any:
+    if index == 7:
+        raise ValueError("seven")
+    return numbered(index)
+
+
+class Gate:
+    """Lets one sample of a dataset through each time that it is opened; forked workers inherit it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.read(self._read, 1)
+
+    def open(self, times: int = 1) -> None:
+        os.write(self._write, b"." * times)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+class Held:
+    """One sample waits for the gate, and may then interrupt the parent; under fork only."""
+
+    def __init__(self, gate: Gate, index: int, *, interrupts: bool = False) -> None:
+        self.gate = gate
+        self.index = index
+        self.interrupts = interrupts
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.index:
+            self.gate.wait()
+            if self.interrupts:
+                os.kill(os.getppid(), signal.SIGINT)
+                self.gate.wait()
+        return numbered(index)
+
+
+class RaisingSampler:
+    """Raises once at a given batch, and goes on afterwards if it is asked again."""
+
+    def __init__(self, position: int, num_batches: int = 6) -> None:
+        self.position = position
+        self.num_batches = num_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Raising(self.position, self.num_batches)
+
+
+class _Raising:
+    def __init__(self, position: int, num_batches: int) -> None:
+        self.position = position
+        self.num_batches = num_batches
+        self.number = -1
+
+    def __iter__(self) -> _Raising:
+        return self
+
+    def __next__(self) -> list[int]:
+        self.number += 1
+        if self.number == self.position:
+            raise ConnectionError(f"no indices at {self.number}")
+        if self.number >= self.num_batches:
+            raise StopIteration
+        return [2 * self.number, 2 * self.number + 1]

@@ -1,0 +1,216 @@
+"""The interpreter exits while iterators live: exit code 0, not a word, nobody left.
+
+One process imports torch, and forks a child for each program; the child leaves through the end of the script,
+as any interpreter does: threads are joined, atexit functions and finalizers run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+_SCRIPT = """
+import gc, json, os, signal, sys, threading
+sys.path[:0] = {path!r}
+import fastload
+from tests import zoo
+from tests.survival import attack_zoo, pretending
+
+
+def loader(**options):
+    return fastload.DataLoader(
+        zoo.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
+    )
+
+
+def pids(*iterators):
+    print(*(pid for iterator in iterators for pid in iterator._pool.pids), flush=True)
+
+
+def read_all(fd):
+    with open(fd) as file:
+        return file.read()
+
+
+gc.freeze()  # what was imported needs not be looked through at each exit
+results = {{}}
+program = ""
+for name, text in json.loads(sys.stdin.read()).items():
+    out, err = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(out[1], 1)
+        os.dup2(err[1], 2)
+        for fd in (*out, *err):
+            os.close(fd)
+        signal.alarm(30)
+        program = text
+        break
+    os.close(out[1])
+    os.close(err[1])
+    texts = read_all(out[0]), read_all(err[0])  # ends when nobody is left who could write
+    _, status = os.waitpid(child, 0)
+    results[name] = os.waitstatus_to_exitcode(status), *texts
+if program:
+    exec(program)
+else:
+    print(json.dumps(results))
+"""
+
+PROGRAMS = {
+    "the end of the script": """
+iterator = iter(loader())
+batch = next(iterator)
+pids(iterator)
+""",
+    "sys.exit": """
+iterator = iter(loader())
+pids(iterator)
+sys.exit(0)
+""",
+    "all batches kept": """
+iterator = iter(loader())
+pids(iterator)
+keep = list(iterator)
+""",
+    "a cycle": """
+iterator = iter(loader())
+pids(iterator)
+cycle = [iterator]
+cycle.append(cycle)
+""",
+    "persistent workers in the middle of an epoch": """
+held = loader(persistent_workers=True)
+iterator = iter(held)
+batch = next(iterator)
+pids(iterator)
+""",
+    "persistent workers between two epochs": """
+held = loader(persistent_workers=True)
+for batch in held:
+    pass
+pids(held._iterator)
+""",
+    "two iterators over one loader": """
+held = loader()
+iterators = [iter(held), iter(held)]
+batches = [next(iterator) for iterator in iterators]
+pids(*iterators)
+""",
+    "a pin thread that is ahead": """
+pretending.pretend_accelerator(setattr)
+iterator = iter(loader())
+batch = next(iterator)
+pids(iterator)
+""",
+    "a pin thread and persistent workers": """
+pretending.pretend_accelerator(setattr)
+held = loader(persistent_workers=True)
+for epoch in range(2):
+    for batch in held:
+        break
+pids(held._iterator)
+""",
+    "a daemon thread that goes on iterating": """
+started = threading.Event()
+def consume():
+    while True:
+        iterator = iter(loader())
+        pids(iterator)
+        for batch in iterator:
+            started.set()
+threading.Thread(target=consume, daemon=True).start()
+started.wait()
+""",
+    "a daemon thread that goes on iterating with persistent workers": """
+started = threading.Event()
+held = loader(persistent_workers=True)
+def consume():
+    while True:
+        iterator = iter(held)
+        for number, batch in enumerate(iterator):
+            if not started.is_set():
+                pids(iterator)
+                started.set()
+            if number == 10:
+                break
+threading.Thread(target=consume, daemon=True).start()
+started.wait()
+""",
+    "a daemon thread that goes on iterating behind a pin thread": """
+pretending.pretend_accelerator(setattr)
+started = threading.Event()
+def consume():
+    iterator = iter(loader())
+    pids(iterator)
+    for batch in iterator:
+        started.set()
+threading.Thread(target=consume, daemon=True).start()
+started.wait()
+""",
+    "a daemon thread that holds an iterator": """
+started = threading.Event()
+def consume():
+    iterator = iter(loader())
+    pids(iterator)
+    batch = next(iterator)
+    started.set()
+    threading.Event().wait()
+threading.Thread(target=consume, daemon=True).start()
+started.wait()
+""",
+    "a thread that ends after the main thread": """
+def consume():
+    iterator = iter(loader())
+    pids(iterator)
+    threading.main_thread().join()
+    batches = [next(iterator) for _ in range(20)]
+threading.Thread(target=consume).start()
+""",
+    "a thread that closes its loader after the main thread's end": """
+def consume():
+    held = loader()
+    iterator = iter(held)
+    pids(iterator)
+    threading.main_thread().join()
+    held.close()
+    try:
+        next(iterator)
+    except fastload.LoaderClosedError:
+        return
+    sys.exit("no error")
+threading.Thread(target=consume).start()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """Exit code, stdout and stderr of each program."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(path=sys.path)],
+        input=json.dumps(PROGRAMS),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_an_interpreter_exits_in_silence(results: dict[str, Any], name: str) -> None:
+    """Exit code 0, nothing on stderr, no worker left."""
+    code, out, err = results[name]
+
+    assert (code, err) == (0, "")
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) >= 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -1,0 +1,279 @@
+"""After an interruption, a time-out, an error or a death: what the caller gets next.
+
+Every test here runs under the leak guard of conftest.py: no process, thread or descriptor remains.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import fastload
+from fastload.device.pin_thread import PinThread
+from fastload.transport import pool
+from tests import zoo
+from tests.parity.test_parity import compare
+from tests.survival import attack_zoo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PINNED = pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
+
+
+@pytest.fixture
+def gate() -> Iterator[attack_zoo.Gate]:
+    gate = attack_zoo.Gate()
+    yield gate
+    gate.close()
+
+
+def assert_numbered(batch: Any, start: int, stop: int) -> None:
+    images, labels = batch
+    assert labels.tolist() == list(range(start, stop))
+    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
+
+
+def assert_rest(iterator: Any, start: int, *, stop: int = 24, step: int = 4) -> None:
+    """Exactly the batches from ``start`` on come, in order."""
+    batches = list(iterator)
+    assert len(batches) == (stop - start) // step
+    for number, batch in enumerate(batches):
+        assert_numbered(batch, start + number * step, start + number * step + step)
+
+
+# --- interruptions ---------------------------------------------------------------------------------------
+
+
+@PINNED
+def test_an_interrupted_wait_may_be_taken_up_again(
+    gate: attack_zoo.Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+) -> None:
+    """KeyboardInterrupt in next(), as in a notebook: the batch that was waited for is the next one."""
+    if pinned:
+        pretend_accelerator()
+    dataset = attack_zoo.Held(gate, 9, interrupts=True)
+    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=1))
+    held = [next(iterator), next(iterator)]
+    _call_when_waited_for(gate.open, monkeypatch, pinned)
+
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    gate.open()
+
+    assert_rest(iterator, 8)
+    for number, batch in enumerate(held):
+        assert_numbered(batch, 4 * number, 4 * number + 4)
+
+
+def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
+    """Call ``call`` once the consumer is about to wait."""
+    place, name = (PinThread, "get") if pinned else (pool.Pool, "_wait")
+    wait = getattr(place, name)
+    calls = [call]
+
+    def call_and_wait(self: Any, *args: Any) -> Any:
+        if calls:
+            calls.pop()()
+        return wait(self, *args)
+
+    monkeypatch.setattr(place, name, call_and_wait)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_interrupted_loop_may_be_taken_up_again(num_workers: int) -> None:
+    """KeyboardInterrupt in the loop's body loses the batch of that turn, and no other."""
+    iterator = iter(fastload.DataLoader(zoo.Made(attack_zoo.numbered, 24), 4, num_workers=num_workers))
+
+    with pytest.raises(KeyboardInterrupt):
+        _interrupt_after(iterator, 3)
+
+    assert_rest(iterator, 12)
+
+
+def _interrupt_after(iterator: Any, count: int) -> None:
+    for number, _ in enumerate(iterator, 1):
+        if number == count:
+            raise KeyboardInterrupt
+
+
+# --- time-outs -------------------------------------------------------------------------------------------
+
+
+@PINNED
+def test_after_a_timeout_the_same_batch_is_waited_for_again(
+    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool
+) -> None:
+    """As in torch: twice too late, then there, and nothing is lost or doubled."""
+    if pinned:
+        pretend_accelerator()
+    dataset = attack_zoo.Held(gate, 9)
+    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, timeout=0.1))
+    held = [next(iterator), next(iterator)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+            next(iterator)
+    iterator._timeout = 60  # what comes now must not be late on a busy machine
+    gate.open()
+
+    assert_rest(iterator, 8)
+    for number, batch in enumerate(held):
+        assert_numbered(batch, 4 * number, 4 * number + 4)
+
+
+@PINNED
+def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
+    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool
+) -> None:
+    """The late batch of the old epoch is dropped when it comes."""
+    if pinned:
+        pretend_accelerator()
+    dataset = attack_zoo.Held(gate, 9)
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=0.1, persistent_workers=True)
+    iterator = iter(loader)
+    held = [next(iterator), next(iterator)]
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iterator)
+    with pytest.raises(RuntimeError, match="timed out"):
+        next(iter(loader))  # its first batch is due from the worker that is late
+    iterator._timeout = 60
+    gate.open(10)
+
+    assert_rest(loader, 0)
+    assert_numbered(held[1], 4, 8)
+    loader.close()
+
+
+# --- errors of the sampler -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "persistent"), [(0, False), (1, False), (1, True), (2, False), (2, True)]
+)
+@pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
+def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
+    num_workers: int, position: int, persistent: bool
+) -> None:
+    """The same batches before it, the same error at the same call, the same batches after it."""
+
+    def make(loader_class: Any) -> Any:
+        sampler = attack_zoo.RaisingSampler(position)
+        dataset = zoo.Made(attack_zoo.numbered, 24)
+        options = {"num_workers": num_workers, "persistent_workers": persistent}
+        return loader_class(dataset, batch_sampler=sampler, **options), None
+
+    epochs = compare(make)
+
+    assert any(isinstance(part, ConnectionError) for part in epochs[0])
+
+
+def test_an_index_that_cannot_be_sent_is_an_error_that_ends_the_epoch() -> None:
+    """It names the batch; afterwards nobody waits for what will not come."""
+    indices: list[Any] = [[0], [1], [2], [lambda: 3], [4]]
+    loader = fastload.DataLoader(zoo.Made(attack_zoo.numbered, 24), batch_sampler=indices, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+
+    with pytest.raises(Exception, match="lambda") as caught:
+        next(iterator)
+
+    assert caught.value.__notes__ == ["fastload: the index of batch 3 could not be sent to worker 0"]
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
+
+
+# --- deaths and closing ----------------------------------------------------------------------------------
+
+
+@PINNED
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_loader_whose_worker_died_can_begin_a_new_epoch(
+    pretend_accelerator: Any, persistent: bool, pinned: bool
+) -> None:
+    """Also a persistent one: its dead workers are not asked again; the batch in hand stays."""
+    if pinned:
+        pretend_accelerator()
+    loader = fastload.DataLoader(zoo.Made(zoo.killed, 24), 4, num_workers=2, persistent_workers=persistent)
+    iterator = iter(loader)
+    held = next(iterator)
+    kept = held[0].clone()
+
+    with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
+        list(iterator)
+    assert list(iterator) == []
+    loader.dataset.make = attack_zoo.numbered
+
+    assert_rest(loader, 0)
+    assert torch.equal(held[0], kept)
+    loader.close()
+
+
+def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
+    monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
+) -> None:
+    """Not a closed loader: the error is the same when the consumer comes to it much later."""
+    pretend_accelerator()
+    is_found = threading.Event()
+    report = pool.Pool._report_death
+
+    def report_and_tell(self: Any, dead: list[int]) -> None:
+        try:
+            report(self, dead)
+        finally:
+            is_found.set()
+
+    monkeypatch.setattr(pool.Pool, "_report_death", report_and_tell)
+    iterator = iter(fastload.DataLoader(zoo.Made(zoo.killed, 24), 4, num_workers=2, prefetch_factor=3))
+    is_found.wait()
+
+    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+        list(iterator)
+    assert list(iterator) == []
+
+
+@PINNED
+def test_every_next_after_close_is_the_same_error(pretend_accelerator: Any, pinned: bool) -> None:
+    """However many batches were under way: never a wait."""
+    if pinned:
+        pretend_accelerator()
+    loader = fastload.DataLoader(zoo.Made(attack_zoo.numbered, 24), 4, num_workers=2)
+    iterator = iter(loader)
+    held = next(iterator)
+    loader.close()
+
+    for _ in range(8):
+        with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
+            next(iterator)
+    assert_numbered(held, 0, 4)
+
+
+@PINNED
+def test_close_in_another_thread_ends_a_wait(
+    gate: attack_zoo.Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+) -> None:
+    """The waiting thread gets LoaderClosedError, whatever it was at."""
+    if pinned:
+        pretend_accelerator()
+    loader = fastload.DataLoader(attack_zoo.Held(gate, 1), 4, num_workers=2)
+    iterator = iter(loader)
+    is_waiting = threading.Event()
+    _call_when_waited_for(is_waiting.set, monkeypatch, pinned)
+    errors: list[Exception] = []
+
+    def consume() -> None:
+        try:
+            next(iterator)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is what the test is about
+            errors.append(error)
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    is_waiting.wait()
+    gate.open()  # or its worker would be given its five seconds
+    loader.close()
+    thread.join()
+
+    assert [type(error) for error in errors] in ([fastload.LoaderClosedError], [])

@@ -1,0 +1,372 @@
+"""examples/train.py: each habit can be switched, changes what it should and nothing else, and has its row."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))  # as it is for a script that lies there
+
+train = importlib.import_module("train")
+train_ablate = importlib.import_module("train_ablate")
+train_data = importlib.import_module("train_data")
+train_habits = importlib.import_module("train_habits")
+train_model = importlib.import_module("train_model")
+train_step = importlib.import_module("train_step")
+
+HABITS = train_habits.HABITS
+CPU = torch.device("cpu")
+TINY = ["--device", "cpu", "--size", "32", "--width", "8", "--batch-size", "16", "--epochs", "1"]
+
+# Those that a CPU can have and that need no compiler, with how far they may move the loss of an epoch.
+SAME_LOSS = {
+    "shared_cache": 0.0,
+    "fastload_loader": 0.0,
+    "set_to_none": 0.0,
+    "metrics_on_device": 1e-6,
+    "delete_temporaries": 0.0,
+    "oom_retry": 0.0,
+    "inference_mode": 0.0,
+    "debug": 0.0,
+    "accumulate_parts": 1e-5,
+    "channels_last": 1e-3,
+    "checkpointing": 1e-3,
+    "foreach_optimizer": 1e-3,
+    "fused_optimizer": 1e-3,
+    "normalize_on_device": 1e-3,
+    "mixed_precision": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two classes of 24 pictures: dark noise and bright noise."""
+    root = tmp_path_factory.mktemp("photos")
+    for label, (low, high) in {"bright": (120, 256), "dark": (0, 136)}.items():
+        (root / label).mkdir()
+        for number in range(24):
+            pixels = np.random.default_rng(number).integers(low, high, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(root / label / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def run(photos: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Trains on the pictures with these flags; gives the figures of each epoch."""
+
+    def run(*flags: str) -> list[dict[str, Any]]:
+        return train.train(*train.parse([*TINY, "--photos", str(photos), *flags]))
+
+    return run
+
+
+def _flag(habit: Any, value: bool) -> str:
+    return ("--" if value else "--no-") + habit.name.replace("_", "-")
+
+
+def _trainer(photos: Path, *flags: str) -> tuple[Any, argparse.Namespace]:
+    options, device = train.parse([*TINY, "--photos", str(photos), *flags])
+    return train_step.Trainer(options, 2, device), options
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (16, 32, 32, 3), dtype=torch.uint8, generator=generator)
+    return images, torch.arange(16) % 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than these tiny models do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- the list -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_each_habit_is_a_flag_that_goes_both_ways(habit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--na-me and --no-na-me set the option; what a CPU cannot have stays off and is said."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # put back afterwards
+    on, device = train.parse(["--device", "cpu", _flag(habit, True)])
+    off, _ = train.parse(["--device", "cpu", _flag(habit, False)])
+
+    assert getattr(on, habit.name) is (habit.obstacle(device) is None)
+    assert getattr(off, habit.name) is False
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_each_habit_says_in_two_lines_what_it_does_and_when_it_does_not_pay(habit: Any) -> None:
+    """The second line of each habit has a "not", "costs" or "off"; both fit on a line of the help."""
+    does, but = habit.doc.splitlines()
+
+    assert does
+    assert any(word in but.lower() for word in ("not", "costs", "nothing", "off"))
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.name)
+def test_each_habit_is_practised(habit: Any) -> None:
+    """Each option is read by the code that trains, not only listed."""
+    files = [EXAMPLES / f"{name}.py" for name in ("train", "train_data", "train_step")]
+
+    assert any(f"options.{habit.name}" in file.read_text() for file in files)
+
+
+def test_defaults_follow_the_device() -> None:
+    """What needs a GPU is on with one and off without; the other defaults do not change."""
+    for device in (CPU, torch.device("cuda", 0)):
+        options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
+        refused = train_habits.resolve(options, device)
+
+        assert refused == []
+        for habit in HABITS:
+            wanted = device.type == "cuda" if habit.default == train_habits.CUDA else habit.default
+            assert getattr(options, habit.name) is wanted
+
+
+def test_what_a_cpu_cannot_have_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """A habit that needs CUDA is named when it is asked for on a CPU."""
+    train.parse(["--device", "cpu", "--prefetcher"])
+
+    assert capsys.readouterr().out == "--prefetcher stays off: needs CUDA\n"
+
+
+def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has both lines of every habit."""
+    with pytest.raises(SystemExit, match="0"):
+        train.parse(["--help"])
+
+    shown = capsys.readouterr().out
+    assert [line for habit in HABITS for line in habit.doc.splitlines() if line not in shown] == []
+
+
+# --- the run ------------------------------------------------------------------------------------------------
+
+
+def test_training_lowers_the_loss(run: Callable[..., Any]) -> None:
+    """After three epochs the loss on pictures that were not trained on is below that after the first."""
+    history = run("--epochs", "3", "--workers", "0")
+
+    assert [figures["epoch"] for figures in history] == [1, 2, 3]
+    assert history[2]["loss"] < history[0]["loss"]
+
+
+@pytest.mark.parametrize("other", ["--no-shared-cache", "--no-fastload-loader"])
+def test_cache_and_loader_change_no_figure(run: Callable[..., Any], other: str) -> None:
+    """With workers too: the same seed gives the same crops, losses and accuracy."""
+    names = ("loss", "held_out_loss", "accuracy")
+
+    for one, two in zip(run("--workers", "2"), run("--workers", "2", other), strict=True):
+        assert [one[name] for name in names] == [two[name] for name in names]
+
+
+@pytest.mark.parametrize("name", SAME_LOSS)
+def test_a_habit_changes_the_way_not_the_result(
+    name: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each habit but those that change the model trains to the same loss, off and on."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    habit = next(habit for habit in HABITS if habit.name == name)
+    beside = ["--micro-batches", "1", "--workers", "0"]
+    [off] = run(*beside, _flag(habit, False))
+    [on] = run(*beside, _flag(habit, True))
+
+    assert off["loss"] == pytest.approx(on["loss"], abs=SAME_LOSS[name], rel=0)
+
+
+def test_gradients_of_parts_add_up(photos: Path) -> None:
+    """Four parts give the batch's gradients, whether their history is kept or not."""
+    gradients = []
+    for flags in ((), ("--micro-batches", "4"), ("--micro-batches", "4", "--no-accumulate-parts")):
+        trainer, _ = _trainer(photos, *flags)
+        trainer.model.eval()  # batch norm would normalise each part by its own statistics
+        trainer.add_gradients(_batch(), 1.0)
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
+
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_input_batchnorm_takes_the_place_of_normalize(photos: Path) -> None:
+    """The first layer has no weights, sees values from 0 to 1, and learns the pictures' mean."""
+    trainer, _ = _trainer(photos, "--input-batchnorm")
+    floats = trainer.to_floats(_batch()[0])
+    trainer.step(_batch(), train_step.Metrics())
+
+    assert 0 <= floats.min() < floats.max() <= 1
+    assert list(trainer.network.normalize.parameters()) == []
+    torch.testing.assert_close(trainer.network.normalize.running_mean, 0.1 * floats.mean((0, 2, 3)))
+
+
+def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
+    """A model that fits eight pictures only trains on sixteen, and each counts once in the metrics."""
+    trainer, _ = _trainer(photos)
+    sizes = []
+
+    def refuse(_module: Any, arguments: tuple[torch.Tensor]) -> None:
+        sizes.append(len(arguments[0]))
+        if sizes[-1] > 8:
+            raise torch.OutOfMemoryError("injected")
+
+    trainer.network.register_forward_pre_hook(refuse)
+    before = trainer.network.head[2].weight.detach().clone()
+    metrics = train_step.Metrics()
+    trainer.step(_batch(), metrics)
+
+    assert sizes == [16, 8, 8]
+    assert metrics.pictures == 16
+    assert not torch.equal(before, trainer.network.head[2].weight)
+
+
+def test_without_retry_the_error_comes_through(photos: Path) -> None:
+    """--no-oom-retry leaves an OutOfMemoryError to the caller."""
+    trainer, _ = _trainer(photos, "--no-oom-retry")
+
+    def refuse(_module: Any, _arguments: Any) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    trainer.network.register_forward_pre_hook(refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        trainer.step(_batch(), train_step.Metrics())
+
+
+def test_metrics_stay_on_the_device_until_they_are_read(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step calls .item() twice with --no-metrics-on-device, and never without."""
+    calls: list[int] = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (calls.append(1), item(tensor))[1])
+    counts = []
+    for flag in ("--metrics-on-device", "--no-metrics-on-device"):
+        trainer, _ = _trainer(photos, flag)
+        calls.clear()
+        trainer.step(_batch(), train_step.Metrics())
+        counts.append(len(calls))
+
+    assert counts == [0, 2]
+
+
+def test_debug_finds_the_line_and_starts_no_worker(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """--debug sets CUDA_LAUNCH_BLOCKING, loads in this process, and a NaN in backward is an error there."""
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    trainer, options = _trainer(photos, "--debug")
+    trainer.network.head[2].weight.register_hook(lambda grad: grad)
+    trainer.network.head.register_forward_hook(lambda _module, _inputs, logits: (logits - logits).sqrt() * 0)
+
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
+    with train_data.Data(options, CPU).train_loader(torch.Generator()) as loader:
+        assert loader.loader.num_workers == 0
+    with (
+        pytest.warns(UserWarning, match="SqrtBackward0"),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        trainer.step(_batch(), train_step.Metrics())
+
+
+def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: Path) -> None:
+    """One epoch, saved, and a second after it end where two epochs in one run do."""
+    checkpoint = str(tmp_path / "model.pt")
+    whole = run("--epochs", "2", "--workers", "1")
+    run("--epochs", "1", "--workers", "1", "--checkpoint", checkpoint)
+    resumed = run("--epochs", "2", "--workers", "1", "--resume", checkpoint)
+
+    assert [figures["epoch"] for figures in resumed] == [2]
+    assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
+
+
+def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
+    run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The batch, the picture's 3 channels and the 2 classes are named; widths of 8 are not."""
+    run("--mixed-precision", "--workers", "0", "--batch-size", "12")
+
+    hint = capsys.readouterr().err
+    assert "here are the batch: 12, input channels of stem.0: 3, outputs of head.2: 2\n" in hint
+
+
+def test_missing_pictures_are_explained(tmp_path: Path) -> None:
+    """Without the folder the message names `make photos` and --photos."""
+    with pytest.raises(SystemExit, match=r"`make photos`.*--photos"):
+        train.main(["--device", "cpu", "--photos", str(tmp_path / "none")])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_device_is_chosen_by_name() -> None:
+    """Without a GPU "auto" takes the CPU, and "cuda" says what is missing."""
+    assert train.choose_device("auto") == CPU
+    assert train.parse(["--device", "cuda", "--disable-cuda"])[1] == CPU
+    with pytest.raises(SystemExit, match="no GPU here"):
+        train.choose_device("cuda")
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_table_has_a_row_for_each_habit(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--ablate prints each habit once: figures for off and on, or why there are none."""
+    monkeypatch.setattr(torch, "compile", lambda model: model)  # half a minute of a compiler's time
+    train.main(
+        [*TINY, "--photos", str(photos), "--workers", "0", "--ablate", "--steps", "1", "--rounds", "1"]
+    )
+
+    rows = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.split("│")]
+        if len(cells) > 2:
+            rows[cells[1]] = cells[2:-1]
+    assert list(rows) == [habit.name for habit in HABITS]
+    for habit in HABITS:
+        figures = rows[habit.name]
+        if obstacle := habit.obstacle(CPU):
+            assert figures[0] == obstacle
+        else:
+            assert all(cell.count(">") == 1 for cell in figures[:3])
+
+
+def test_peak_memory_counts_what_is_alive_at_once() -> None:
+    """Two tensors one after the other take one, kept together they take two."""
+
+    def in_turn() -> None:
+        for _ in range(2):
+            torch.empty(1 << 20)
+
+    def together() -> None:
+        _kept = [torch.empty(1 << 20) for _ in range(2)]
+
+    assert train_ablate.peak_bytes(in_turn, CPU) == 4 << 20
+    assert train_ablate.peak_bytes(together, CPU) == 8 << 20
+
+
+def test_checkpointing_and_parts_take_less_memory(photos: Path) -> None:
+    """The two habits that trade time for memory do so: the peak of a step falls by a fifth at least."""
+
+    def peak(*flags: str) -> int:
+        trainer, _ = _trainer(photos, *flags)
+        return train_ablate.peak_bytes(lambda: trainer.step(_batch(), train_step.Metrics()), CPU)
+
+    assert peak("--checkpointing") < 0.8 * peak()
+    parts = ("--micro-batches", "4")
+    assert peak(*parts) < 0.8 * peak(*parts, "--no-accumulate-parts")
