@@ -21,7 +21,6 @@ import torch
 import train_ablate
 from train_data import Data
 from train_habits import HABITS, add_flags, resolve
-from train_model import odd_sizes
 from train_step import Trainer
 
 import fastload
@@ -32,11 +31,13 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
         description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--photos", type=Path, default=Path("build/photos"), help="a folder for each class")
-    parser.add_argument("--epochs", type=int, default=2, help="in all, those before --resume included")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch, one after the other")
-    parser.add_argument("--size", type=int, default=64, help="height and width of the crops")
-    parser.add_argument("--width", type=int, default=16, help="channels of the first block")
+    parser.add_argument("--epochs", type=positive, default=2, help="in all, those before --resume included")
+    parser.add_argument("--batch-size", type=positive, default=64)
+    parser.add_argument(
+        "--micro-batches", type=positive, default=1, help="parts of a batch, one after the other"
+    )
+    parser.add_argument("--size", type=positive, default=64, help="height and width of the crops")
+    parser.add_argument("--width", type=positive, default=16, help="channels of the first block")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
@@ -47,8 +48,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     names = [habit.name for habit in HABITS]
     ablate = {"nargs": "*", "choices": names, "metavar": "HABIT", "help": "time these habits, or all"}
     parser.add_argument("--ablate", **ablate)
-    parser.add_argument("--steps", type=int, default=20, help="steps in a round of --ablate")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each side in --ablate")
+    parser.add_argument("--steps", type=positive, default=20, help="steps in a round of --ablate")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of each side in --ablate")
     add_flags(parser)
     options = parser.parse_args(arguments)
     if options.debug:
@@ -58,6 +59,13 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     for line in resolve(options, device):
         print(line)
     return options, device
+
+
+def positive(text: str) -> int:
+    """An int above zero, for argparse."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above zero, but got {text}")
+    return int(text)
 
 
 def choose_device(name: str) -> torch.device:
@@ -81,8 +89,6 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
     generator = fastload.seed_everything(options.seed)  # random, numpy and torch; and one for the loader
     data = Data(options, device)
     trainer = Trainer(options, len(data.classes), device)
-    if options.mixed_precision and (odd := odd_sizes(trainer.network, options.batch_size)):
-        print(f"mixed precision is fastest with multiples of 8; here are {', '.join(odd)}", file=sys.stderr)
     first_epoch = 0
     if options.resume:
         state = torch.load(options.resume, map_location=device, weights_only=True)
@@ -118,8 +124,8 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         if options.checkpoint:
             state = trainer.state_dict() | {"epoch": epoch + 1, "generator": generator.get_state()}
             torch.save(state, options.checkpoint)
-    if on_cuda and options.cudnn_benchmark and len(trainer.shapes) > 1:
-        print(f"batches came in {len(trainer.shapes)} shapes: --no-cudnn-benchmark may be faster")
+    for hint in trainer.hints():
+        print(hint, file=sys.stderr)
     return history
 
 
@@ -133,7 +139,7 @@ def peak_bytes(device: torch.device) -> int:
 def main(arguments: list[str] | None = None) -> None:
     options, device = parse(arguments)
     on_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_cuda else f"{torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if on_cuda else f"threads: {torch.get_num_threads()}"
     print(f"{device} ({name}), torch {torch.__version__}, seed {options.seed}")
     if options.ablate is None:
         train(options, device)

@@ -6,6 +6,7 @@
 3. The caches are filled before. A figure is the median of the turns.
 4. Peak memory is what a fresh model takes at most in its first two steps: weights, gradients and the
    optimizer's state included, batches on the host not.
+5. CUDA_LAUNCH_BLOCKING is read when CUDA starts: the row of `debug` shows its other two parts.
 """
 
 import argparse
@@ -21,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from train_data import Data
 from train_habits import HABITS, Habit, vary
 from train_step import Metrics, Trainer
 
 WARM_UP_STEPS = 3
+WIDTHS = (17, 17, 15, 7)  # of the columns behind the habit's name
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Side:
         stack.callback(self.batches.close)  # before the loader: the stack runs backwards
         self.peak_bytes = self.measure_peak()
         self.trainer = Trainer(options, self.num_classes, device)
-        self.turns_s: list[float] = []
+        self.turns: list[tuple[float, int]] = []  # seconds and pictures
 
     def measure_peak(self) -> int:
         """What two steps of a fresh model take: rule 4."""
@@ -73,20 +73,22 @@ class Side:
         made_ready = 2 * self.options.workers + 2  # by the workers and by the prefetcher
         self.take(self.trainer, self.batches, WARM_UP_STEPS + made_ready)
         started = time.perf_counter()
-        self.take(self.trainer, self.batches, self.options.steps)
-        self.turns_s.append(time.perf_counter() - started)
+        pictures = self.take(self.trainer, self.batches, self.options.steps)
+        self.turns.append((time.perf_counter() - started, pictures))
 
-    def take(self, trainer: Trainer, batches: Iterable[Any], steps: int) -> None:
-        """Some steps; on return the device has done them."""
+    def take(self, trainer: Trainer, batches: Iterable[Any], steps: int) -> int:
+        """Some steps, which the device has done on return; how many pictures they had."""
         with trainer.backends():
             run = trainer.train_epoch if self.phase == "train" else trainer.evaluate
             metrics: Metrics = run(batches, steps)
             metrics.read()
+        return metrics.pictures
 
     def figures(self) -> Figures:
         """Medians of the turns so far."""
-        step_s = statistics.median(self.turns_s) / self.options.steps
-        return Figures(self.options.batch_size / step_s, step_s * 1e3, self.peak_bytes)
+        images_per_s = statistics.median(pictures / seconds for seconds, pictures in self.turns)
+        step_s = statistics.median(seconds for seconds, _ in self.turns) / self.options.steps
+        return Figures(images_per_s, step_s * 1e3, self.peak_bytes)
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -125,29 +127,35 @@ def peak_bytes(work: Any, device: torch.device) -> int:
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Print the table, for the habits that --ablate names, or for all."""
-    console = Console()
-    table = Table(title=f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
-    table.add_column("habit", no_wrap=True)
-    for heading in ("images/s", "step ms", "peak MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("speed", justify="right", no_wrap=True)
+    """Print the table, for the habits that --ablate names or for all, row by row as they are timed."""
+    print(f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
+    print_row("habit", "images/s", "step ms", "peak MB", "speed")
     keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
     keep.fill()  # lives as long as this function: the sides find it filled
+    notes = []
     for habit in HABITS:
         if options.ablate and habit.name not in options.ablate:
             continue
         obstacle = habit.obstacle(device)
         if obstacle:
-            table.add_row(habit.name, obstacle, "", "", "")
+            print_row(habit.name, obstacle)
             continue
-        with console.status(habit.name):
-            off, on = compare(options, device, habit)
-        table.add_row(
+        off, on = compare(options, device, habit)
+        print_row(
             habit.name,
             f"{off.images_per_s:,.0f} > {on.images_per_s:,.0f}",
             f"{off.step_ms:.1f} > {on.step_ms:.1f}",
             f"{off.peak_bytes / 1e6:.1f} > {on.peak_bytes / 1e6:.1f}",
             f"{on.images_per_s / off.images_per_s:.2f}x",
         )
-    console.print(table)
+        if habit.beside:
+            shared = ", ".join(f"{name}={value}" for name, value in habit.beside.items())
+            notes.append(f"{habit.name}: both sides with {shared}")
+    print(*notes, sep="\n")
+
+
+def print_row(habit: str, *cells: str) -> None:
+    """At once: a row can take a minute."""
+    print(
+        f"{habit:<20}", *(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False)), flush=True
+    )

@@ -40,6 +40,8 @@ class Habit:
         """Why it cannot be on for this device; None if it can."""
         if self.needs_cuda and device.type != "cuda":
             return "needs CUDA"
+        if self.name == "mixed_precision":
+            return _bfloat16_missing(device)
         return _compiler_missing(device) if self.name == "compile" else None
 
 
@@ -217,6 +219,12 @@ def resolve(options: argparse.Namespace, device: torch.device) -> list[str]:
 def vary(options: argparse.Namespace, habit: Habit, value: bool) -> argparse.Namespace:
     """These options with one habit on or off, and with what its row needs beside it."""
     return argparse.Namespace(**{**vars(options), **habit.beside, habit.name: value})
+
+
+def _bfloat16_missing(device: torch.device) -> str | None:
+    # Older GPUs only emulate it, which is slower than float32.
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return "needs Ampere" if is_there and not torch.cuda.is_bf16_supported(False) else None
 
 
 def _compiler_missing(device: torch.device) -> str | None:

@@ -5,6 +5,7 @@ Nothing between two steps waits for the GPU: no .item(), no .cpu(), no print of 
 
 import argparse
 import contextlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from train_data import MEAN, STD
-from train_model import SmallResNet
+from train_model import SmallResNet, odd_sizes
 
 import fastload
 
@@ -59,13 +60,10 @@ class Trainer:
         self.model = torch.compile(self.network) if options.compile else self.network
         self.normalize = fastload.Normalize(MEAN, STD, memory_format=self.memory_format, layout="HWC")
         self.normalize.to(device)
-        self.optimizer = torch.optim.SGD(
-            self.network.parameters(),
-            lr=options.lr,
-            momentum=0.9,
-            fused=options.fused_optimizer,
-            foreach=options.foreach_optimizer and not options.fused_optimizer,
-        )
+        fused = options.fused_optimizer
+        self.kernels = {"fused": fused, "foreach": options.foreach_optimizer and not fused}
+        parameters = self.network.parameters()
+        self.optimizer = torch.optim.SGD(parameters, lr=options.lr, momentum=0.9, **self.kernels)
 
     # --- training ---------------------------------------------------------------------------------------
 
@@ -73,9 +71,7 @@ class Trainer:
         """A step for each batch, or ``max_steps``."""
         metrics = Metrics()
         self.model.train()
-        for number, batch in enumerate(loader):
-            if number == max_steps:
-                break
+        for batch in itertools.islice(loader, max_steps):
             self.step(batch, metrics)
         return metrics
 
@@ -146,9 +142,7 @@ class Trainer:
         metrics = Metrics()
         self.model.eval()
         with torch.inference_mode() if self.options.inference_mode else contextlib.nullcontext():
-            for number, (images, labels) in enumerate(loader):
-                if number == max_steps:
-                    break
+            for images, labels in itertools.islice(loader, max_steps):
                 _, logits, loss = self.forward(images, labels)
                 metrics.add(loss.detach() * len(labels), (logits.argmax(1) == labels).sum(), len(labels))
         return metrics
@@ -162,6 +156,16 @@ class Trainer:
         options = self.options
         return fastload.tune_backends(tf32=options.tf32, cudnn_benchmark=options.cudnn_benchmark)
 
+    def hints(self) -> list[str]:
+        """What the sizes seen so far mean for the habits that are on."""
+        hints = []
+        odd = odd_sizes(self.network, self.options.batch_size) if self.options.mixed_precision else []
+        if odd:
+            hints.append(f"mixed precision is fastest with multiples of 8; here are {', '.join(odd)}")
+        if self.options.cudnn_benchmark and len(self.shapes) > 1:
+            hints.append(f"batches came in {len(self.shapes)} shapes: --no-cudnn-benchmark may be faster")
+        return hints
+
     def state_dict(self) -> dict[str, Any]:
         """The weights and the optimizer's state, for a checkpoint."""
         return {"model": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -170,3 +174,5 @@ class Trainer:
         """Go on from a checkpoint."""
         self.network.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group.update(self.kernels)  # this run's flags, not those of the run that saved

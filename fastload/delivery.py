@@ -126,9 +126,11 @@ class _Counted(Iterator[Any]):
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source
         self._epoch = epoch
-        self._marks: collections.deque[int] = collections.deque()  # one a batch, or error, that was pulled
+        # At each batch, or error, that was fetched: how many the caller will have received with it.
+        self._marks: collections.deque[int] = collections.deque()
         self.register_slots = getattr(source, "register_slots", None)
-        epoch.run_ahead()
+        self._waiting: collections.deque[tuple[Any, int, bytes | None]] = collections.deque()
+        epoch.ahead = self._waiting
 
     def __next__(self) -> Any:
         try:
@@ -136,11 +138,16 @@ class _Counted(Iterator[Any]):
         except StopIteration:
             raise
         except Exception:
-            self._marks.append(self._epoch.num_fetched)
+            self._mark()
             raise
-        self._marks.append(self._epoch.num_fetched)
+        self._mark()
         return batch
+
+    def _mark(self) -> None:
+        self._marks.append(self._epoch.num_received + len(self._waiting))
 
     def hand_over(self) -> None:
         """The caller takes the next of what was pulled."""
-        self._epoch.hand_over(self._marks.popleft())
+        mark = self._marks.popleft()
+        while self._epoch.num_received < mark:
+            self._epoch.received(*self._waiting.popleft())

@@ -22,7 +22,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
@@ -126,7 +125,7 @@ class LocalIterator(_BaseDataLoaderIter):
         state = None
         if self._stream is not None:
             state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
-        self._epoch.received(index, 0, state)
+        self._epoch.fetched(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -202,12 +201,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
         """
         self._is_prefetched = True
-        pool = self._pool
-        if isinstance(pool, ThreadPool) or self._pin_thread is not None:
-            return  # no slots, or none that the prefetcher sees
-        if pool.registered is None or pool.registered.stream is not stream:
-            pool.unregister()
-            pool.registered = RegisteredSlots(backend, stream)
+        if isinstance(self._pool, Pool) and self._pin_thread is None:
+            self._pool.let_read(backend, stream)
 
     def _put_index(self) -> None:
         """Draw the next index and give it to the next worker, at the moments when torch does."""
@@ -236,7 +231,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
-        if not self._is_prefetched:
+        if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
             task, kind, batch = self._receive(head[1])
@@ -247,7 +242,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._put_index()
                 continue
             self._put_index()
-            self._epoch.received(task.index, worker, task.dataset_state)
+            self._epoch.fetched(task.index, worker, task.dataset_state)
             if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
                 try:
                     self._raise(batch, task, worker)

@@ -59,7 +59,7 @@ def set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The states of samplers that have a state_dict(), and the number where one counts epochs, by place."""
+    """By place, the states of samplers that have a state_dict(), and the epochs of those that count them."""
     return {
         place: sampler.state_dict()
         for place, sampler in samplers_by_place(loader).items()

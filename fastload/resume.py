@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from fastload.order import (
 from fastload.transport.draws import Draws
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
@@ -61,6 +61,7 @@ class Epoch:
         dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
             last batch that the caller received, pickled; None for one that has not begun.
         next_worker: Whose batch is due next.
+        ahead: What was fetched and waits for the caller; None where the caller fetches.
     """
 
     number: int
@@ -75,48 +76,33 @@ class Epoch:
     obstacle: str | None = None
     dataset_states: list[bytes | None] | None = None
     next_worker: int = 0
+    ahead: deque[tuple[Any, int, bytes | None]] | None = None
     _replayed: dict[str, Any] | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
-    _ahead: deque[Any] | None = field(default=None, repr=False)  # fetched for a caller who comes later
 
     def draw(self, index: Any) -> tuple[Any, Draw | None]:
         """Count what the sampler gave: the index, and what its samples' random streams follow from."""
         return (index, None) if self._draws is None else self._draws.count(index)
 
-    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
-        """The caller receives the batch of this index, after which the worker's dataset was in this state.
+    def fetched(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
+        if self.ahead is None:
+            self.received(index, worker, dataset_state)
+        else:
+            self.ahead.append((index, worker, dataset_state))
 
-        After `run_ahead`, who fetches ahead of the caller does.
-        """
-        if self._ahead is not None:
-            self._ahead.append((index, worker, dataset_state))
-            return
+    def ended(self) -> None:
+        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
+        self.is_finished = self.ahead is None
+
+    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
+        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
         if self.dataset_states is not None and dataset_state is not None:
             self.dataset_states[worker] = dataset_state
             self.next_worker = (worker + 1) % len(self.dataset_states)
-
-    def ended(self) -> None:
-        """The caller sees the end; after `run_ahead`, who fetches ahead of them does, and says so later."""
-        self.is_finished = self._ahead is None
-
-    def run_ahead(self) -> None:
-        """From now on batches are fetched ahead of the caller, and count when they are handed over."""
-        self._ahead = deque()
-
-    @property
-    def num_fetched(self) -> int:
-        """Batches that the caller has received or that wait for them."""
-        return self.num_received + len(self._ahead or ())
-
-    def hand_over(self, num_fetched: int) -> None:
-        """The caller receives what had been fetched when `num_fetched` was this."""
-        waiting, self._ahead = self._ahead or deque(), None
-        while self.num_received < num_fetched:
-            self.received(*waiting.popleft())
-        self._ahead = waiting
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one that was just drawn, or that of the epoch that is resumed."""

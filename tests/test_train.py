@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ train = importlib.import_module("train")
 train_ablate = importlib.import_module("train_ablate")
 train_data = importlib.import_module("train_data")
 train_habits = importlib.import_module("train_habits")
-train_model = importlib.import_module("train_model")
 train_step = importlib.import_module("train_step")
 
 HABITS = train_habits.HABITS
@@ -32,23 +32,10 @@ CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--size", "32", "--width", "8", "--batch-size", "16", "--epochs", "1"]
 
 # Those that a CPU can have and that need no compiler, with how far they may move the loss of an epoch.
-SAME_LOSS = {
-    "shared_cache": 0.0,
-    "fastload_loader": 0.0,
-    "set_to_none": 0.0,
-    "metrics_on_device": 1e-6,
-    "delete_temporaries": 0.0,
-    "oom_retry": 0.0,
-    "inference_mode": 0.0,
-    "debug": 0.0,
-    "accumulate_parts": 1e-5,
-    "channels_last": 1e-3,
-    "checkpointing": 1e-3,
-    "foreach_optimizer": 1e-3,
-    "fused_optimizer": 1e-3,
-    "normalize_on_device": 1e-3,
-    "mixed_precision": 0.1,
-}
+EXACT = ("shared_cache", "fastload_loader", "set_to_none", "delete_temporaries", "oom_retry")
+CLOSE = ("channels_last", "checkpointing", "foreach_optimizer", "fused_optimizer", "normalize_on_device")
+SAME_LOSS = dict.fromkeys([*EXACT, "inference_mode", "debug"], 0.0) | dict.fromkeys(CLOSE, 1e-3)
+SAME_LOSS |= {"metrics_on_device": 1e-6, "accumulate_parts": 1e-5, "mixed_precision": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +132,25 @@ def test_what_a_cpu_cannot_have_is_refused_in_words(capsys: pytest.CaptureFixtur
     train.parse(["--device", "cpu", "--prefetcher"])
 
     assert capsys.readouterr().out == "--prefetcher stays off: needs CUDA\n"
+
+
+def test_mixed_precision_stays_off_where_bfloat16_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU before Ampere gets float32 by default."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
+    train_habits.resolve(options, torch.device("cuda", 0))
+
+    assert options.mixed_precision is False
+    assert options.tf32 is True
+
+
+@pytest.mark.parametrize("flag", ["--steps", "--batch-size", "--micro-batches"])
+def test_numbers_are_above_zero(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Zero steps or pictures are refused with the flag's name."""
+    with pytest.raises(SystemExit, match="2"):
+        train.parse([flag, "0"])
+    assert f"argument {flag}: expected a number above zero, but got 0" in capsys.readouterr().err
 
 
 def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +276,6 @@ def test_debug_finds_the_line_and_starts_no_worker(
     """--debug sets CUDA_LAUNCH_BLOCKING, loads in this process, and a NaN in backward is an error there."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     trainer, options = _trainer(photos, "--debug")
-    trainer.network.head[2].weight.register_hook(lambda grad: grad)
     trainer.network.head.register_forward_hook(lambda _module, _inputs, logits: (logits - logits).sqrt() * 0)
 
     assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
@@ -294,14 +299,36 @@ def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: P
     assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
 
 
+def test_resume_keeps_the_flags_of_this_run(photos: Path) -> None:
+    """The optimizer's kernels are those of the command line, not those of the checkpoint."""
+    saved, _ = _trainer(photos, "--fused-optimizer")
+    trainer, _ = _trainer(photos, "--no-fused-optimizer", "--foreach-optimizer")
+    trainer.load_state_dict(saved.state_dict())
+
+    assert [(group["fused"], group["foreach"]) for group in trainer.optimizer.param_groups] == [(False, True)]
+
+
 def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
     run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The batch, the picture's 3 channels and the 2 classes are named; widths of 8 are not."""
     run("--mixed-precision", "--workers", "0", "--batch-size", "12")
 
-    hint = capsys.readouterr().err
-    assert "here are the batch: 12, input channels of stem.0: 3, outputs of head.2: 2\n" in hint
+    odd = "the batch: 12, input channels of stem.0: 3, outputs of head.2: 2"
+    hint = f"mixed precision is fastest with multiples of 8; here are {odd}\n"
+    assert capsys.readouterr().err == hint
+
+
+def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
+    """Batches of one shape give no hint, those of a second one do."""
+    trainer, options = _trainer(photos)
+    options.cudnn_benchmark = True  # on a CPU nothing but the hint reads it
+    images, labels = _batch()
+    trainer.step((images, labels), train_step.Metrics())
+    assert trainer.hints() == []
+
+    trainer.step((images[:, :24], labels), train_step.Metrics())
+    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark may be faster"]
 
 
 def test_missing_pictures_are_explained(tmp_path: Path) -> None:
@@ -332,12 +359,11 @@ def test_the_table_has_a_row_for_each_habit(
         [*TINY, "--photos", str(photos), "--workers", "0", "--ablate", "--steps", "1", "--rounds", "1"]
     )
 
-    rows = {}
-    for line in capsys.readouterr().out.splitlines():
-        cells = [cell.strip() for cell in line.split("│")]
-        if len(cells) > 2:
-            rows[cells[1]] = cells[2:-1]
+    shown = capsys.readouterr().out
+    lines = [re.split("  +", line) for line in shown.splitlines()]
+    rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1 and cells[0] != "habit"}
     assert list(rows) == [habit.name for habit in HABITS]
+    assert "accumulate_parts: both sides with micro_batches=4" in shown
     for habit in HABITS:
         figures = rows[habit.name]
         if obstacle := habit.obstacle(CPU):

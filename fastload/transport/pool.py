@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.device.registered import RegisteredSlots
 from fastload.errors import LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
@@ -37,7 +38,7 @@ from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
-    from fastload.device.registered import RegisteredSlots
+    from fastload.device.cuda import Backend
     from fastload.transport.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
@@ -190,8 +191,8 @@ class Pool:
                 return task, reply.kind, None if packed is None else unpack(packed, b"")
             # Arrays pass through a prefetcher as they are, and its caller shall have nothing registered.
             is_private = self.registered is not None and packed.has_arrays
-            if not is_private:
-                self.register(slot.memory)
+            if self.registered is not None and not is_private:
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
             lease = slot.memory.lease()
             if not is_private and self.ring.lend(slot):
                 return task, reply.kind, unpack(packed, lease)
@@ -331,10 +332,11 @@ class Pool:
         self.close(_GRACE_AFTER_DEATH_S)
         raise WorkerDiedError(self._death)
 
-    def register(self, memory: Memory) -> None:
-        """Let the device read this memory in place, if one reads slots at all; call it before lending."""
-        if self.registered is not None:
-            self.registered.add(memory, (slot.memory for slot in self.ring.slots))
+    def let_read(self, backend: Backend, stream: Any) -> None:
+        """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
+        if self.registered is None or self.registered.stream is not stream:
+            self.unregister()
+            self.registered = RegisteredSlots(backend, stream)
 
     def unregister(self) -> None:
         """From now on no slot is read in place; waits for the copies that are under way."""

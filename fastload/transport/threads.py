@@ -140,9 +140,6 @@ class ThreadPool:
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
 
-    def unregister(self) -> None:
-        """Nothing: a device reads no slots here."""
-
     def close(self) -> None:
         """End the threads; batches that the caller holds stay valid.
 
