@@ -144,7 +144,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         _wait_for_exit()
         self._epoch = resume.begin(loader, "workers", _obstacle(loader))
         super().__init__(loader)
-        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
@@ -175,7 +174,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
             self._pool = Pool(job, context, ring)
-            if self._pin_memory:
+            if self._pin_memory and loader.device is None:  # else the device reads slots in place
                 self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastload
-from fastload import DataLoader, delivery
+from fastload import DataLoader, delivery, iterators
 from fastload.device import cuda
 from tests import zoo
 from tests.device.fake import FakeBackend
@@ -149,6 +149,24 @@ def test_pin_memory_adds_no_thread_and_no_copy(fake: FakeBackend, monkeypatch: p
     assert "fastload-pin" not in {thread.name for thread in threading.enumerate()}
     assert fake.num_pinned_copies == 0
     del iterator
+    fake.check()
+
+
+def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads have no slots: with pin_memory=True the copy into pinned memory is theirs, not the caller's."""
+    names: list[str] = []
+
+    def pin(batch: Any, device: str | None) -> Any:
+        names.append(threading.current_thread().name)
+        return batch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(iterators, "_accelerator_index", lambda: None)
+    monkeypatch.setattr(iterators, "pin_batch", pin)
+    options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread", "pin_memory": True}
+    with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
+        assert len(list(loader)) == 6
+    assert names == ["fastload-worker-0"] * 6
     fake.check()
 
 
