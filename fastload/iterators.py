@@ -59,6 +59,15 @@ def _obstacle(loader: DataLoader) -> str | None:
     return None
 
 
+# Between the epochs of a loader without workers: pages that were touched once are not touched anew.
+_idle_buffers: weakref.WeakKeyDictionary[Any, Buffers] = weakref.WeakKeyDictionary()
+
+
+def forget_buffers(loader: DataLoader) -> None:
+    """Give back what a loader without workers keeps between its epochs."""
+    _idle_buffers.pop(loader, None)
+
+
 class LocalIterator(_BaseDataLoaderIter):
     """An epoch without workers: samples are fetched here, into buffers that stay warm."""
 
@@ -72,7 +81,8 @@ class LocalIterator(_BaseDataLoaderIter):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._loader = weakref.ref(loader)
-        self._buffers = Buffers(_ring_bytes(loader))
+        self._buffers = _idle_buffers.pop(loader, None) or Buffers(_ring_bytes(loader))
+        self._has_ended = False
         self._is_closed = False
         states = self._epoch.dataset_states
         stream: Any = self._dataset
@@ -97,11 +107,17 @@ class LocalIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        if self._has_ended:
+            raise StopIteration  # the buffers are another iterator's by now
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
             batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
             self._epoch.ended()
+            self._has_ended = True
+            loader = self._loader()
+            if loader is not None:
+                _idle_buffers[loader] = self._buffers
             raise
         if self._pin_memory:
             batch = pin_batch(batch, self._pin_memory_device)
@@ -134,7 +150,8 @@ class LocalIterator(_BaseDataLoaderIter):
     def close(self) -> None:
         """Let go of the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        self._buffers.clear()
+        if not self._has_ended:
+            self._buffers.clear()
 
 
 class WorkerIterator(_BaseDataLoaderIter):

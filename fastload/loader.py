@@ -23,7 +23,7 @@ from fastload import resume
 from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
-from fastload.iterators import LocalIterator, WorkerIterator
+from fastload.iterators import LocalIterator, WorkerIterator, forget_buffers
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
 from fastload.transport.draws import check_dataset
@@ -290,6 +290,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
                 if owner is not None and owner() is self and hasattr(iterator, "_shutdown_workers"):
                     iterator._shutdown_workers()
         self._iterator = None
+        forget_buffers(self)
 
     def __enter__(self) -> Self:
         return self

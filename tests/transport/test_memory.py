@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fastload
+from fastload import DataLoader, iterators
 from fastload.transport import worker
 from fastload.transport.memory import MAX_BUFFERS, Arena, Buffers, Memory, private_memory
 from fastload.transport.segment import Segment
@@ -174,3 +175,31 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
         with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
+
+
+def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_closed() -> None:
+    """The second epoch's batches lie where the first one's lay; a batch that is held stays as it is."""
+    loader = DataLoader(zoo.Made(zoo.image, 40), 4)
+    first = {images.data_ptr() for images, _ in loader}
+    held = next(iter(loader))[0]
+    before = held.clone()
+
+    second = {images.data_ptr() for images, _ in loader}
+
+    assert second <= first | {held.data_ptr()}
+    assert torch.equal(held, before)
+    assert loader in iterators._idle_buffers
+    loader.close()
+    assert loader not in iterators._idle_buffers
+
+
+def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:
+    """Epochs that overlap give the batches of epochs that do not."""
+    loader = DataLoader(zoo.Made(zoo.image, 12), 4)
+    whole = [images.clone() for images, _ in loader]
+
+    pairs = [(one[0], other[0]) for one, other in zip(loader, loader, strict=True)]
+
+    for expected, (one, other) in zip(whole, pairs, strict=True):
+        assert torch.equal(expected, one)
+        assert torch.equal(expected, other)
