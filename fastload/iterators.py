@@ -59,13 +59,15 @@ def _obstacle(loader: DataLoader) -> str | None:
     return None
 
 
-# Between the epochs of a loader without workers: pages that were touched once are not touched anew.
-_idle_buffers: weakref.WeakKeyDictionary[Any, Buffers] = weakref.WeakKeyDictionary()
+# Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
+_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def forget_buffers(loader: DataLoader) -> None:
     """Give back what a loader without workers keeps between its epochs."""
-    _idle_buffers.pop(loader, None)
+    _warm.pop(loader, None)
 
 
 class LocalIterator(_BaseDataLoaderIter):
@@ -81,8 +83,8 @@ class LocalIterator(_BaseDataLoaderIter):
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._loader = weakref.ref(loader)
-        self._buffers = _idle_buffers.pop(loader, None) or Buffers(_ring_bytes(loader))
         self._has_ended = False
+        self._buffers = self._take_buffers(loader)
         self._is_closed = False
         states = self._epoch.dataset_states
         stream: Any = self._dataset
@@ -104,20 +106,25 @@ class LocalIterator(_BaseDataLoaderIter):
         )
         self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
 
+    def _take_buffers(self, loader: DataLoader) -> Buffers:
+        buffers, user = _warm.get(loader, (None, None))
+        other = None if user is None else user()
+        if buffers is None or (other is not None and not other._has_ended):
+            buffers = Buffers(_ring_bytes(loader))
+        _warm[loader] = buffers, weakref.ref(self)
+        return buffers
+
     def _next_data(self) -> Any:
         if self._is_closed:
             raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
         if self._has_ended:
-            raise StopIteration  # the buffers are another iterator's by now
+            raise StopIteration  # the buffers may be another iterator's by now
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
             batch = self._fetch(*self._epoch.draw(index))
         except StopIteration:
             self._epoch.ended()
             self._has_ended = True
-            loader = self._loader()
-            if loader is not None:
-                _idle_buffers[loader] = self._buffers
             raise
         if self._pin_memory:
             batch = pin_batch(batch, self._pin_memory_device)

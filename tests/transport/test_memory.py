@@ -188,9 +188,9 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
     assert second <= first | {held.data_ptr()}
     assert torch.equal(held, before)
-    assert loader in iterators._idle_buffers
+    assert loader in iterators._warm
     loader.close()
-    assert loader not in iterators._idle_buffers
+    assert loader not in iterators._warm
 
 
 def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:
