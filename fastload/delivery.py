@@ -21,7 +21,8 @@ from fastload import resume
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.errors import LoaderClosedError
-from fastload.iterators import LocalIterator, WorkerIterator
+from fastload.local_iterator import LocalIterator
+from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend

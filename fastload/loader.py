@@ -1,8 +1,9 @@
 """DataLoader: torch's arguments and torch's batches, over our own transport.
 
 The class holds settings only. Everything that must be stopped or freed belongs to the iterators that
-`iter(loader)` makes (iterators.py), so that a loader can be copied, pickled, re-created by a framework
-from its public attributes, or forgotten, at no risk.
+`iter(loader)` makes (local_iterator.py, worker_iterator.py, and delivery.py around them for a device), so
+that a loader can be copied, pickled, re-created by a framework from its public attributes, or forgotten, at
+no risk.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from fastload import resume
 from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
-from fastload.iterators import LocalIterator, WorkerIterator, forget_buffers
+from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
 from fastload.transport.draws import check_dataset
 from fastload.transport.keyed import KeyedDataset, KeyedSampler
 from fastload.transport.seeding import seed_worker
+from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

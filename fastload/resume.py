@@ -197,6 +197,16 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     return epoch
 
 
+def obstacle(loader: DataLoader[Any]) -> str | None:
+    """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
+    if isinstance(loader.dataset, IterableDataset) and not keeps_dataset_state(loader):
+        return (
+            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+            "give it state_dict() and load_state_dict()"
+        )
+    return None
+
+
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
     dataset = loader.dataset

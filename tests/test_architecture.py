@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"transport.threads"},
     {"order"},
     {"resume"},
-    {"iterators"},
+    {"local_iterator", "worker_iterator"},
     {"delivery"},
     {"loader"},
     {"source_argument", "doctor"},

@@ -17,11 +17,24 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from fastload.cache import budget
+
 if TYPE_CHECKING:
     from fastload.transport.memory import Memory
 
 # A training loop holds the batch it works on while it asks for the next; prefetchers hold a few more.
 LENT_SLOTS = 4
+
+
+# Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
+_AUTO_SHARE = 0.25
+
+
+def limit_bytes(ring_bytes: int | float | str) -> int:
+    """The loader's setting `ring_bytes` in bytes."""
+    if ring_bytes == "auto":
+        return int(budget.available_bytes() * _AUTO_SHARE)
+    return budget.parse_budget(ring_bytes)
 
 
 class SlotState(enum.Enum):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastload
-from fastload import DataLoader, delivery, iterators
+from fastload import DataLoader, delivery, worker_iterator
 from fastload.device import cuda
 from tests import zoo
 from tests.device.fake import FakeBackend
@@ -161,8 +161,8 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
         return batch
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(iterators, "_accelerator_index", lambda: None)
-    monkeypatch.setattr(iterators, "pin_batch", pin)
+    monkeypatch.setattr(worker_iterator, "_accelerator_index", lambda: None)
+    monkeypatch.setattr(worker_iterator, "pin_batch", pin)
     options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread", "pin_memory": True}
     with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
         assert len(list(loader)) == 6

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from fastload import iterators
+from fastload import local_iterator, worker_iterator
 from tests import zoo
 
 
@@ -43,7 +43,8 @@ def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     base_init = tud.dataloader._BaseDataLoaderIter.__init__
     monkeypatch.setattr(tud.dataloader._BaseDataLoaderIter, "__init__", init)
-    monkeypatch.setattr(iterators, "pin_batch", pin)
+    for module in (local_iterator, worker_iterator):
+        monkeypatch.setattr(module, "pin_batch", pin)
     return threads
 
 

@@ -22,8 +22,8 @@ from fastload.device import cuda, registered
 from fastload.device.copies import CopiesAhead
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.device.registered import RegisteredSlots
-from fastload.iterators import WorkerIterator
 from fastload.transport.memory import Memory
+from fastload.worker_iterator import WorkerIterator
 from tests import zoo
 from tests.device.fake import FakeBackend
 from tests.device.loaders import on

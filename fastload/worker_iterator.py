@@ -1,8 +1,8 @@
-"""One epoch over a loader, in this process or with workers: what `iter(loader)` gives.
+"""Epochs with workers: what `iter(loader)` gives with `num_workers`, in the consumer's process.
 
-Both kinds build on torch's own base iterator, which draws the base seed, runs the sampler, warns about
-lengths and labels the profile, so that these are torch's by construction. What is ours is where a batch
-is written and how it travels. Both run in the consumer's process.
+Built on torch's own base iterator, which draws the base seed, runs the sampler, warns about lengths and
+labels the profile, so that these are torch's by construction. What is ours is where a batch is written and
+how it travels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import pickle
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,145 +19,19 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from fastload import resume
-from fastload.cache import budget
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.errors import LoaderClosedError, WorkerDiedError
-from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
-from fastload.transport.memory import Buffers
 from fastload.transport.obituary import short
 from fastload.transport.pool import Pool, Task
-from fastload.transport.ring import Ring
-from fastload.transport.sample_rng import SampleRng
+from fastload.transport.ring import Ring, limit_bytes
 from fastload.transport.schedule import Schedule
 from fastload.transport.threads import ThreadPool
-from fastload.transport.worker import STREAM_ENDED, Kind
+from fastload.transport.worker import Kind
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.loader import DataLoader
-    from fastload.transport.draws import Draw
-
-# Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
-_AUTO_RING_SHARE = 0.25
-
-
-def _ring_bytes(loader: DataLoader) -> int:
-    if loader.ring_bytes == "auto":
-        return int(budget.available_bytes() * _AUTO_RING_SHARE)
-    return budget.parse_budget(loader.ring_bytes)
-
-
-def _obstacle(loader: DataLoader) -> str | None:
-    """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if loader._dataset_kind == _DatasetKind.Iterable and not resume.keeps_dataset_state(loader):
-        return (
-            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
-            "give it state_dict() and load_state_dict()"
-        )
-    return None
-
-
-# Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
-_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def forget_buffers(loader: DataLoader) -> None:
-    """Give back what a loader without workers keeps between its epochs."""
-    _warm.pop(loader, None)
-
-
-class LocalIterator(_BaseDataLoaderIter):
-    """An epoch without workers: samples are fetched here, into buffers that stay warm."""
-
-    def __init__(self, loader: DataLoader) -> None:
-        self._epoch = resume.begin(loader, "local", _obstacle(loader))
-        super().__init__(loader)
-        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
-        self._epoch.choose_base_seed(int(self._base_seed))
-        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
-        # torch's assertions, word for word.
-        if self._timeout != 0:
-            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._loader = weakref.ref(loader)
-        self._has_ended = False
-        self._buffers = self._take_buffers(loader)
-        self._is_closed = False
-        states = self._epoch.dataset_states
-        stream: Any = self._dataset
-        self._stream = None if states is None else stream  # one that says where it stands
-        if states is not None and states[0]:
-            stream.load_state_dict(pickle.loads(states[0]))
-        self._fetcher = Fetcher(
-            self._dataset,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
-            drop_last=self._drop_last,
-            arena=self._buffers.arena,
-            in_worker=False,
-            channels_last=loader.memory_format is torch.channels_last,
-            sample_rng=SampleRng(self._dataset, with_pipelines=loader.seed_pipelines, is_guest=True)
-            if loader.rng == "sample"
-            else None,
-        )
-        self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
-
-    def _take_buffers(self, loader: DataLoader) -> Buffers:
-        buffers, user = _warm.get(loader, (None, None))
-        other = None if user is None else user()
-        if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(_ring_bytes(loader))
-        _warm[loader] = buffers, weakref.ref(self)
-        return buffers
-
-    def _next_data(self) -> Any:
-        if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
-        if self._has_ended:
-            raise StopIteration  # the buffers may be another iterator's by now
-        try:
-            index = self._next_index()  # type: ignore[no-untyped-call]
-            batch = self._fetch(*self._epoch.draw(index))
-        except StopIteration:
-            self._epoch.ended()
-            self._has_ended = True
-            raise
-        if self._pin_memory:
-            batch = pin_batch(batch, self._pin_memory_device)
-        return batch
-
-    def _fetch(self, index: Any, draw: Draw | None) -> Any:
-        self._buffers.begin()
-        try:
-            batch = self._fetcher.fetch(index, draw)
-        except StopIteration:
-            raise  # a stream has ended: there is no such batch
-        except Exception:
-            self._received(index)  # a caller who goes on after an error gets the next batch
-            raise
-        finally:
-            self._buffers.arena.end()
-        self._received(index)
-        return batch
-
-    def _received(self, index: Any) -> None:
-        state = None
-        if self._stream is not None:
-            state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
-        self._epoch.fetched(index, 0, state)
-
-    def belongs_to(self, loader: DataLoader) -> bool:
-        """Whether ``loader`` made this iterator."""
-        return self._loader() is loader
-
-    def close(self) -> None:
-        """Let go of the buffers; batches that the caller holds stay valid."""
-        self._is_closed = True
-        if not self._has_ended:
-            self._buffers.clear()
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -166,7 +39,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader) -> None:
         _wait_for_exit()
-        self._epoch = resume.begin(loader, "workers", _obstacle(loader))
+        self._epoch = resume.begin(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
@@ -196,7 +69,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         if loader.worker_method == "thread":
             self._pool = _start_threads(loader, job, self._pin_memory)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, _ring_bytes(loader))
+            ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring)
             if self._pin_memory and loader.device is None:  # else the device reads slots in place
                 self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
@@ -206,7 +79,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         if not first_iter:
-            self._epoch = resume.begin(loader, "again", _obstacle(loader))
+            self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
             self._epoch.choose_base_seed(int(self._base_seed))
         super()._reset(loader, first_iter)
         self._is_prefetched = False
@@ -378,7 +251,9 @@ def _start_threads(loader: DataLoader, job: Job, pins: bool) -> ThreadPool:
         return pin_batch(batch, loader.pin_memory_device or None)
 
     watches = resume.book_of(loader).next_number <= 1
-    return ThreadPool(job, loader.prefetch_factor or 0, _ring_bytes(loader), finish, watches=watches)
+    return ThreadPool(
+        job, loader.prefetch_factor or 0, limit_bytes(loader.ring_bytes), finish, watches=watches
+    )
 
 
 def _accelerator_index() -> int | None:

@@ -1,0 +1,127 @@
+"""An epoch without workers: what `iter(loader)` gives with `num_workers=0`, in the consumer's process.
+
+Built on torch's own base iterator, as `worker_iterator` is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from fastload import resume
+from fastload.device.pin_thread import pin_batch
+from fastload.errors import LoaderClosedError
+from fastload.transport.fetch import Fetcher
+from fastload.transport.memory import Buffers
+from fastload.transport.ring import limit_bytes
+from fastload.transport.sample_rng import SampleRng
+from fastload.transport.worker import STREAM_ENDED
+
+if TYPE_CHECKING:
+    from fastload.loader import DataLoader
+    from fastload.transport.draws import Draw
+
+# Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
+_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def forget_buffers(loader: DataLoader) -> None:
+    """Give back what a loader without workers keeps between its epochs."""
+    _warm.pop(loader, None)
+
+
+class LocalIterator(_BaseDataLoaderIter):
+    """An epoch without workers: samples are fetched here, into buffers that stay warm."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._epoch = resume.begin(loader, "local", resume.obstacle(loader))
+        super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
+        self._epoch.choose_base_seed(int(self._base_seed))
+        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+        # torch's assertions, word for word.
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._loader = weakref.ref(loader)
+        self._has_ended = False
+        self._buffers = self._take_buffers(loader)
+        self._is_closed = False
+        states = self._epoch.dataset_states
+        stream: Any = self._dataset
+        self._stream = None if states is None else stream  # one that says where it stands
+        if states is not None and states[0]:
+            stream.load_state_dict(pickle.loads(states[0]))
+        self._fetcher = Fetcher(
+            self._dataset,
+            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            arena=self._buffers.arena,
+            in_worker=False,
+            channels_last=loader.memory_format is torch.channels_last,
+            sample_rng=SampleRng(self._dataset, with_pipelines=loader.seed_pipelines, is_guest=True)
+            if loader.rng == "sample"
+            else None,
+        )
+        self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
+
+    def _take_buffers(self, loader: DataLoader) -> Buffers:
+        buffers, user = _warm.get(loader, (None, None))
+        other = None if user is None else user()
+        if buffers is None or (other is not None and not other._has_ended):
+            buffers = Buffers(limit_bytes(loader.ring_bytes))
+        _warm[loader] = buffers, weakref.ref(self)
+        return buffers
+
+    def _next_data(self) -> Any:
+        if self._is_closed:
+            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+        if self._has_ended:
+            raise StopIteration  # the buffers may be another iterator's by now
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+            batch = self._fetch(*self._epoch.draw(index))
+        except StopIteration:
+            self._epoch.ended()
+            self._has_ended = True
+            raise
+        if self._pin_memory:
+            batch = pin_batch(batch, self._pin_memory_device)
+        return batch
+
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
+        self._buffers.begin()
+        try:
+            batch = self._fetcher.fetch(index, draw)
+        except StopIteration:
+            raise  # a stream has ended: there is no such batch
+        except Exception:
+            self._received(index)  # a caller who goes on after an error gets the next batch
+            raise
+        finally:
+            self._buffers.arena.end()
+        self._received(index)
+        return batch
+
+    def _received(self, index: Any) -> None:
+        state = None
+        if self._stream is not None:
+            state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
+        self._epoch.fetched(index, 0, state)
+
+    def belongs_to(self, loader: DataLoader) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self._loader() is loader
+
+    def close(self) -> None:
+        """Let go of the buffers; batches that the caller holds stay valid."""
+        self._is_closed = True
+        if not self._has_ended:
+            self._buffers.clear()
