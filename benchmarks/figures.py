@@ -13,6 +13,9 @@ ROOT = Path(__file__).parent.parent
 SHOWN = {
     "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2:",
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each:",
+    "lmdb": "LMDB through the page cache, every record read once before:",
+    "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster:",
+    "reproducibility": "What is added to a sample, and how long a resumed loader takes to its next batch:",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster:",
 }
 
