@@ -2,8 +2,8 @@
 
 Runs in the consumer's process, around the iterator that brings the batches to the host. Rules:
 
-1. On a GPU batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py); on the CPU the
-   transform runs when the caller asks for the batch.
+1. On a GPU batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py); elsewhere they
+   are moved and transformed when the caller asks for them.
 2. What counts for `state_dict()` is what the caller received, not what was copied ahead.
 3. A loader has one copy stream on each device for life, whatever the number of its epochs. It is held here,
    not by the loader: frameworks copy a loader's attributes.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastload import resume
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
+from fastload.device.plain import PlainDevice
 from fastload.errors import LoaderClosedError
 from fastload.local_iterator import LocalIterator
 from fastload.worker_iterator import WorkerIterator
@@ -34,8 +35,8 @@ DEPTH = 2
 _backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
 
 
-def choose_device(loader: DataLoader) -> tuple[Backend, Any] | None:
-    """The backend and the copy stream of this loader; None for the CPU.
+def choose_device(loader: DataLoader) -> tuple[Backend, Any] | PlainDevice | None:
+    """The backend and the copy stream of this loader, or where batches are moved without; None for the CPU.
 
     Raises:
         DeviceUnavailableError: CUDA is asked for by name and is not there.
@@ -44,8 +45,8 @@ def choose_device(loader: DataLoader) -> tuple[Backend, Any] | None:
     name = str(loader.device)
     if name not in known:
         backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
-        if backend is None:
-            return None
+        if backend is None or isinstance(backend, PlainDevice):
+            return backend
         known[name] = (backend, backend.make_stream())
     return known[name]
 
@@ -62,7 +63,9 @@ class DeviceIterator(Iterator[Any]):
         source: As given.
     """
 
-    def __init__(self, loader: DataLoader, source: Any, device: tuple[Backend, Any] | None) -> None:
+    def __init__(
+        self, loader: DataLoader, source: Any, device: tuple[Backend, Any] | PlainDevice | None
+    ) -> None:
         self._loader = weakref.ref(loader)
         self.source = source
         self._device = device
@@ -73,10 +76,12 @@ class DeviceIterator(Iterator[Any]):
     def _begin(self, loader: DataLoader) -> None:
         transform = loader.device_transform
         self._epoch = None
-        if self._device is None:
+        if self._device is None or isinstance(self._device, PlainDevice):
             self._batches = self.source
+            if self._device is not None:
+                self._batches = map(self._device.move, self._batches)
             if transform is not None:
-                self._batches = map(functools.partial(apply_transform, transform), self.source)
+                self._batches = map(functools.partial(apply_transform, transform), self._batches)
             return
         source, taken = self.source, None
         if isinstance(source, (LocalIterator, WorkerIterator)):

@@ -85,13 +85,13 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             first `iter(loader)`), "cuda:1", "cpu", or "auto": CUDA if there is any, else the CPU, which is
             said once in the log. On CUDA batches are copied two ahead, on a side stream, straight from the
             memory that workers write; `pin_memory` then adds nothing. The caller owns them. None leaves
-            batches on the host, as torch does.
+            batches on the host, as torch does. "mps" and "xpu" are experimental: nothing is copied ahead.
         device_transform: Called with each batch once it is there, without gradients: `Normalize`, or any
             callable or module. On CUDA it runs ahead on the side stream, and should neither wait for the
             device nor keep its input.
 
     Raises:
-        DeviceUnavailableError: From `iter(loader)`: CUDA is asked for by name and is not there.
+        DeviceUnavailableError: From `iter(loader)`: a device is asked for by name and is not there.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 

@@ -1,4 +1,4 @@
-"""What copying ahead asks of a device, and the one device that can do it: torch.cuda.
+"""What copying ahead asks of a device, the one device that can do it, torch.cuda, and the choice of a device.
 
 Runs in the consumer's process and threads. Tests put a device of their own in the place of the one for CUDA.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from fastload.device.plain import PLAIN_TYPES, PlainDevice, why_no_plain_device
 from fastload.errors import DeviceUnavailableError
 
 if TYPE_CHECKING:
@@ -72,25 +73,25 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
     """``device`` as torch has it; None for "auto". Asks no driver.
 
     Raises:
-        ValueError: It is no CUDA device, CPU or "auto".
+        ValueError: It is of another kind.
     """
     if device == "auto":
         return None
-    message = f"device should be 'cuda', 'cuda:N', 'cpu' or 'auto', but got {device!r}"
+    message = f"device should be 'cuda', 'cuda:N', 'cpu', 'auto', 'mps' or 'xpu', but got {device!r}"
     try:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(message) from error
-    if asked.type not in ("cpu", "cuda"):
+    if asked.type not in ("cpu", "cuda", *PLAIN_TYPES):
         raise ValueError(message)
     return asked
 
 
-def choose_backend(device: str | int | torch.device, asker: str) -> Backend | None:
-    """The backend for ``device``; None for the CPU. ``asker`` is who messages are about.
+def choose_backend(device: str | int | torch.device, asker: str) -> Backend | PlainDevice | None:
+    """What copies to ``device``; None for the CPU. ``asker`` is who messages are about.
 
     Raises:
-        DeviceUnavailableError: CUDA is asked for by name and is not there.
+        DeviceUnavailableError: A device is asked for by name and is not there.
         ValueError: As `check_device`.
     """
     asked = check_device(device)
@@ -102,12 +103,16 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | No
         return None
     if asked.type == "cpu":
         return None
-    reason = why_unavailable(asked.index)
+    is_plain = asked.type in PLAIN_TYPES
+    reason = why_no_plain_device(asked) if is_plain else why_unavailable(asked.index)
     if reason is not None:
         raise DeviceUnavailableError(
             f"{asker} cannot use device={str(device)!r}: {reason}. "
             "device='auto' uses the CPU where there is no CUDA."
         )
+    if is_plain:
+        say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
+        return PlainDevice(asked)
     return _CUDABackend(asked.index)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fastload.device.copies import CopiesAhead
 from fastload.device.cuda import choose_backend
+from fastload.device.plain import PlainDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -38,6 +39,7 @@ class CUDAPrefetcher(Generic[T]):
         loader: Any iterable of batches.
         device: "cuda" (the current device at the first iteration), "cuda:1", "cpu", or "auto": CUDA if there
             is any, else the CPU, which is said once in the log. On the CPU batches pass through untouched.
+            "mps" and "xpu" are experimental: batches move when they are asked for.
         depth: How many batches are copied ahead of the one handed out. Each takes device memory.
 
     Attributes:
@@ -59,7 +61,7 @@ class CUDAPrefetcher(Generic[T]):
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
         self.depth = depth
-        self._backend: Backend | None = choose_backend(device, "CUDAPrefetcher")
+        self._backend: Backend | PlainDevice | None = choose_backend(device, "CUDAPrefetcher")
         self._stream: Any = None
 
     @property
@@ -73,6 +75,8 @@ class CUDAPrefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._backend is None:
             return iter(self.loader)
+        if isinstance(self._backend, PlainDevice):
+            return map(self._backend.move, self.loader)
         if self._stream is None:
             self._stream = self._backend.make_stream()
         return CopiesAhead(iter(self.loader), self._backend, self._stream, self.depth)

@@ -211,7 +211,7 @@ def test_cuda_by_name_raises_at_iter_before_any_worker(without_cuda: None) -> No
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("device", ["gpu", "mps", "cuda:x", 1.5, torch.device("meta")])
+@pytest.mark.parametrize("device", ["gpu", "hpu", "cuda:x", 1.5, torch.device("meta")])
 def test_a_device_of_another_kind_is_refused_at_once(device: Any) -> None:
     """The constructor names what it got."""
     with pytest.raises(ValueError, match="device should be 'cuda'") as info:

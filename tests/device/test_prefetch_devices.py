@@ -133,8 +133,8 @@ def test_an_index_is_respected(cuda: Any) -> None:
 
 def test_other_devices_are_refused() -> None:
     """A device of a kind that is not supported is named in the error."""
-    with pytest.raises(ValueError, match="'mps'"):
-        CUDAPrefetcher([], device="mps")
+    with pytest.raises(ValueError, match="'hpu'"):
+        CUDAPrefetcher([], device="hpu")
 
 
 def test_importing_touches_no_cuda() -> None:
