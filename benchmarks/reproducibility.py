@@ -25,8 +25,8 @@ from rich.table import Table
 from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 import fastload
-from fastload.transport.draws import Draw, Draws, stream_bytes
-from fastload.transport.sample_rng import SampleRng
+from fastload.rng.draws import Draw, Draws, stream_bytes
+from fastload.rng.sample_rng import SampleRng
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,8 @@ from fastload.errors import (
 from fastload.images.decode import read_image
 from fastload.images.folder import ImageFolder
 from fastload.loader import DataLoader
-from fastload.transport.sample_rng import sample_generator
-from fastload.transport.seeding import seed_everything, seed_worker
+from fastload.rng.sample_rng import sample_generator
+from fastload.rng.seeding import seed_everything, seed_worker
 from fastload.transport.worker_info import WorkerInfo, get_worker_info
 
 __version__ = "0.1.0"

@@ -25,11 +25,11 @@ from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
 from fastload.local_iterator import LocalIterator, forget_buffers
+from fastload.rng.draws import check_dataset
+from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.seeding import seed_worker
 from fastload.transport import segment
 from fastload.transport.collate import to_channels_last
-from fastload.transport.draws import check_dataset
-from fastload.transport.keyed import KeyedDataset, KeyedSampler
-from fastload.transport.seeding import seed_worker
 from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:

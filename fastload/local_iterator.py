@@ -15,15 +15,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError
+from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Buffers
 from fastload.transport.ring import limit_bytes
-from fastload.transport.sample_rng import SampleRng
 from fastload.transport.worker import STREAM_ENDED
 
 if TYPE_CHECKING:
     from fastload.loader import DataLoader
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
 
 # Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
 _warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (

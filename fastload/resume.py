@@ -30,7 +30,7 @@ from fastload.order import (
     set_generators,
     set_samplers,
 )
-from fastload.transport.draws import Draws
+from fastload.rng.draws import Draws
 
 if TYPE_CHECKING:
     from collections import deque
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
 
 VERSION = 1
 

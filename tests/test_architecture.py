@@ -17,9 +17,9 @@ PACKAGE = Path(fastload.__file__).parent
 LAYERS: list[set[str]] = [
     {"errors"},
     {"terminal"},
-    {"transport.segment", "transport.schedule", "transport.pipelines", "transport.obituary", "cache.budget"},
+    {"transport.segment", "transport.schedule", "rng.pipelines", "transport.obituary", "cache.budget"},
     {"transport.worker_info", "transport.thread_copy"},
-    {"transport.seeding", "transport.draws", "transport.sample_rng", "transport.keyed"},
+    {"rng.seeding", "rng.draws", "rng.sample_rng", "rng.keyed"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
     {"transport.worker", "transport.preload", "transport.starting"},

@@ -24,7 +24,7 @@ from fastload.cache.opening import Opener, Request
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller
 from fastload.errors import UnsupportedSampleError
-from fastload.transport.sample_rng import mark
+from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
     import os

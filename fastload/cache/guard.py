@@ -16,7 +16,7 @@ import torch
 from fastload.cache.nests import first_difference
 from fastload.cache.record import decode, encode
 from fastload.errors import RandomDatasetError
-from fastload.transport.pipelines import find_pipelines, parts_of
+from fastload.rng.pipelines import find_pipelines, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

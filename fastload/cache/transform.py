@@ -22,7 +22,7 @@ import torch
 from fastload.cache.guard import is_albumentations
 from fastload.cache.nests import leaves, map_leaves, private_copy
 from fastload.cache.spec import is_namedtuple
-from fastload.transport.sample_rng import mark, rewind
+from fastload.rng.sample_rng import mark, rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,9 +19,9 @@ from fastload.transport.collate import RowCollate, is_torch_default, to_channels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
+    from fastload.rng.sample_rng import SampleRng
     from fastload.transport.memory import Arena
-    from fastload.transport.sample_rng import SampleRng
 
 
 class Fetcher:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.device.cuda import Backend
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
     from fastload.transport.ring import Ring, Slot
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.

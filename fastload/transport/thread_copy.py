@@ -12,7 +12,7 @@ import functools
 import types
 from typing import Any
 
-from fastload.transport.pipelines import attributes, find_holders
+from fastload.rng.pipelines import attributes, find_holders
 
 # Shared by all objects of a class, or with no way to put another value in.
 _FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)

@@ -24,11 +24,11 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.errors import LoaderClosedError
-from fastload.transport import seeding
+from fastload.rng import seeding
+from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Buffers
 from fastload.transport.pool import Task
-from fastload.transport.sample_rng import SampleRng
 from fastload.transport.thread_copy import copy_for_thread
 from fastload.transport.worker import Kind, Restart
 from fastload.transport.worker_info import WorkerInfo, working_as
@@ -36,7 +36,7 @@ from fastload.transport.worker_info import WorkerInfo, working_as
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
     from fastload.transport.job import Job
 
 _log = logging.getLogger("fastload")

@@ -26,17 +26,17 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
-from fastload.transport import seeding
+from fastload.rng import seeding
+from fastload.rng.sample_rng import SampleRng
 from fastload.transport.collate import stack_into
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Arena, Memory
 from fastload.transport.packing import Packed, pack
-from fastload.transport.sample_rng import SampleRng
 from fastload.transport.segment import Segment, populate
 
 if TYPE_CHECKING:
+    from fastload.rng.draws import Draw
     from fastload.transport.channel import Channel, ChannelEnd
-    from fastload.transport.draws import Draw
     from fastload.transport.job import Job, PickledJob
 
 

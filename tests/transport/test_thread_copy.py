@@ -12,10 +12,10 @@ import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 from fastload import CachedDataset
-from fastload.transport.pipelines import find_pipelines
+from fastload.rng.pipelines import find_pipelines
 from fastload.transport.thread_copy import copy_for_thread
-from tests.reproducibility.zoo import Composed, Pictures, Randomizable
-from tests.transport.seeding_zoo import crop
+from tests.rng.draws_zoo import Composed, Pictures, Randomizable
+from tests.rng.pipelines_zoo import crop
 
 
 class Held:

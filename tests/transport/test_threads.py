@@ -20,8 +20,8 @@ from fastload import CachedDataset, DataLoader
 from fastload.errors import LoaderClosedError
 from tests import zoo
 from tests.parity.test_parity import SAMPLES, assert_same, epoch
-from tests.reproducibility.zoo import Pictures
-from tests.transport.seeding_zoo import Crops, crop
+from tests.rng.draws_zoo import Pictures
+from tests.rng.pipelines_zoo import Crops, crop
 
 
 def threads(dataset: Any, **options: Any) -> DataLoader:

@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.transport.draws import Draw, Draws, index_key, stream_bytes
-from tests.reproducibility.zoo import Alone, AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, resize
+from fastload.rng.draws import Draw, Draws, index_key, stream_bytes
+from tests.rng.draws_zoo import Alone, AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, resize
 
 
 def seeded(seed: int = 5) -> torch.Generator:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fastload.transport.seeding import seed_everything, seed_libraries, seed_pipelines, seed_worker
-from tests.transport import seeding_zoo as zoo
+from fastload.rng.seeding import seed_everything, seed_libraries, seed_pipelines, seed_worker
+from tests.rng import pipelines_zoo as zoo
 
 NUM_DRAWS = 2_000
 CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed, so no luck is involved
@@ -86,7 +86,7 @@ def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
 def test_albumentations_is_not_imported() -> None:
     """Neither importing this module nor searching a dataset imports albumentations."""
     code = (
-        "import sys; from fastload.transport.seeding import find_pipelines; "
+        "import sys; from fastload.rng.seeding import find_pipelines; "
         "assert find_pipelines({'a': [object()]}) == []; sys.exit('albumentations' in sys.modules)"
     )
 

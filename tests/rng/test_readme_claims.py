@@ -15,7 +15,7 @@ from torch.utils.data import WeightedRandomSampler
 import fastload
 from fastload import CachedDataset, DataLoader
 from tests import zoo
-from tests.reproducibility.zoo import Alone, Dice, Jitter, Pictures
+from tests.rng.draws_zoo import Alone, Dice, Jitter, Pictures
 
 README = Path(__file__).parents[2] / "README.md"
 

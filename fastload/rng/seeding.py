@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-from fastload.transport.pipelines import attributes, find_pipelines, parts_of
+from fastload.rng.pipelines import attributes, find_pipelines, parts_of
 from fastload.transport.worker_info import get_worker_info
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from fastload import CachedDataset, DataLoader
-from tests.reproducibility.zoo import Dice, Jitter, Pictures
+from tests.rng.draws_zoo import Dice, Jitter, Pictures
 
 LENGTH = 24
 EPOCHS = 3

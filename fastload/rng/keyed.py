@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import Dataset
 
-from fastload.transport.sample_rng import SampleRng
+from fastload.rng.sample_rng import SampleRng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastload.resume import Epoch
-    from fastload.transport.draws import Draw
+    from fastload.rng.draws import Draw
 
 
 class Key(NamedTuple):

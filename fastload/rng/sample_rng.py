@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.transport.draws import STREAM_BYTES, Draw, index_key, stream_bytes
-from fastload.transport.pipelines import attributes, find_pipelines, find_randomizables, parts_of
+from fastload.rng.draws import STREAM_BYTES, Draw, index_key, stream_bytes
+from fastload.rng.pipelines import attributes, find_pipelines, find_randomizables, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from fastload.transport import pipelines
-from fastload.transport.pipelines import find_pipelines
-from fastload.transport.seeding import seed_pipelines
-from tests.transport import seeding_zoo as zoo
+from fastload.rng import pipelines
+from fastload.rng.pipelines import find_pipelines
+from fastload.rng.seeding import seed_pipelines
+from tests.rng import pipelines_zoo as zoo
 
 
 class Slots:
