@@ -22,7 +22,7 @@ demo: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
 
 test: $(BIN)/.ready
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

@@ -220,7 +220,9 @@ def test_a_device_of_another_kind_is_refused_at_once(device: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"device_transform": doubled}, {"device": "cpu", "device_transform": 3}], ids=str
+    "arguments",
+    [{"device_transform": doubled}, {"device": "cpu", "device_transform": 3}],
+    ids=["no device", "no callable"],
 )
 def test_a_transform_needs_a_device_and_must_be_callable(arguments: dict[str, Any]) -> None:
     """One that would never be applied is an error."""
