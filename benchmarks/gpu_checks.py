@@ -3,7 +3,7 @@
 Questions: does registered shared memory count as pinned, what does registering cost, how does it fail; what
 do loaders bring whose slots are registered; how fast are copies from pageable, pinned and registered memory,
 and do they overlap with compute; is every batch of the prefetcher what was sent, with flat memory; what do
-Normalize, retry_on_oom and tune_backends do there.
+Normalize, retry_on_oom and tune_backends do there; what does it cost to train from a cache.
 
 Each check stands alone: what it raises is written down and the next one runs. Results are written after every
 check to benchmarks/results/gpu.json, or to $OUT/gpu.json. Exit status: 0, or 1 if no check succeeded, or 2
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpu_slots
+import gpu_training
 import torch
 from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
 from harness import RESULTS
@@ -36,7 +37,7 @@ from fastload.device.report import memory_report
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["gpu_slots"]  # whose checks are the first
+__all__ = ["gpu_slots", "gpu_training"]  # whose checks are the first
 
 
 # --- copies -----------------------------------------------------------------------------------------------

@@ -55,3 +55,31 @@ def test_when_no_check_succeeds_the_status_says_so(tools: Any, tmp_path: Path) -
 
     assert status == 1
     assert "left out" in json.loads(path.read_text())["checks"]["late"]["error"]
+
+
+def test_the_training_check_measures_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In miniature, on the CPU: three sources train, and their figures and ratios are there."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    training = importlib.import_module("gpu_training")
+
+    def network() -> Any:
+        return training.resnet((1, 1), width=4)
+
+    found = training.compare(
+        "cpu", network, num_images=24, side=32, batch_size=4, num_steps=8, num_workers=1, runs=1
+    )
+
+    assert set(found["figures"]) == {"resident", "fastload", "torch"}
+    for (figures,) in found["figures"].values():
+        assert figures["losses"]
+        assert figures["images_per_s"] > 0
+        assert figures["wait_share"] is None
+    assert found["fastload / torch (images/s)"] > 0
+
+
+def test_the_network_is_resnet_50(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the 25,557,032 parameters that are known of it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    training = importlib.import_module("gpu_training")
+
+    assert sum(parameter.numel() for parameter in training.resnet().parameters()) == 25_557_032
