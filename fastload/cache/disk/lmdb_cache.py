@@ -221,7 +221,7 @@ class LMDBCache:
                 numbers = ascending[first:stop].tolist()
                 if not numbers:
                     continue
-                if not all(map(file.is_stored, numbers)):
+                if file.description.missing and not all(map(file.is_stored, numbers)):
                     return None
                 found = file.records(stack.enter_context(file.reading(buffers=True)), numbers)
                 for position, record in zip(order[first:stop].tolist(), found, strict=True):
