@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch.utils.data
-from harness import Contender, best, images_per_s, interleave, report, save
+from harness import Contender, best, contender, images_per_s, interleave, report, save
 from photos import make_photos
 from torch.utils.data import Dataset
 
@@ -98,9 +98,8 @@ def building(directory: Path, num_photos: int, size: int | None, runs: int) -> d
 def reader(label: str, group: str, cls: Any, dataset: Any, num_workers: int) -> Contender:
     """A shuffling loader that is made at its first run and kept, its workers' first reads behind it."""
 
-    @functools.cache
-    def loader() -> Any:
-        made = cls(
+    def make() -> Any:
+        loader = cls(
             dataset,
             BATCH_SIZE,
             shuffle=True,
@@ -108,19 +107,10 @@ def reader(label: str, group: str, cls: Any, dataset: Any, num_workers: int) -> 
             persistent_workers=num_workers > 0,
         )
         for _ in range(3 * num_workers):  # each worker meets its share of the records at random
-            images_per_s(made, NUM_IMAGES)
-        return made
+            images_per_s(loader, NUM_IMAGES)
+        return loader
 
-    def close() -> None:
-        made = loader()
-        loader.cache_clear()
-        if hasattr(made, "close"):
-            made.close()
-        made._iterator = None
-
-    return Contender(
-        f"{label}, {num_workers} workers", group, lambda: images_per_s(loader(), NUM_IMAGES), close
-    )
+    return contender(f"{label}, {num_workers} workers", group, make, NUM_IMAGES)
 
 
 def reading(directory: Path, runs: int) -> dict[str, Any]:

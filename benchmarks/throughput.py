@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from albumentations.pytorch import ToTensorV2
-from harness import Contender, best, images_per_s, interleave, report, save
+from harness import best, contender, interleave, report, save
 from torch.utils.data import BatchSampler, Dataset, RandomSampler
 
 import fastload
@@ -59,20 +59,6 @@ class InBulk(Dataset):
     def __getitem__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.tensor([index % 10 for index in indices])
         return torch.from_numpy(self.source.images[indices]), labels
-
-
-def contender(label: str, group: str, make: Any, num_images: int) -> Contender:
-    """A loader that is made at its first run and kept."""
-    loader = functools.cache(make)
-
-    def close() -> None:
-        made = loader()
-        loader.cache_clear()
-        if hasattr(made, "close"):
-            made.close()
-        made._iterator = None
-
-    return Contender(label, group, lambda: images_per_s(loader(), num_images), close)
 
 
 def make(cls: Any, dataset: Any, batch_size: int, num_workers: int) -> Any:

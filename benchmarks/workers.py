@@ -16,8 +16,8 @@ from typing import Any
 
 import albumentations as A
 import numpy as np
-from harness import best, interleave, report, save
-from throughput import contender, filled
+from harness import best, contender, interleave, report, save
+from throughput import filled
 from torch.utils.data import Dataset, Subset
 
 import fastload

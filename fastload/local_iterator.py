@@ -5,21 +5,19 @@ Built on torch's own base iterator, as `worker_iterator` is.
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
+from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
 from fastload.transport.ring import limit_bytes
-from fastload.transport.worker import STREAM_ENDED
 
 if TYPE_CHECKING:
     from fastload.loader import DataLoader
@@ -52,25 +50,19 @@ class LocalIterator(_BaseDataLoaderIter):
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
-        states = self._epoch.dataset_states
-        stream: Any = self._dataset
-        self._stream = None if states is None else stream  # one that says where it stands
-        if states is not None and states[0]:
-            stream.load_state_dict(pickle.loads(states[0]))
+        job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
+        self._keeps_state = job.dataset_states is not None
         self._fetcher = Fetcher(
-            self._dataset,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
-            drop_last=self._drop_last,
-            arena=self._buffers.arena,
+            job,
+            job.dataset,
+            self._buffers.arena,
             in_worker=False,
-            channels_last=loader.memory_format is torch.channels_last,
-            sample_rng=SampleRng(self._dataset, with_pipelines=loader.seed_pipelines, is_guest=True)
-            if loader.rng == "sample"
-            else None,
+            sample_rng=sample_rng,
+            dataset_state=None if job.dataset_states is None else job.dataset_states[0],
         )
-        self._fetcher.has_ended = states is not None and states[0] == STREAM_ENDED
 
     def _take_buffers(self, loader: DataLoader) -> Buffers:
         buffers, user = _warm.get(loader, (None, None))
@@ -111,9 +103,7 @@ class LocalIterator(_BaseDataLoaderIter):
         return batch
 
     def _received(self, index: Any) -> None:
-        state = None
-        if self._stream is not None:
-            state = STREAM_ENDED if self._fetcher.has_ended else pickle.dumps(self._stream.state_dict())
+        state = self._fetcher.dataset_state() if self._keeps_state else None
         self._epoch.fetched(index, 0, state)
 
     def belongs_to(self, loader: DataLoader) -> bool:

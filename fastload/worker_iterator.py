@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
@@ -49,20 +49,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-        job = Job(
-            dataset=self._dataset,
-            is_iterable=self._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
-            drop_last=self._drop_last,
-            worker_init_fn=loader.worker_init_fn,
-            base_seed=int(self._base_seed),
-            num_workers=self._num_workers,
-            seed_pipelines=loader.seed_pipelines,
-            channels_last=loader.memory_format is torch.channels_last,
-            seeds_samples=loader.rng == "sample",
-            dataset_states=self._epoch.dataset_states,
-        )
+        job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._pool: Pool | ThreadPool

@@ -49,7 +49,10 @@ def find_pipelines(root: Any) -> list[Any]:
         Each pipeline once, those nearest to ``root`` first. The order is the same in every run, except
         among pipelines of the same class in one set, for which Python promises no order.
     """
-    found = _Search(root).run().transforms
+    return _outermost(_Search(root).run().transforms)
+
+
+def _outermost(found: list[Any]) -> list[Any]:
     parts = {id(part) for outer in found for part in parts_of([outer]).values() if part is not outer}
     outermost = [transform for transform in found if id(transform) not in parts]
     # Transforms that hold each other in a circle have no outermost one: the first found stands for all.
@@ -61,22 +64,25 @@ def find_pipelines(root: Any) -> list[Any]:
     return outermost
 
 
-def find_randomizables(root: Any) -> list[Any]:
-    """Every object reachable from ``root`` whose class has MONAI's `set_random_state(self, seed, state)`.
+def find_random(root: Any) -> tuple[list[Any], list[Any]]:
+    """The pipelines of `find_pipelines`, and what is random as MONAI's transforms are, in one search.
 
-    Followed is what `find_pipelines` follows; those nearest to ``root`` come first.
+    Returns:
+        The pipelines; and every object whose class has MONAI's `set_random_state(self, seed, state)`, those
+        nearest to ``root`` first.
     """
-    return _Search(root).run().randomizables
+    search = _Search(root).run()
+    return _outermost(search.transforms), search.randomizables
 
 
 def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
     """What is random below ``root``, and everything through which it is reached.
 
     Returns:
-        All transforms and all objects of `find_randomizables`, those within others too; and by id these and
-        whatever holds them, directly or not, up to ``root``.
+        All transforms, and all objects that are random as MONAI's are, those within others too; and by id
+        these and whatever holds them, directly or not, up to ``root``.
     """
-    search = _Search(root).run()
+    search = _Search(root, notes_holders=True).run()
     found = search.transforms + search.randomizables
     held = {id(value): value for value in found}
     queue = collections.deque(found)
@@ -91,7 +97,8 @@ def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
 class _Search:
     """A breadth-first walk: what is near the dataset comes before the depths of its annotations."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, *, notes_holders: bool = False) -> None:
+        self._notes_holders = notes_holders
         self._queue: collections.deque[Any] = collections.deque([root])
         self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay theirs
         self._long: list[tuple[Any, int]] = []  # containers, and how many elements were looked at
@@ -104,6 +111,7 @@ class _Search:
         return len(self.transforms) + len(self.randomizables)
 
     def run(self) -> _Search:
+        """Search until a round brings nothing new."""
         num_before = -1
         while self._num_found > num_before:
             num_before = self._num_found
@@ -146,7 +154,8 @@ class _Search:
         for value in values:
             if _kind(type(value)).is_leaf:
                 continue
-            self.holders[id(value)].append(holder)
+            if self._notes_holders:
+                self.holders[id(value)].append(holder)
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
                 self._queue.append(value)
@@ -159,7 +168,8 @@ class _Search:
 
     def _add_classes(self, value: Any, kind: _Kind) -> None:
         for cls in kind.user_classes:
-            self.holders[id(cls)].append(value)
+            if self._notes_holders:
+                self.holders[id(cls)].append(value)
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
                 self._add(cls, _class_dict(cls).values())

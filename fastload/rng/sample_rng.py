@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from fastload.rng.draws import STREAM_BYTES, Draw, index_key, stream_bytes
-from fastload.rng.pipelines import attributes, find_pipelines, find_randomizables, parts_of
+from fastload.rng.pipelines import attributes, find_random, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,9 +56,8 @@ class SampleRng:
     def __init__(
         self, dataset: Any, *, with_pipelines: bool, is_guest: bool, with_globals: bool = True
     ) -> None:
-        pipelines = find_pipelines(dataset) if with_pipelines else []
+        pipelines, self._randomizables = find_random(dataset) if with_pipelines else ([], [])
         self._transforms = list(parts_of(pipelines).values())
-        self._randomizables = find_randomizables(dataset) if with_pipelines else []
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
         self._is_guest = is_guest
         self._with_globals = with_globals

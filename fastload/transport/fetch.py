@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,51 +22,53 @@ if TYPE_CHECKING:
 
     from fastload.rng.draws import Draw
     from fastload.rng.sample_rng import SampleRng
+    from fastload.transport.job import Job
     from fastload.transport.memory import Arena
+
+
+# The state of a stream that has ended: its own may mean the beginning of the next epoch.
+_ENDED = b""
 
 
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
     Args:
-        dataset: Map-style or iterable.
-        is_iterable: Whether it is consumed with ``iter`` (which is called here).
-        auto_collation: Whether an index is a list of indices (``batch_size`` or ``batch_sampler`` is set).
-        collate_fn: As torch's.
-        drop_last: Whether a short last batch of an iterable dataset is dropped.
+        job: How they are made. An iterable dataset is consumed with ``iter``, which is called here.
+        dataset: That of the job, or a copy for this thread.
         arena: Where batches are laid out; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
-        channels_last: Give batches of images channels-last strides.
         sample_rng: Sets the generators before each sample; None leaves them to run on.
-
-    Attributes:
-        has_ended: Whether an iterable dataset has no more samples in this epoch; may be set.
+        dataset_state: Where an iterable dataset goes on, as `dataset_state` gave it; None: at its beginning.
     """
 
     def __init__(
         self,
+        job: Job,
         dataset: Any,
-        *,
-        is_iterable: bool,
-        auto_collation: bool,
-        collate_fn: Callable[[Any], Any],
-        drop_last: bool,
         arena: Arena,
+        *,
         in_worker: bool,
-        channels_last: bool,
-        sample_rng: SampleRng | None = None,
+        sample_rng: SampleRng | None,
+        dataset_state: bytes | None = None,
     ) -> None:
+        if dataset_state:
+            dataset.load_state_dict(pickle.loads(dataset_state))
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
-        self._samples = iter(dataset) if is_iterable else None
-        self.has_ended = False
-        self._auto_collation = auto_collation
-        self._collate_fn = collate_fn
-        self._drop_last = drop_last
+        self._samples = iter(dataset) if job.is_iterable else None
+        self._has_ended = dataset_state == _ENDED
+        self._auto_collation = job.auto_collation
+        self._collate_fn = job.collate_fn
+        self._drop_last = job.drop_last
         self._arena = arena
-        self._channels_last = channels_last
-        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=channels_last)
+        self._channels_last = job.channels_last
+        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
+
+    def dataset_state(self) -> bytes:
+        """Where an iterable dataset that has a state_dict() stands, pickled."""
+        return _ENDED if self._has_ended else pickle.dumps(self._dataset.state_dict())
 
     def fetch(self, index: Any, draw: Draw | None = None) -> Any:
         """The batch of ``index``.
@@ -144,7 +147,7 @@ class Fetcher:
         return rows.finish()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
-        if self.has_ended:
+        if self._has_ended:
             raise StopIteration
         if not self._auto_collation:
             return self._collate_fn(next(samples))
@@ -159,7 +162,7 @@ class Fetcher:
             try:
                 sample = next(samples)
             except StopIteration:
-                self.has_ended = True
+                self._has_ended = True
                 break
             keep(sample)
             count += 1

@@ -16,17 +16,22 @@ from dataclasses import dataclass, fields
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils.data.dataloader import _DatasetKind
+
 from fastload.transport.segment import Segment, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastload.loader import DataLoader
 
 _MAX_SEARCH_DEPTH = 6
 
 
 @dataclass
 class Job:
-    """Everything that all workers of one iterator share."""
+    """Everything that all workers of one iterator share; without workers, what the iterator does itself."""
 
     dataset: Any
     is_iterable: bool
@@ -40,6 +45,30 @@ class Job:
     channels_last: bool
     seeds_samples: bool  # rng="sample"
     dataset_states: list[bytes | None] | None = None  # of a stream that can go on where it stood, by worker
+
+    @classmethod
+    def of(cls, loader: DataLoader, base_seed: int, dataset_states: list[bytes | None] | None) -> Job:
+        """What an epoch of this loader asks of whoever fetches it.
+
+        Args:
+            loader: Read, not kept.
+            base_seed: What was drawn when the iterator was made.
+            dataset_states: See above.
+        """
+        return cls(
+            dataset=loader.dataset,
+            is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=loader._auto_collation,
+            collate_fn=loader.collate_fn,
+            drop_last=loader.drop_last,
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=base_seed,
+            num_workers=loader.num_workers,
+            seed_pipelines=loader.seed_pipelines,
+            channels_last=loader.memory_format is torch.channels_last,
+            seeds_samples=loader.rng == "sample",
+            dataset_states=dataset_states,
+        )
 
     def load(self) -> Job:
         """The job itself: under fork it needs no unpacking."""

@@ -18,18 +18,21 @@ from fastload.rng.pipelines import attributes, find_holders
 _FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
 
 
-def copy_for_thread(dataset: Any) -> Any:
-    """``dataset`` with pipelines of its own; ``dataset`` itself if it holds none.
+def copies_for_threads(dataset: Any, num_threads: int) -> list[Any]:
+    """``dataset`` with pipelines of its own, for each thread; ``dataset`` itself if it holds none.
 
     Raises:
         ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
     """
-    return _Copier(dataset).copied(dataset)
+    random_ones, holders = find_holders(dataset)
+    return [_Copier(random_ones, holders).copied(dataset) for _ in range(num_threads)]
 
 
 class _Copier:
-    def __init__(self, dataset: Any) -> None:
-        random_ones, self._holders = find_holders(dataset)
+    """Makes one copy."""
+
+    def __init__(self, random_ones: list[Any], holders: dict[int, Any]) -> None:
+        self._holders = holders
         self._random_ones = {id(value) for value in random_ones}
         self._copies: dict[
             int, Any

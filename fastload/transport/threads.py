@@ -29,7 +29,7 @@ from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Buffers
 from fastload.transport.pool import Task
-from fastload.transport.thread_copy import copy_for_thread
+from fastload.transport.thread_copy import copies_for_threads
 from fastload.transport.worker import Kind, Restart
 from fastload.transport.worker_info import WorkerInfo, working_as
 
@@ -68,9 +68,10 @@ class ThreadPool:
         self._watches = watches
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
+        datasets = copies_for_threads(job.dataset, job.num_workers)
         self._workers = [
-            _Worker(number, job, Buffers(limit_bytes, max_buffers), finish)
-            for number in range(job.num_workers)
+            _Worker(number, job, dataset, Buffers(limit_bytes, max_buffers), finish)
+            for number, dataset in enumerate(datasets)
         ]
         num_threads = torch.get_num_threads()
         for worker in self._workers:
@@ -163,12 +164,14 @@ class ThreadPool:
 class _Worker:
     """One thread: its dataset, its queues, its fetcher."""
 
-    def __init__(self, number: int, job: Job, buffers: Buffers, finish: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, number: int, job: Job, dataset: Any, buffers: Buffers, finish: Callable[[Any], Any]
+    ) -> None:
         self._id = number
         self._job = job
         self._buffers = buffers
         self._finish = finish
-        self._dataset = copy_for_thread(job.dataset)
+        self._dataset = dataset
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
@@ -210,20 +213,14 @@ class _Worker:
             seeding.seed_pipelines(self._dataset, seed)
         if job.worker_init_fn is not None:
             job.worker_init_fn(self._id)
-        self._fetcher = Fetcher(
-            self._dataset,
-            is_iterable=job.is_iterable,
-            auto_collation=job.auto_collation,
-            collate_fn=job.collate_fn,
-            drop_last=job.drop_last,
-            arena=self._buffers.arena,
-            in_worker=False,  # torch.get_worker_info() is None here, too
-            channels_last=job.channels_last,
-            sample_rng=SampleRng(
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(
                 self._dataset, with_pipelines=job.seed_pipelines, is_guest=False, with_globals=False
             )
-            if job.seeds_samples
-            else None,
+        # No worker as torch has them: its get_worker_info() is None here, too.
+        self._fetcher = Fetcher(
+            job, self._dataset, self._buffers.arena, in_worker=False, sample_rng=sample_rng
         )
 
     def _restart(self, epoch: int | None) -> None:

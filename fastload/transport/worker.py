@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from fastload.transport.job import Job, PickledJob
 
 
-# The state of a stream that has ended: its own may mean the beginning of the next epoch.
-STREAM_ENDED = b""
-
-
 class Fetch(NamedTuple):
     """Parent to worker: fetch the batch of ``index`` into ``slot``."""
 
@@ -178,22 +174,17 @@ class _Worker:
             self._init_error = self._wrap_error()
 
     def _make_fetcher(self, job: Job, dataset_state: bytes | None) -> None:
-        if dataset_state:
-            job.dataset.load_state_dict(pickle.loads(dataset_state))
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
         self._fetcher = Fetcher(
+            job,
             job.dataset,
-            is_iterable=job.is_iterable,
-            auto_collation=job.auto_collation,
-            collate_fn=job.collate_fn,
-            drop_last=job.drop_last,
-            arena=self._arena,
+            self._arena,
             in_worker=True,
-            channels_last=job.channels_last,
-            sample_rng=SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
-            if job.seeds_samples
-            else None,
+            sample_rng=sample_rng,
+            dataset_state=dataset_state,
         )
-        self._fetcher.has_ended = dataset_state == STREAM_ENDED
 
     def _answer(self, message: Fetch) -> None:
         self._begin(message)
@@ -202,7 +193,7 @@ class _Worker:
         else:
             reply = self._fetch(message, self._fetcher)
             if self._job is not None and self._job.dataset_states is not None:
-                reply = self._with_state(reply, self._fetcher, self._job.dataset)
+                reply = self._with_state(reply, self._fetcher)
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory
         if reply.packed is None or memory is None:
@@ -235,10 +226,9 @@ class _Worker:
         except Exception:  # noqa: BLE001  # every error of the user's code goes to the parent
             return Reply(message.task, Kind.ERROR, None, self._wrap_error())
 
-    def _with_state(self, reply: Reply, fetcher: Fetcher, dataset: Any) -> Reply:
+    def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
-            state = STREAM_ENDED if fetcher.has_ended else pickle.dumps(dataset.state_dict())
-            return reply._replace(dataset_state=state)
+            return reply._replace(dataset_state=fetcher.dataset_state())
         except Exception:  # noqa: BLE001  # as above
             return Reply(reply.task, Kind.ERROR, None, self._wrap_error())
 

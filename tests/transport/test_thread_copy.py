@@ -1,4 +1,4 @@
-"""copy_for_thread(): pipelines are copied, what leads to them is copied shallowly, all else is shared."""
+"""copies_for_threads(): pipelines are copied, what leads to them is copied shallowly, all else is shared."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fastload import CachedDataset
 from fastload.rng.pipelines import find_pipelines
-from fastload.transport.thread_copy import copy_for_thread
+from fastload.transport.thread_copy import copies_for_threads
 from tests.rng.draws_zoo import Composed, Pictures, Randomizable
 from tests.rng.pipelines_zoo import crop
+
+
+def copy_for_thread(dataset: Any) -> Any:
+    (copied,) = copies_for_threads(dataset, 1)
+    return copied
 
 
 class Held:
