@@ -73,7 +73,7 @@ class Ring:
         self.ring_bytes = ring_bytes
         self._slots: list[list[Slot]] = [[] for _ in range(num_workers)]
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
-        self._largest_bytes: int | None = None  # of a slot; None until a worker has answered
+        self._largest_bytes: int | None = None  # of a slot; None until a batch has brought memory
         self.num_copies = 0  # batches that were copied out because slots were scarce
 
     @property
@@ -109,7 +109,8 @@ class Ring:
         if memory is not None:
             slot.memory = memory
         nbytes = 0 if slot.memory is None else slot.memory.nbytes
-        self._largest_bytes = max(self._largest_bytes or 0, nbytes)
+        if nbytes:  # a batch of none says nothing of the next one
+            self._largest_bytes = max(self._largest_bytes or 0, nbytes)
         slot.state = SlotState.READY
 
     def lend(self, slot: Slot) -> bool:

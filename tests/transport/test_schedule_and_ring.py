@@ -51,6 +51,18 @@ def test_an_illegal_move_raises_and_changes_nothing(move: str) -> None:
     assert slot.state is SlotState.FREE
 
 
+def test_a_batch_without_bytes_says_nothing_of_the_next_one() -> None:
+    """After an empty batch a worker has one slot as before: the next batch may fill all that is allowed."""
+    ring = Ring(1, 3, PAGE)
+    slot = ring.acquire(0)
+    assert slot is not None
+    ring.fill(slot, None)
+    ring.release(slot)
+
+    assert ring.acquire(0) is slot
+    assert ring.acquire(0) is None
+
+
 class Transport(RuleBasedStateMachine):
     """Workers that answer in order, a caller that holds and drops as it likes, and a tight ring.
 
