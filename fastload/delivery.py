@@ -93,7 +93,7 @@ class DeviceIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._batches is None:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+            raise LoaderClosedError
         try:
             return next(self._batches)
         except StopIteration:

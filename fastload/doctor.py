@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fastload
+from fastload.cache.workers import usable_cpus
 from fastload.device.probe import GPUCopies, GPUProcess, gpu_processes, measure_copies
 from fastload.device.report import MemoryReport, memory_report
 from fastload.terminal import readable_size, table
@@ -130,7 +131,7 @@ def examine() -> Findings:
     return Findings(
         versions=_versions(),
         num_cpus=os.cpu_count() or 1,
-        num_usable_cpus=_num_usable_cpus(),
+        num_usable_cpus=usable_cpus(),
         cpu_quota=cpu_quota(),
         shm_bytes=None if shm is None else shm.total,
         shm_free_bytes=None if shm is None else shm.free,
@@ -141,12 +142,6 @@ def examine() -> Findings:
         gpu_processes=processes,
         gpu_processes_note=processes_note,
     )
-
-
-def _num_usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # not Linux
 
 
 def _versions() -> dict[str, str | None]:

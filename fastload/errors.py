@@ -27,6 +27,9 @@ class WorkerStartError(FastloadError, RuntimeError):
 class LoaderClosedError(FastloadError, RuntimeError):
     """A batch was asked of an iterator whose loader was closed."""
 
+    def __init__(self, message: str = "this iterator was closed; start a new one with iter(loader)") -> None:
+        super().__init__(message)
+
 
 class SegmentError(FastloadError, MemoryError):
     """Shared memory could not be made or grown: how many bytes were asked for, and why not."""

@@ -74,7 +74,7 @@ class LocalIterator(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+            raise LoaderClosedError
         if self._has_ended:
             raise StopIteration  # the buffers may be another iterator's by now
         try:

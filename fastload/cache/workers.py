@@ -27,8 +27,12 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     # A worker of torch's loader is a daemon, which may not have children.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _MOST_WORKERS)
+    return min(usable_cpus(), _MOST_WORKERS)
+
+
+def usable_cpus() -> int:
+    """On how many CPUs this process may run; all of the machine where the system does not say (not Linux)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:

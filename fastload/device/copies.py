@@ -223,6 +223,7 @@ class _HostMemory:
         self._kept: collections.deque[tuple[Any, list[Any]]] = collections.deque()
 
     def keep(self, event: Any, sources: list[Any]) -> None:
+        """Hold what the device reads until it has reached this event."""
         self._kept.append((event, sources))
 
     def release_done(self, max_left: int) -> None:

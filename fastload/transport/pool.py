@@ -240,7 +240,7 @@ class Pool:
         if self._death:
             raise WorkerDiedError(self._death)
         if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+            raise LoaderClosedError
 
     def _accept(self, worker: _WorkerHandle, reply: Reply, fd: int | None) -> tuple[Task, Reply]:
         task = worker.sent.popleft()

@@ -139,7 +139,7 @@ class ThreadPool:
             LoaderClosedError: The pool was closed.
         """
         if self._is_closed:
-            raise LoaderClosedError("this iterator was closed; start a new one with iter(loader)")
+            raise LoaderClosedError
 
     def close(self) -> None:
         """End the threads; batches that the caller holds stay valid.

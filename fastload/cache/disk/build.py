@@ -144,7 +144,7 @@ def check_source(
         )
     expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
     if differences is None and 0 in cache and num_samples:
-        spec, crc32 = _identity(first)
+        spec, crc32 = _identity(_first_record(first))
         expected["structure of sample 0"] = cache.plan.spec, spec
         expected["content of sample 0"] = cache.plan.crc32, crc32
     for name, (stored, wanted) in expected.items():
@@ -158,13 +158,17 @@ def check_source(
         cache.reason = "opened, as it was made of the same parts as the dataset"
 
 
-def _identity(sample: Any) -> tuple[str, int]:
-    """Structure and checksum of a sample, as they are before a codec changes it."""
+def _first_record(sample: Any) -> bytes:
+    """Sample 0 as it is before a codec changes it."""
     try:
-        record = encode(sample)
+        return encode(sample)
     except UnsupportedSampleError as error:
         error.add_note("in sample 0 of the dataset")
         raise
+
+
+def _identity(record: bytes) -> tuple[str, int]:
+    """Structure and checksum of a sample."""
     return spec_of(record).text.decode("ascii"), zlib.crc32(record)
 
 
@@ -231,9 +235,9 @@ class _Build:
                     return None, None
                 error.add_note("in sample 0 of the dataset")
                 raise
-        identity = _identity(self._probed[0])
-        self._first_bytes = len(encode(self._probed[0]))
-        return identity
+        record = _first_record(self._probed[0])
+        self._first_bytes = len(record)
+        return _identity(record)
 
     def _find_position(self) -> tuple[int, int]:
         """The first shard that is not finished, and the first index that is not in it."""
