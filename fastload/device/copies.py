@@ -12,8 +12,9 @@ here is called in a worker. NOTE [ Copies ahead ]:
 4. What is no plain CPU tensor (subclasses, sparse ones, tensors that need gradients, objects with a ``to``)
    moves on the caller's current stream when it is handed over: it may allocate what we cannot record. Such
    a batch is transformed there, too.
-5. Where a transform gave objects that cannot be looked into, the next copies wait for what the caller has
-   launched by then, so that memory freed by the caller is not written while it is still read.
+5. What is started for a batch waits on the device for all that the caller had launched when it was pulled.
+   So a host that runs ahead of its device does not fill the device with batches; and memory that a transform
+   hid in an object of its own, where rule 3 does not see it, is not written while the caller still reads it.
 
 All device work goes through `Backend`.
 """
@@ -81,7 +82,6 @@ class CopiesAhead(Iterator[T]):
         self._depth = depth
         self._transform = transform
         self._taken = taken
-        self._must_wait = False  # see rule 5
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
@@ -111,9 +111,6 @@ class CopiesAhead(Iterator[T]):
             if self._ahead and isinstance(self._ahead[-1], _Failed):
                 return  # whether to go on after an error is the caller's choice
             self._reading.release_done(max_left=self._depth)
-            if self._must_wait:
-                consumer = self._backend.current_stream()
-                self._backend.wait_event(self._stream, self._backend.record_event(consumer))
             self._pull(self._source)
 
     def _pull(self, source: Iterator[T]) -> None:
@@ -125,6 +122,8 @@ class CopiesAhead(Iterator[T]):
         except Exception as error:  # noqa: BLE001  # of any kind, raised when its turn comes
             self._ahead.append(_Failed(error))  # raised in its turn
         else:
+            launched = self._backend.record_event(self._backend.current_stream())
+            self._backend.wait_event(self._stream, launched)
             self._ahead.append(self._start(batch))
 
     def _start(self, batch: T) -> _Ahead | _Failed:
@@ -168,9 +167,11 @@ class CopiesAhead(Iterator[T]):
         ahead.made.clear()
 
         def note(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
-                self._must_wait = True
-            elif leaf.device.type == self._backend.device.type:
+            if (
+                isinstance(leaf, torch.Tensor)
+                and leaf.layout is torch.strided
+                and leaf.device.type == self._backend.device.type
+            ):
                 ahead.made.append(leaf)
             return leaf
 

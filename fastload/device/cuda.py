@@ -171,7 +171,7 @@ class _CUDABackend:
         return value.to(self.device, non_blocking=True)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # else a host that waits for it spins
         event.record(stream)
         return event
 

@@ -198,9 +198,10 @@ class Normalize(nn.Module):
         mean = torch.tensor(self.mean, dtype=torch.float64).view(1, -1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float64).view(1, -1, 1, 1)
         # Not in the state_dict: they are arguments, and loading older weights should not miss them.
-        scale = (1 / (self.max_pixel_value * std)).to(device, dtype)
-        self.register_buffer("_scale", scale, persistent=False)
-        self.register_buffer("_bias", (-mean / std).to(device, dtype), persistent=False)
+        # In two steps each: a copy that also converts would make the host wait for the device.
+        scale, bias = (1 / (self.max_pixel_value * std)).to(dtype), (-mean / std).to(dtype)
+        self.register_buffer("_scale", scale.to(device, non_blocking=True), persistent=False)
+        self.register_buffer("_bias", bias.to(device, non_blocking=True), persistent=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Normalize:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

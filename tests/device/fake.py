@@ -95,6 +95,7 @@ class FakeBackend:
         self.streams: list[FakeStream] = []
         self.current = self._add_stream("main")
         self.num_copies = 0
+        self.num_reserved = 0  # pieces of device memory, as torch's reserved bytes: none is given back
         self.num_pinned_copies = 0
         self._pinned: dict[int, Memory] = {}  # by address
         self._blocks: dict[int, Block] = {}  # by address
@@ -272,6 +273,7 @@ class FakeBackend:
             if len(freed.memory.bytes) == num_bytes and all(event.is_done for event in freed.events):
                 self._free.remove(freed)
                 return freed.memory
+        self.num_reserved += 1
         return Memory(num_bytes)
 
     def _free_block(self, block: Block) -> None:

@@ -124,17 +124,20 @@ def test_a_batch_that_moves_late_is_transformed_where_it_is(fake: FakeBackend) -
     fake.check()
 
 
-def test_what_cannot_be_looked_into_keeps_the_next_copies_waiting(fake: FakeBackend) -> None:
-    """After a transform that gave an opaque object, the side stream waits for the caller's work."""
+def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> None:
+    """A copy waits for all that the caller launched before, also where a transform gave an opaque object."""
 
     def pack(batch: Any) -> Any:
         return torch.nn.utils.rnn.pack_sequence([batch[0].float().flatten()])
 
-    list(DataLoader(IMAGES, 4, device="cuda", device_transform=doubled))
-    assert "side 1 waits for main" not in fake.log
+    for _ in DataLoader(IMAGES, 4, device="cuda", device_transform=pack):
+        fake.log.append("step")
 
-    list(DataLoader(IMAGES, 4, device="cuda", device_transform=pack))
-    assert "side 2 waits for main" in fake.log
+    waits = [place for place, entry in enumerate(fake.log) if entry == "side 1 waits for main"]
+    copies = [place for place, entry in enumerate(fake.log) if entry == "copy on side 1"]
+    assert len(copies) == 2 * len(waits)  # images and labels
+    for wait, first_copy in zip(waits, copies[::2], strict=True):
+        assert first_copy == wait + 1
     fake.check()
 
 

@@ -46,6 +46,18 @@ def test_depth_batches_are_under_way_behind_the_one_handed_out() -> None:
     fake.check()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_a_host_that_runs_ahead_does_not_fill_the_device(depth: int) -> None:
+    """However slow the device, the memory of batches that were dropped is enough for those to come."""
+    fake = FakeBackend()
+    for number, got in enumerate(on(fake, Loader(100), depth)):
+        fake.read(got, batch(number))  # runs only when somebody waits for it
+    del got
+
+    assert fake.num_reserved <= 2 * depth + 4
+    fake.check()
+
+
 def test_nothing_is_pulled_before_the_first_next() -> None:
     """iter() alone asks the loader for nothing."""
     fake, loader = FakeBackend(), Loader(3)
@@ -99,11 +111,18 @@ def test_strides_are_kept() -> None:
 
 
 def test_the_consumer_waits_for_the_copy_and_is_recorded() -> None:
-    """The order of one batch: copy and event on the side, wait and record_stream on the consumer's stream."""
+    """The order of one batch: the side waits, copies and records; the consumer waits and is recorded."""
     fake = FakeBackend()
     list(on(fake, [batch(0)]))
 
-    assert fake.log == ["copy on side 1", "record on side 1", "main waits for side 1", "recorded for main"]
+    assert fake.log == [
+        "record on main",
+        "side 1 waits for main",
+        "copy on side 1",
+        "record on side 1",
+        "main waits for side 1",
+        "recorded for main",
+    ]
 
 
 def test_one_stream_for_life() -> None:
@@ -127,7 +146,8 @@ def test_the_stream_that_is_current_at_hand_over_is_the_consumers() -> None:
         fake.use_stream(name)
         fake.read(next(iterator), batch({"one": 0, "two": 1}[name]))
 
-    assert [line for line in fake.log if "waits" in line] == ["one waits for side 1", "two waits for side 1"]
+    waits = [line for line in fake.log if "waits for side" in line]
+    assert waits == ["one waits for side 1", "two waits for side 1"]
     fake.check()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -36,6 +38,18 @@ def numbered(number: int) -> torch.Tensor:
 
 def pinned(number: int) -> torch.Tensor:
     return numbered(number).pin_memory()
+
+
+@contextlib.contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Within it any operation of torch that makes the host wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +102,7 @@ def test_two_thousand_batches_bit_for_bit(make: Any, consumer_cycles: int) -> No
 
 
 def test_copies_run_while_the_consumer_computes() -> None:
-    """The next batches' copies end while the consumer's stream is still busy with the current one."""
+    """The copy of the last batch that was pulled ends while the consumer's stream is busy with this one."""
     batches = [pinned(number) for number in range(8)]
     prefetcher = CUDAPrefetcher(batches, depth=2)
     list(prefetcher)  # allocations, which may wait for the device, are made here
@@ -96,10 +110,11 @@ def test_copies_run_while_the_consumer_computes() -> None:
 
     iterator = iter(prefetcher)
     next(iterator)
+    torch.cuda._sleep(SHORT_CYCLES)
+    next(iterator)
     torch.cuda._sleep(LONG_CYCLES)
     busy = torch.cuda.Event()
     busy.record()
-    next(iterator)
     prefetcher._stream.synchronize()
 
     assert not busy.query()
@@ -162,13 +177,39 @@ def test_the_loop_never_synchronises() -> None:
     """No operation of an iteration over pinned batches makes the host wait for the device."""
     iterator = iter(CUDAPrefetcher(Loader(10, pinned)))
     next(iterator)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         num_batches = sum(1 for _ in iterator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
     assert num_batches == 9
+
+
+def test_a_loader_with_device_never_synchronises() -> None:
+    """Neither its first epoch, where slots are registered and Normalize moves there, nor the later ones."""
+    normalize = Normalize([0.5] * 3, [0.25] * 3, torch.bfloat16)
+    loader = DataLoader(
+        zoo.Made(zoo.image, 40),
+        4,
+        num_workers=2,
+        persistent_workers=True,
+        device="cuda",
+        device_transform=normalize,
+    )
+    with loader, no_synchronization():
+        num_batches = sum(1 for _ in range(2) for _ in loader)
+
+    assert num_batches == 20
+
+
+def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
+    """With a device that is slower than the host, reserved memory is that of a few batches."""
+    before = torch.cuda.memory_reserved()
+    large = torch.ones(256, 224, 224, 3, dtype=torch.uint8).pin_memory()
+    for batch in CUDAPrefetcher([large] * 60):
+        torch.cuda._sleep(20 * SHORT_CYCLES)
+        batch[:, 0, 0].sum()
+    del batch
+
+    assert torch.cuda.memory_reserved() - before <= 10 * large.numel()
 
 
 def test_an_abandoned_iteration_leaves_nothing_pending() -> None:

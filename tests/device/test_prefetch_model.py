@@ -54,8 +54,10 @@ class Consumer:
             for tensor, content in self.held:  # a late use, on the stream that first had it
                 self.fake.read(tensor, content)
             del self.held[self.choose(len(self.held)) :]
-        for _ in range(self.choose(6)):
-            self.fake.advance(self.fake.streams[self.choose(len(self.fake.streams))])
+        for _ in range(self.choose(3)):
+            stream = self.fake.streams[self.choose(len(self.fake.streams))]
+            for _ in range(self.choose(10)):  # in bursts, so that one stream can be far behind the other
+                self.fake.advance(stream)
 
 
 @settings(max_examples=200, deadline=None)
@@ -102,7 +104,7 @@ class NoPin(FakeBackend):
 def test_each_rule_taken_away_is_noticed(broken: type[FakeBackend], found: str) -> None:
     """Without any one of the prefetcher's steps, the same consumers do find unordered use."""
     noticed = 0
-    for seed in range(20):
+    for seed in range(40):
         fake = broken()
         Consumer(fake, 2, random.Random(seed).randrange).run()
         fake.drain()
