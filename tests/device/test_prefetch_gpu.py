@@ -205,7 +205,7 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
     before = torch.cuda.memory_reserved()
     large = torch.ones(256, 224, 224, 3, dtype=torch.uint8).pin_memory()
     for batch in CUDAPrefetcher([large] * 60):
-        torch.cuda._sleep(20 * SHORT_CYCLES)
+        torch.cuda._sleep(200 * SHORT_CYCLES)
         batch[:, 0, 0].sum()
     del batch
 
