@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test lint bench photos clean
+.PHONY: demo test test-emulated lint bench photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,16 @@ demo: $(PHOTOS)/.ready
 
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# What needs a GPU, without one: a CUDA build of torch (5 GB) over a runtime that works on the CPU.
+build/cuda/.ready: pyproject.toml
+	$(PYTHON) -m venv build/cuda
+	build/cuda/bin/pip install --quiet --upgrade pip==26.3
+	build/cuda/bin/pip install --quiet --group emulated-cuda
+	touch $@
+
+test-emulated: build/cuda/.ready
+	build/cuda/bin/python -m tests.emulated_cuda -m pytest -m gpu tests/device
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

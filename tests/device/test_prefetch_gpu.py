@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import gc
+import subprocess
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -212,8 +214,8 @@ def test_a_host_that_runs_ahead_does_not_fill_the_device() -> None:
     assert torch.cuda.memory_reserved() - before <= 10 * large.numel()
 
 
-def test_an_abandoned_iteration_leaves_nothing_pending() -> None:
-    """After break the side stream is idle, and the device memory of the batches ahead is free."""
+def test_an_abandoned_iteration_gives_its_memory_back() -> None:
+    """After break the device memory of the batches ahead is free."""
     prefetcher = CUDAPrefetcher(Loader(100, pinned), depth=4)
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -221,9 +223,8 @@ def test_an_abandoned_iteration_leaves_nothing_pending() -> None:
         break
     del _batch
     gc.collect()
-
-    assert prefetcher._stream.query()
     torch.cuda.synchronize()
+
     assert torch.cuda.memory_allocated() == before
 
 
@@ -249,6 +250,24 @@ def test_another_device_than_the_current_one() -> None:
     assert {str(batch.device) for batch in batches} == {"cuda:1"}
     assert torch.cuda.current_device() == 0
     assert all(torch.equal(batch.cpu(), numbered(n)) for n, batch in enumerate(batches))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_other_devices_get_no_context() -> None:
+    """A process that loads to device 1, as rank 1 does, takes no memory on device 0."""
+    code = """
+import torch
+from fastload import DataLoader
+
+if __name__ == "__main__":
+    pixels = torch.arange(4000, dtype=torch.uint8).reshape(40, 100)
+    with DataLoader(pixels, 4, num_workers=1, device="cuda:1") as loader:
+        arrived = torch.cat([batch.cpu() for batch in loader])
+    print(torch.equal(arrived, pixels), [torch._C._cuda_hasPrimaryContext(index) for index in (0, 1)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split(maxsplit=1) == ["True", "[False, True]\n"]
 
 
 # --- slots ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,6 +120,7 @@ def test_the_same_tensor_twice_is_one_tensor_again() -> None:
     assert one is other
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 gives it for any sparse tensor
 def test_what_is_no_plain_tensor_travels_as_itself() -> None:
     """Subclasses, requires_grad and sparse tensors keep what they are."""
     batch = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), torch.eye(2).to_sparse()]
