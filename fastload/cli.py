@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastload.sizes import readable_size
 from fastload.source_argument import open_source, refuse_random
 from fastload.terminal import (
     EPILOG,
@@ -25,7 +26,6 @@ from fastload.terminal import (
     CommandGroup,
     ExitCode,
     answering,
-    readable_size,
     table,
 )
 

@@ -20,7 +20,8 @@ import fastload
 from fastload.cache.workers import usable_cpus
 from fastload.device.probe import GPUCopies, GPUProcess, gpu_processes, measure_copies
 from fastload.device.report import MemoryReport, memory_report
-from fastload.terminal import readable_size, table
+from fastload.sizes import readable_size
+from fastload.terminal import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -177,14 +177,6 @@ def _logs_shown(level: int) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def readable_size(nbytes: float) -> str:
-    """Bytes for people: `1.5 GB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def table(rows: list[list[str]]) -> list[str]:
     """Rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

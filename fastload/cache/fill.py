@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache import workers
 from fastload.cache.progress import BuildProgress
+from fastload.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,9 +69,8 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
             left = cache.missing().tolist()
             rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
             missing = left
-    log.info(
-        "cache: filled: %d of %d samples in %.2f GB", cache.num_cached, cache.num_samples, cache.nbytes / 1e9
-    )
+    size = readable_size(cache.nbytes)
+    log.info("cache: filled: %d of %d samples in %s", cache.num_cached, cache.num_samples, size)
 
 
 def _read(

@@ -30,6 +30,7 @@ from fastload.cache.record import encode
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiers import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError
+from fastload.sizes import readable_size
 from fastload.transport import segment
 
 if TYPE_CHECKING:
@@ -212,14 +213,15 @@ class Opener:
             fit = getattr(cache, "capacity", None)
             if fit is None:
                 fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
-            figures = f"{fit:,} of {num_samples:,} samples fit, about {_size(needed_bytes)} needed"
+            figures = f"{fit:,} of {num_samples:,} samples fit, about {readable_size(needed_bytes)} needed"
         else:
-            figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {_size(cache.nbytes)}"
+            size = readable_size(cache.nbytes)
+            figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {size}"
         log.info(
             "cache: %s layout, %s, budget %s; %s",
             cache.layout,
             figures,
-            "none" if budget_bytes is None else _size(budget_bytes),
+            "none" if budget_bytes is None else readable_size(budget_bytes),
             cache.explain().partition("\n")[0],
         )
 
@@ -227,7 +229,3 @@ class Opener:
 def _has_ranks() -> bool:
     """Whether torchrun or the like started several processes of this script on this host."""
     return os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"

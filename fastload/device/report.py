@@ -164,6 +164,7 @@ def memory_report() -> MemoryReport:
 def _size(nbytes: int | None, without: str = "") -> str:
     if nbytes is None:
         return without
+    # In powers of 1024, as torch's messages and nvidia-smi have them, for comparison.
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 

@@ -22,6 +22,7 @@ from fastload.cache.disk.gather import stack_records
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,9 +141,8 @@ class LMDBCache:
     def explain(self) -> str:
         """Why this cache is the one in use, and what it was made of."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
-        held = (
-            f"{self.num_cached:,} of {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB, {self.codec}"
-        )
+        size = readable_size(self.nbytes)
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.codec}"
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.created_s))
         return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
 

@@ -34,6 +34,7 @@ from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Layout, 
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheMismatchError
+from fastload.sizes import readable_size
 from fastload.transport.segment import round_up
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class SharedMemoryCache:
         """Why this cache is the one in use, and what it was made of."""
         fingerprint = self._plan.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {self.nbytes / 1e9:.2f} GB"
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
@@ -257,9 +258,9 @@ class SharedMemoryCache:
         except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, never an error
             self._is_full = True
             log.warning(
-                "the cache stops growing at %.2f GB of %.2f, the rest comes from the dataset: %s",
-                self.nbytes / 1e9,
-                self.budget_bytes / 1e9,
+                "the cache stops growing at %s of %s, the rest comes from the dataset: %s",
+                readable_size(self.nbytes),
+                readable_size(self.budget_bytes),
                 str(error),  # the error itself would keep this frame alive in a log handler
             )
             return False
