@@ -22,8 +22,6 @@ from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.plain import PlainDevice
 from fastload.errors import LoaderClosedError
-from fastload.local_iterator import LocalIterator
-from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -83,9 +81,8 @@ class DeviceIterator(Iterator[Any]):
             if transform is not None:
                 self._batches = map(functools.partial(apply_transform, transform), self._batches)
             return
+        self._epoch = resume.book_of(loader).current
         source, taken = self.source, None
-        if isinstance(source, (LocalIterator, WorkerIterator)):
-            self._epoch = resume.book_of(loader).current
         if self._epoch is not None:
             source = _Counted(source, self._epoch)
             taken = source.hand_over
@@ -120,10 +117,7 @@ class DeviceIterator(Iterator[Any]):
         self._shutdown_workers()
 
     def _shutdown_workers(self) -> None:
-        # Torch's own iterator without workers has nothing to stop.
-        stop = getattr(self.source, "close", None) or getattr(self.source, "_shutdown_workers", None)
-        if stop is not None:
-            stop()
+        self.source.close()
 
 
 class _Counted(Iterator[Any]):

@@ -1,14 +1,13 @@
 """DataLoader: torch's arguments and torch's batches, over our own transport.
 
 The class holds settings only. Everything that must be stopped or freed belongs to the iterators that
-`iter(loader)` makes (local_iterator.py, worker_iterator.py, and delivery.py around them for a device), so
-that a loader can be copied, pickled, re-created by a framework from its public attributes, or forgotten, at
-no risk.
+`iter(loader)` makes (local_iterator.py, worker_iterator.py, torch_iterator.py, and delivery.py around them
+for a device), so that a loader can be copied, pickled, re-created by a framework from its public attributes,
+or forgotten, at no risk.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import types
@@ -26,10 +25,8 @@ from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
 from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
-from fastload.rng.keyed import KeyedDataset, KeyedSampler
-from fastload.rng.seeding import seed_worker
+from fastload.torch_iterator import torch_iterator
 from fastload.transport import segment
-from fastload.transport.collate import to_channels_last
 from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torch.utils.data import Dataset, Sampler
-
-    from fastload.resume import Epoch
 
 _log = logging.getLogger("fastload")
 
@@ -50,9 +45,8 @@ _KNOWN_CONTEXTS = (
     mp_context.ForkServerContext,
 )
 
-# Every live iterator of ours, and torch's own where we leave the work to it: what close() looks through.
+# Every live iterator: what close() looks through.
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
-_owner_of_torch_iterator: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see __class_getitem__
@@ -202,8 +196,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             if self.worker_method == "thread":
                 raise ValueError(f'worker_method="thread" is not for torch\'s own iterator: {reason}')
             _log.debug("this loader uses torch's own iterator: %s", reason)
-            iterator = self._torch_iterator(reason)
-            _owner_of_torch_iterator[iterator] = weakref.ref(self)
+            iterator = torch_iterator(self, reason)
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
         else:
@@ -229,24 +222,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             _warn_unsupported()
             return "this platform has no memfd"
         return None
-
-    def _torch_iterator(self, reason: str) -> Any:
-        """Torch's iterator, with our seeds and our memory format."""
-        first = resume.begin(self, "workers" if self.num_workers else "local", reason)
-        twin = copy.copy(self)
-        if self.rng == "sample":
-            begin = functools.partial(_begin_epoch, [first], weakref.ref(self), reason)
-            place = "batch_sampler" if self._auto_collation else "sampler"
-            keys = KeyedSampler(self._index_sampler, auto_collation=self._auto_collation, begin=begin)
-            # Past torch's own guard: this loader is seen by its iterator alone.
-            vars(twin)[place] = keys
-            vars(twin)["dataset"] = KeyedDataset(self.dataset, with_pipelines=self.seed_pipelines)
-        if self.memory_format is torch.channels_last:
-            twin.collate_fn = functools.partial(_collate_channels_last, self.collate_fn)
-        if self.seed_pipelines and self.num_workers > 0:
-            init = self.worker_init_fn
-            twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
-        return super(DataLoader, twin)._get_iterator()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for everything that has a `set_epoch()`.
@@ -284,13 +259,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         The loader can be iterated again. An iterator that was open raises LoaderClosedError.
         """
         for iterator in list(_live):
-            if isinstance(iterator, (DeviceIterator, LocalIterator, WorkerIterator)):
-                if iterator.belongs_to(self):
-                    iterator.close()
-            else:
-                owner = _owner_of_torch_iterator.get(iterator)
-                if owner is not None and owner() is self and hasattr(iterator, "_shutdown_workers"):
-                    iterator._shutdown_workers()
+            if iterator.belongs_to(self):
+                iterator.close()
         self._iterator = None
         forget_buffers(self)
 
@@ -299,18 +269,6 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _begin_epoch(first: list[Epoch], loader: weakref.ref[Any], reason: str) -> Epoch:
-    """The epoch that was begun already, once; then each next one that torch's persistent workers come to."""
-    if first:
-        return first.pop()
-    owner: Any = loader()  # it is the one that asks for the next epoch
-    return resume.begin(owner, "again", reason)
-
-
-def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    return to_channels_last(collate_fn(samples))
 
 
 @functools.cache

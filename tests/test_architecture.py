@@ -27,7 +27,7 @@ LAYERS: list[set[str]] = [
     {"transport.threads"},
     {"order"},
     {"resume"},
-    {"local_iterator", "worker_iterator"},
+    {"local_iterator", "worker_iterator", "torch_iterator"},
     {"delivery"},
     {"loader"},
     {"source_argument", "doctor"},

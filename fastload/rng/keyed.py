@@ -62,13 +62,13 @@ class KeyedSampler:
     Args:
         sampler: Gives indices, or lists of them.
         auto_collation: Whether it gives lists.
-        begin: Begins an epoch and says which it is; called when the first key of one is asked for.
+        epoch: Says which epoch has begun; called when its first key is asked for.
     """
 
-    def __init__(self, sampler: Any, *, auto_collation: bool, begin: Callable[[], Epoch]) -> None:
+    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], Epoch]) -> None:
         self._sampler = sampler
         self._auto_collation = auto_collation
-        self._begin = begin
+        self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -77,7 +77,7 @@ class KeyedSampler:
         return self._keys(iter(self._sampler))  # at once: this may draw, and torch does it here
 
     def _keys(self, indices: Iterator[Any]) -> Iterator[Any]:
-        epoch = self._begin()
+        epoch = self._epoch()
         for given in indices:
             index, draw = epoch.draw(given)
             if draw is None:

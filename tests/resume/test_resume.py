@@ -283,13 +283,23 @@ def test_iterable_datasets_cannot_be_resumed_within() -> None:
     assert resumed.state_dict()["epoch"] == 2
 
 
-def test_torch_s_own_iterators_say_that_they_cannot() -> None:
-    """What goes through torch's iterator has a state, and cannot be resumed in its middle."""
-    with DataLoader(Numbers(8), 4, num_workers=1, in_order=False) as loader:
-        list(loader)
-        state = loader.state_dict()
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_torch_s_own_iterators_say_that_they_cannot(rng: Any) -> None:
+    """What goes through torch's iterator is counted; it can be resumed at its end, and not in its middle."""
+    options: dict[str, Any] = {"num_workers": 1, "in_order": False, "persistent_workers": True, "rng": rng}
+    with DataLoader(Numbers(12), 4, **options) as loader, DataLoader(Numbers(12), 4, **options) as resumed:
+        for number in range(2):
+            iterator = iter(loader)
+            next(iterator), next(iterator)
+            resumed.load_state_dict(loader.state_dict())
+            with pytest.raises(ResumeError, match="after 2 batches: in_order=False"):
+                iter(resumed)
+            assert len(list(iterator)) == 1
+            assert loader.state_dict()["epoch"] == number
 
-    assert state["obstacle"] == "in_order=False"
+        resumed.load_state_dict(loader.state_dict())
+        assert len(list(resumed)) == 3
+        assert resumed.state_dict()["epoch"] == 2
 
 
 @pytest.mark.parametrize("state", [{}, {"version": 1}, None, 3])

@@ -1,0 +1,113 @@
+"""torch's own iterators, for what is left to them: what `iter(loader)` gives where `why_torch` has a reason.
+
+Theirs are the workers and the transport; ours are the seeds, the memory format, and the count of batches by
+which a state knows that it lies within an epoch. Such an epoch cannot be resumed in its middle.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from fastload import resume
+from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.seeding import seed_worker
+from fastload.transport.collate import to_channels_last
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.loader import DataLoader
+
+
+def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
+    """Torch's iterator over the loader's batches, with our seeds and our memory format.
+
+    Args:
+        loader: Whose batches.
+        reason: Why they are torch's to bring.
+    """
+    resume.begin(loader, "workers" if loader.num_workers else "local", reason)
+    twin = copy.copy(loader)
+    if loader.rng == "sample":
+        place = "batch_sampler" if loader._auto_collation else "sampler"
+        begun = functools.partial(_current_epoch, weakref.ref(loader))
+        keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
+        # Past torch's own guard: this loader is seen by its iterator alone.
+        vars(twin)[place] = keys
+        vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
+    if loader.memory_format is torch.channels_last:
+        twin.collate_fn = functools.partial(_collate_channels_last, loader.collate_fn)
+    if loader.seed_pipelines and loader.num_workers > 0:
+        init = loader.worker_init_fn
+        twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
+    if loader.num_workers > 0:
+        twin.check_worker_number_rationality()
+    iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
+    iterator.owner = weakref.ref(loader)
+    iterator.reason = reason
+    return iterator
+
+
+class TorchIterator:
+    """What is ours in torch's iterators: whom they belong to, and what the caller has received.
+
+    Attributes:
+        owner: The loader that the user has; torch's iterator was made for a copy of it.
+        reason: Why the batches are torch's to bring.
+    """
+
+    owner: weakref.ref[Any]
+    reason: str
+
+    def _next_data(self) -> Any:
+        epoch = _current_epoch(self.owner)
+        try:
+            data = super()._next_data()  # type: ignore[misc]  # torch's
+        except StopIteration:
+            epoch.ended()
+            raise
+        except Exception:
+            epoch.fetched(None)  # a caller who goes on after an error gets the next batch
+            raise
+        epoch.fetched(None)
+        return data
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        if not first_iter:  # the next epoch of workers that persist
+            resume.begin(loader, "again", self.reason)
+        super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
+
+    def belongs_to(self, loader: DataLoader) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self.owner() is loader
+
+    def close(self) -> None:
+        """Stop the workers, if there are any."""
+        stop: Callable[[], None] | None = getattr(self, "_shutdown_workers", None)
+        if stop is not None:
+            stop()
+
+
+class _TorchWorkers(TorchIterator, _MultiProcessingDataLoaderIter):
+    pass
+
+
+class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
+    pass
+
+
+def _current_epoch(owner: weakref.ref[Any]) -> resume.Epoch:
+    epoch = resume.book_of(owner()).current
+    if epoch is None:
+        raise AssertionError("torch's iterator runs in an epoch of its loader")
+    return epoch
+
+
+def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
+    return to_channels_last(collate_fn(samples))
