@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastload import resume
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
@@ -76,10 +78,13 @@ class DeviceIterator(Iterator[Any]):
         self._epoch = None
         if self._device is None or isinstance(self._device, PlainDevice):
             self._batches = self.source
+            device = torch.device("cpu")
             if self._device is not None:
+                device = self._device.device
                 self._batches = map(self._device.move, self._batches)
             if transform is not None:
-                self._batches = map(functools.partial(apply_transform, transform), self._batches)
+                transformed = functools.partial(apply_transform, transform, device=device)
+                self._batches = map(transformed, self._batches)
             return
         self._epoch = resume.book_of(loader).current
         source, taken = self.source, None

@@ -80,9 +80,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             said once in the log. On CUDA batches are copied two ahead, on a side stream, straight from the
             memory that workers write; `pin_memory` then adds nothing. The caller owns them. None leaves
             batches on the host, as torch does. "mps" and "xpu" are experimental: nothing is copied ahead.
-        device_transform: Called with each batch once it is there, without gradients: `Normalize`, or any
-            callable or module. On CUDA it runs ahead on the side stream, and should neither wait for the
-            device nor keep its input.
+        device_transform: Called with each whole batch once it is there, without gradients, autocast or
+            inference mode: `Normalize`, or any callable or module, whose own tensors are there already. On
+            CUDA it runs ahead on the side stream, and should neither wait for the device nor keep its input.
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: a device is asked for by name and is not there.

@@ -15,6 +15,8 @@ here is called in a worker. NOTE [ Copies ahead ]:
 5. What is started for a batch waits on the device for all that the caller had launched when it was pulled.
    So a host that runs ahead of its device does not fill the device with batches; and memory that a transform
    hid in an object of its own, where rule 3 does not see it, is not written while the caller still reads it.
+6. What is made ahead does not depend on the mode in which the caller asks for another batch: neither
+   inference mode nor autocast reaches it. Transforms run without gradients.
 
 All device work goes through `Backend`.
 """
@@ -22,6 +24,7 @@ All device work goes through `Backend`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -111,7 +114,8 @@ class CopiesAhead(Iterator[T]):
             if self._ahead and isinstance(self._ahead[-1], _Failed):
                 return  # whether to go on after an error is the caller's choice
             self._reading.release_done(max_left=self._depth)
-            self._pull(self._source)
+            with outside_modes(self._backend.device):
+                self._pull(self._source)
 
     def _pull(self, source: Iterator[T]) -> None:
         # A function of its own, so that no name is left here for the batch, or the error, of last time.
@@ -145,6 +149,11 @@ class CopiesAhead(Iterator[T]):
 
         try:
             ahead.batch = map_leaves(batch, start)
+        except torch.OutOfMemoryError as error:
+            error.add_note(
+                f"while a batch was copied ahead; {self._depth + 1} batches are there beside your own"
+            )
+            return _Failed(error)
         except Exception as error:  # noqa: BLE001  # as above
             return _Failed(error)
         finally:
@@ -160,7 +169,7 @@ class CopiesAhead(Iterator[T]):
     def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> _Ahead | _Failed:
         try:
             with self._backend.on(self._stream):
-                ahead.batch = apply_transform(transform, ahead.batch)
+                ahead.batch = apply_transform(transform, ahead.batch, self._backend.device)
         except Exception as error:  # noqa: BLE001  # as above
             return _Failed(error)
         ahead.event = self._backend.record_event(self._stream)
@@ -193,14 +202,34 @@ class CopiesAhead(Iterator[T]):
                 self._reading.keep(backend.record_event(consumer), list(ahead.late.values()))
             batch = map_leaves(batch, lambda leaf: moved.get(id(leaf), leaf))
             if self._transform is not None:
-                batch = apply_transform(self._transform, batch)
+                batch = apply_transform(self._transform, batch, backend.device)
         return batch
 
 
-def apply_transform(transform: Callable[[Any], Any], batch: Any) -> Any:
-    """The batch that ``transform`` makes of ``batch``, without gradients."""
-    with torch.no_grad():
-        return transform(batch)
+def apply_transform(transform: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
+    """The batch that ``transform`` makes of ``batch``, which is on ``device``; see rule 6."""
+    try:
+        with outside_modes(device), torch.no_grad():
+            return transform(batch)
+    except Exception as error:
+        error.add_note(
+            f"raised by device_transform, which is given whole batches on {device}; "
+            "a module's own tensors are not moved there by the loader"
+        )
+        raise
+
+
+@contextlib.contextmanager
+def outside_modes(device: torch.device) -> Iterator[None]:
+    """Without the caller's inference mode, and without autocast on the CPU and ``device``."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())  # the line above switches gradients on
+        for kind in {"cpu", device.type}:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _is_plain(leaf: Any) -> bool:

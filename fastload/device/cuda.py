@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from fastload.device.nest import move_leaf
 from fastload.device.plain import PLAIN_TYPES, PlainDevice, why_no_plain_device
 from fastload.errors import DeviceUnavailableError
 
@@ -42,7 +43,7 @@ class Backend(Protocol):
         """Allocate a device tensor under ``stream`` and start the copy into it; the host does not wait."""
 
     def move(self, value: Any) -> Any:
-        """``value.to(device)`` on the caller's current stream."""
+        """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
 
     def record_event(self, stream: Any) -> Any:
         """An event that is done when all work given to ``stream`` until now is."""
@@ -168,7 +169,7 @@ class _CUDABackend:
             return pinned.to(self.device, non_blocking=True)
 
     def move(self, value: Any) -> Any:
-        return value.to(self.device, non_blocking=True)
+        return move_leaf(value, self.device)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # else a host that waits for it spins

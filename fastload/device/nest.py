@@ -3,8 +3,8 @@
 Called by the prefetcher, in the consumer's process. Pure: containers are never changed in place. One in which
 no leaf was replaced comes back itself; any other comes back as a new one of the same type.
 
-Leaves are tensors, and objects with a ``to(device, non_blocking=...)`` of their own (PackedSequence,
-TensorDict, a graph's batch), which know better than we do how to move what they hold.
+Leaves are tensors, and objects with a ``to(device)`` of their own (PackedSequence, TensorDict, a graph's
+batch), which know better than we do how to move what they hold.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def map_leaves(
         return function(value)
     if isinstance(value, _PLAIN):
         return value
-    if _moves_itself(type(value)):  # type: ignore[arg-type]  # classes are hashable
+    if _moves_itself(type(value)):
         return function(value)
     visit = functools.partial(map_leaves, function=function, is_leaf=is_leaf)
     if isinstance(value, Mapping):
@@ -50,20 +50,37 @@ def map_leaves(
     return value
 
 
-@functools.lru_cache(maxsize=1024)
+def move_leaf(leaf: Any, device: torch.device) -> Any:
+    """``leaf.to(device)``, which does not wait for the device where ``to`` leaves that choice."""
+    if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf)):
+        return leaf.to(device, non_blocking=True)
+    return leaf.to(device)
+
+
 def _moves_itself(cls: type) -> bool:
     """Whether objects of this class have torch's ``to``; many others have one that converts units or formats.
 
-    Known by a ``non_blocking`` argument, or by ``(self, *args, **kwargs)``, as torch's own classes have it.
+    Known by a ``non_blocking`` argument, by ``(self, *args, **kwargs)``, as torch's own classes have it, or
+    by a first argument ``device``.
     """
-    method = inspect.getattr_static(cls, "to", None)
-    if not inspect.isfunction(method):
-        return False
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    if any(parameter.name == "non_blocking" for parameter in parameters):
-        return True
+    parameters = _parameters_of_to(cls)
+    return _takes_non_blocking(cls) or (bool(parameters) and parameters[0].name == "device")
+
+
+def _takes_non_blocking(cls: type) -> bool:
+    parameters = _parameters_of_to(cls)
     kinds = [parameter.kind for parameter in parameters]
-    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    return any(parameter.name == "non_blocking" for parameter in parameters) or kinds == [
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters_of_to(cls: type) -> list[inspect.Parameter]:
+    """Those of the class's method ``to`` behind ``self``; none if it has no such method."""
+    method = inspect.getattr_static(cls, "to", None)
+    return list(inspect.signature(method).parameters.values())[1:] if inspect.isfunction(method) else []
 
 
 def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:

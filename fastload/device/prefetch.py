@@ -25,7 +25,7 @@ class CUDAPrefetcher(Generic[T]):
     """Iterates over the batches of ``loader``, copied to a CUDA device ahead of their use.
 
     Batches are nests of dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
-    ``to(device, non_blocking=...)``; what is no tensor passes through, container types are kept, and the
+    ``to(device)``; what is no tensor passes through, container types are kept, and the
     loader's own batches are not changed. Memory that is pinned already is read where it is, and so are the
     slots in which the workers of a `fastload.DataLoader` write batches; other memory is first copied into
     torch's pinned memory. The caller owns the batches and may keep them.
@@ -48,7 +48,7 @@ class CUDAPrefetcher(Generic[T]):
 
     Raises:
         DeviceUnavailableError: If CUDA is asked for by name and is not there.
-        TypeError: If ``depth`` is not an int.
+        TypeError: If ``depth`` is not an int, or ``loader`` no iterable.
         ValueError: If ``depth`` is below 1, or ``device`` is of another kind.
     """
 
@@ -57,6 +57,8 @@ class CUDAPrefetcher(Generic[T]):
     ) -> None:
         if not isinstance(depth, int) or isinstance(depth, bool):
             raise TypeError(f"depth should be an int, the number of batches to copy ahead, but got {depth!r}")
+        if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
+            raise TypeError(f"loader should be an iterable of batches, but got {type(loader).__name__}")
         if depth < 1:
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
@@ -80,6 +82,9 @@ class CUDAPrefetcher(Generic[T]):
         if self._stream is None:
             self._stream = self._backend.make_stream()
         return CopiesAhead(iter(self.loader), self._backend, self._stream, self.depth)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stream": None}  # the copy, or another process, makes a stream of its own
 
     def __getattr__(self, name: str) -> Any:
         # Private names are looked up by copy and pickle before there is a loader to ask.

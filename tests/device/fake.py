@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.device.nest import move_leaf
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -140,7 +142,7 @@ class FakeBackend:
 
     def move(self, value: Any) -> Any:
         self.log.append(f"move on {self.current.name}")
-        return value.to(self.device, non_blocking=True)
+        return move_leaf(value, self.device)
 
     def record_event(self, stream: FakeStream) -> FakeEvent:
         event = FakeEvent(stream)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.device.nest import map_leaves
+from fastload.device.nest import map_leaves, move_leaf
 
 
 class Point(NamedTuple):
@@ -196,6 +196,25 @@ def test_objects_with_torchs_to_are_leaves() -> None:
     assert map_leaves([packed, Graph()], doubled) == ["moved", "moved"]
     values = [quantity, array, Graph, "text", {1, 2}]
     assert map_leaves(values, doubled) is values
+
+
+class Boxes:
+    """Has a ``to`` of the shortest kind."""
+
+    def __init__(self, device: Any = "nowhere") -> None:
+        self.device = device
+
+    def to(self, device: Any) -> Boxes:
+        return Boxes(device)
+
+
+def test_a_to_that_takes_a_device_alone_is_enough() -> None:
+    """An object whose ``to`` has no ``non_blocking`` is a leaf, and is moved without it."""
+    there = torch.device("meta")
+
+    (moved,) = map_leaves([Boxes()], lambda leaf: move_leaf(leaf, there))
+
+    assert moved.device == there
 
 
 def test_struct_sequences_of_torch_keep_their_type() -> None:

@@ -14,7 +14,8 @@ import torch
 from fastload.device import cuda as cuda_module
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.errors import DeviceUnavailableError
-from tests.device.loaders import Loader, batch
+from tests.device.fake import FakeBackend
+from tests.device.loaders import Loader, batch, on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,6 +70,23 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     cuda_module.say_once.cache_clear()
     return pretend
+
+
+@pytest.mark.parametrize("loader", [None, 3, object()])
+def test_what_is_no_iterable_is_refused(loader: Any) -> None:
+    """A loader that cannot be iterated is named when the prefetcher is made."""
+    with pytest.raises(TypeError, match="loader should be an iterable of batches, but got"):
+        CUDAPrefetcher(loader, device="cpu")
+
+
+def test_a_prefetcher_that_was_used_can_be_copied() -> None:
+    """Its stream stays behind; the copy makes one of its own."""
+    prefetcher = on(FakeBackend(), Loader(3))
+    list(prefetcher)
+    clone = copy.copy(prefetcher)
+
+    assert len(list(clone)) == 3
+    assert clone._stream is not prefetcher._stream
 
 
 def test_on_the_cpu_batches_pass_through_untouched() -> None:
