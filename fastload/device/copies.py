@@ -199,7 +199,10 @@ class CopiesAhead(Iterator[T]):
             try:
                 moved = {key: backend.move(leaf) for key, leaf in ahead.late.items()}
             finally:
-                self._reading.keep(backend.record_event(consumer), list(ahead.late.values()))
+                moves = backend.record_event(consumer)
+                self._reading.keep(moves, list(ahead.late.values()))
+                # What waits for the side stream before it unregisters a slot waits for these reads, too.
+                backend.wait_event(self._stream, moves)
             batch = map_leaves(batch, lambda leaf: moved.get(id(leaf), leaf))
             if self._transform is not None:
                 batch = apply_transform(self._transform, batch, backend.device)

@@ -399,7 +399,10 @@ def special_leaves() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", special_leaves())
 def test_special_leaves_move_on_the_callers_stream(name: str) -> None:
-    """What is no plain CPU tensor is not copied ahead, but moved by its own ``to`` when it is handed over."""
+    """What is no plain CPU tensor is not copied ahead, but moved by its own ``to`` when it is handed over.
+
+    The side stream is behind that: who waits for it waits for all reads of host memory.
+    """
 
     class Notes(FakeBackend):
         def move(self, value: Any) -> Any:
@@ -411,7 +414,7 @@ def test_special_leaves_move_on_the_callers_stream(name: str) -> None:
 
     assert result["special"] == f"{type(leaf).__name__} moved"
     assert fake.num_copies == 1
-    assert fake.log[-2:] == ["move on main", "record on main"]
+    assert fake.log[-3:] == ["move on main", "record on main", "side 1 waits for main"]
     fake.check()
 
 
