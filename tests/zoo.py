@@ -145,6 +145,50 @@ def as_arrays(samples: list[Any]) -> Any:
     return {"x": np.stack([sample[0] for sample in samples]), "names": [f"{sample[1]}" for sample in samples]}
 
 
+def packed(samples: list[Any]) -> Any:
+    """A PackedSequence of the labels."""
+    return torch.nn.utils.rnn.pack_sequence([torch.tensor([label]) for _, label in samples])
+
+
+class Box:
+    """Holds something where nobody looks for it."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Sealed(Box):
+    """Can be sent, and be opened only where it came from."""
+
+    def __getstate__(self) -> Any:
+        return self.content, os.getpid()
+
+    def __setstate__(self, state: Any) -> None:
+        self.content, pid = state
+        if pid != os.getpid():
+            raise ValueError("sealed")
+
+
+def in_a_box(samples: list[Any]) -> Any:
+    """The images alone, in an object."""
+    return Box(default_collate(samples)[0])
+
+
+def beside_a_box(samples: list[Any]) -> Any:
+    """The images twice: as they are, and in an object."""
+    images, _ = default_collate(samples)
+    return images, Box(images)
+
+
+def in_a_set(samples: list[Any]) -> Any:
+    images, labels = default_collate(samples)
+    return labels, {images}
+
+
+def third_sealed(index: int) -> Any:
+    return Sealed(torch.tensor(index)) if index == 2 else torch.tensor(index)
+
+
 def ragged(samples: list[Any]) -> Any:
     return tuple(torch.full((label % 4, 2), label) for _, label in samples)
 

@@ -212,12 +212,13 @@ class _CUDABackend:
     def _clear_error(self) -> None:
         """Take back the error that a failed call leaves behind: the next kernel would be blamed for it.
 
-        torch takes it back when it raises it, at the launch of any kernel. An error of the second kernel is
-        one of the device's own.
+        torch takes it back when it raises it, at the launch of any kernel, and when the device has no memory
+        left for the kernel's tensor. Another error of the second kernel is one of the device's own.
         """
         with contextlib.suppress(RuntimeError):
             self._launch()
-        self._launch()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._launch()
 
     def _launch(self) -> None:
         torch.zeros(1, device=self.device).add_(1)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from fastload.device.nest import map_leaves
 from fastload.transport.memory import ALIGNMENT_BYTES, Arena
 from fastload.transport.segment import round_up
 
@@ -37,6 +38,7 @@ class Packed(NamedTuple):
     skeleton: bytes
     leaves: tuple[Leaf, ...]
     used_bytes: int  # of the slot, from its start
+    num_places: int  # in the batch, where leaves are: one leaf may be in several
 
     @property
     def has_arrays(self) -> bool:
@@ -63,6 +65,7 @@ class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.leaves: list[torch.Tensor | np.ndarray[Any, Any]] = []
+        self.num_places = 0
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -72,6 +75,7 @@ class _Packer(pickle.Pickler):
                 return None
         elif kind is not np.ndarray or obj.dtype.hasobject:
             return None
+        self.num_places += 1
         number = self._numbers.setdefault(id(obj), len(self.leaves))
         if number == len(self.leaves):
             self.leaves.append(obj)
@@ -107,13 +111,32 @@ def pack(batch: Any, arena: Arena) -> Packed:
         leaves = _place(packer.leaves, arena)
         if leaves is None:
             raise AssertionError(f"{total_bytes} bytes were reserved for a batch that needs more")
-    return Packed(file.getvalue(), leaves, arena.used_bytes)
+    return Packed(file.getvalue(), leaves, arena.used_bytes, packer.num_places)
 
 
 def unpack(packed: Packed, lease: Any) -> Any:
     """The batch again, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
     leaves = [_view(leaf, lease) for leaf in packed.leaves]
     return _Unpacker(packed.skeleton, leaves).load()
+
+
+def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
+    """Whether a prefetcher passes some leaves of the unpacked batch on as they are.
+
+    Arrays, and tensors in objects that it does not look into. What has a ``to`` is taken to move all of its.
+    """
+    num_moved, moves_itself = 0, False
+
+    def note(leaf: Any) -> Any:
+        nonlocal num_moved, moves_itself
+        if isinstance(leaf, torch.Tensor):
+            num_moved += is_plain(leaf)
+        else:
+            moves_itself = True
+        return leaf
+
+    map_leaves(batch, note)
+    return packed.has_arrays or (num_moved < packed.num_places and not moves_itself)
 
 
 def _place(batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena) -> tuple[Leaf, ...] | None:

@@ -30,7 +30,8 @@ from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.memory import Memory
 from fastload.transport.obituary import obituary
-from fastload.transport.packing import unpack
+from fastload.transport.packing import has_leaves_that_stay, unpack
+from fastload.transport.ring import SlotState
 from fastload.transport.segment import Segment
 from fastload.transport.starting import check_start, preload_forkserver
 from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
@@ -180,26 +181,39 @@ class Pool:
         """
         task, reply = self.receive(worker_id, timeout_s)
         task.dataset_state = reply.dataset_state
-        slot, packed = task.slot, reply.packed
+        slot = task.slot
         if slot is None:
             raise AssertionError("an answered task has a slot")
+        try:
+            return task, reply.kind, self._open(slot, reply)
+        except Exception as error:  # noqa: BLE001  # it has cost this batch, and comes at its turn
+            with self.lock:
+                if slot.state is SlotState.READY:
+                    self.ring.release(slot)
+            return task, Kind.ERROR, error
+
+    def _open(self, slot: Slot, reply: Reply) -> Any:
+        """What a READY slot holds, or what the reply brings without it."""
+        packed = reply.packed
         with self.lock:
             if packed is None or not packed.used_bytes or slot.memory is None:
                 self.ring.release(slot)
                 if reply.kind is Kind.ERROR:
-                    return task, reply.kind, load_error(reply)
-                return task, reply.kind, None if packed is None else unpack(packed, b"")
-            # Arrays pass through a prefetcher as they are, and its caller shall have nothing registered.
-            is_private = self.registered is not None and packed.has_arrays
+                    return load_error(reply)
+                return None if packed is None else unpack(packed, b"")
+            lease = slot.memory.lease()
+            batch = unpack(packed, lease)
+            # What a prefetcher passes on as it is goes to its caller, who shall have nothing registered.
+            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-            lease = slot.memory.lease()
             if not is_private and self.ring.lend(slot):
-                return task, reply.kind, unpack(packed, lease)
+                return batch
+            del batch
         copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
         with self.lock:
             self.ring.release(slot)
-        return task, reply.kind, unpack(packed, copy)
+        return unpack(packed, copy)
 
     def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
         """The worker's answer to its oldest task; the task's slot is READY.

@@ -155,6 +155,27 @@ def test_arrays_that_pass_through_are_the_callers_own(fake: FakeBackend) -> None
     fake.check()
 
 
+@pytest.mark.parametrize("collate", [zoo.in_a_box, zoo.beside_a_box, zoo.in_a_set])
+def test_tensors_that_pass_through_are_the_callers_own(fake: FakeBackend, collate: Any) -> None:
+    """So are tensors in objects that no prefetcher looks into, also those that it found elsewhere as well."""
+    with DataLoader(IMAGES, 4, collate_fn=collate, **PERSISTENT) as loader:
+        batches = list(on(fake, loader))
+
+        assert fake.registered == {}
+        assert len(batches) == 16
+    fake.check()
+
+
+def test_objects_that_move_themselves_are_read_in_place(fake: FakeBackend) -> None:
+    """Their copies are not given up for those of objects that stay."""
+    with DataLoader(IMAGES, 4, collate_fn=zoo.packed, **PERSISTENT) as loader:
+        batches = list(on(fake, loader))
+
+        assert fake.registered
+        assert [int(batch.data[0]) for batch in batches] == list(range(0, 64, 4))
+    fake.check()
+
+
 def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
     """Batches that grow bring new memory, and the registrations follow what slots hold."""
     with DataLoader(zoo.Made(zoo.growing, 40), 4, **PERSISTENT) as loader:
@@ -207,6 +228,31 @@ def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> 
     fake.check()
 
 
+def test_a_device_without_memory_costs_the_batch_alone(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of the registration itself is raised at its batch; who goes on gets all that follow."""
+    refusals = iter([torch.OutOfMemoryError("full")] * 3)
+    register = fake.register
+
+    def full(address: int, nbytes: int) -> str:
+        for error in refusals:
+            raise error
+        return register(address, nbytes)
+
+    monkeypatch.setattr(fake, "register", full)
+    with DataLoader(IMAGES, 4, timeout=20, **PERSISTENT) as loader:
+        iterator = iter(on(fake, loader))
+        for _ in range(3):
+            with pytest.raises(torch.OutOfMemoryError):
+                next(iterator)
+
+        rest = list(iterator)
+        fake.drain()
+        assert [int(labels[0]) for _, labels in rest] == list(range(12, 64, 4))
+    fake.check()
+
+
 def test_a_slot_beyond_the_limit_is_not_tried(
     fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,12 +266,19 @@ def test_a_slot_beyond_the_limit_is_not_tried(
     assert "a slot of 8,192 bytes, of at most 4,096" in caplog.text
 
 
-@pytest.mark.parametrize("failures", [1, 2])
-def test_a_failed_call_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
-    """The next kernel takes the pending error, unseen; one that stays is the device's own, and raised."""
+@pytest.mark.parametrize(
+    ("failures", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
+)
+def test_a_failed_call_leaves_no_error_behind(
+    monkeypatch: pytest.MonkeyPatch, failures: int, kind: type[RuntimeError]
+) -> None:
+    """The next kernel takes the pending error, unseen; one that stays is the device's own, and raised.
+
+    A device without memory for a kernel has none.
+    """
     monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
     backend: Any = cuda.choose_backend("cuda:0", "this test")
-    launches = iter([RuntimeError("CUDA error: invalid argument")] * failures + [None] * 2)
+    launches = iter([kind("CUDA error: invalid argument")] * failures + [None] * 2)
 
     def launch() -> None:
         error = next(launches)
@@ -240,7 +293,7 @@ def test_a_failed_call_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, f
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
 
-    if failures == 1:
+    if failures == 1 or kind is torch.OutOfMemoryError:
         assert backend.register(4096, 4096) == "cudaHostRegister gave error 1, invalid argument"
         assert next(launches) is None
     else:

@@ -277,3 +277,16 @@ def test_close_in_another_thread_ends_a_wait(
     thread.join()
 
     assert [type(error) for error in errors] in ([fastload.LoaderClosedError], [])
+
+
+def test_a_batch_that_cannot_be_opened_costs_itself_alone() -> None:
+    """Unpickling fails in this process: the error comes at its batch, and those behind it come whole."""
+    iterator = iter(
+        fastload.DataLoader(zoo.Made(zoo.third_sealed, 6), batch_size=None, num_workers=1, timeout=20)
+    )
+    got = [int(next(iterator)), int(next(iterator))]
+    with pytest.raises(ValueError, match="sealed") as caught:
+        next(iterator)
+
+    assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index 2"]
+    assert [*got, *map(int, iterator)] == [0, 1, 3, 4, 5]
