@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastload")
 
+# Of each device, those whose loaders and prefetchers are gone. The memory that torch's allocator keeps for a
+# stream serves no other one: with a new stream each, loaders made anew would reserve ever more.
+_idle_streams: dict[int, list[torch.cuda.Stream]] = {}
+
 _PORTABLE = 1  # of cudaHostRegister's flags: pinned for every device of this process
 
 
@@ -31,7 +36,7 @@ class Backend(Protocol):
     device: torch.device
 
     def make_stream(self) -> Any:
-        """A new stream on this device; called once per prefetcher."""
+        """A stream on this device that nobody else has; called once per prefetcher."""
 
     def current_stream(self) -> Any:
         """The stream on which the caller's next work for this device will run."""
@@ -150,9 +155,16 @@ class _CUDABackend:
 
     def make_stream(self) -> torch.cuda.Stream:
         torch.cuda.init()
-        if self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        return torch.cuda.Stream(self.device)
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self.device = torch.device("cuda", index)
+        idle = _idle_streams.setdefault(index, [])
+        try:
+            stream = idle.pop()
+        except IndexError:
+            stream = torch.cuda.Stream(self.device)
+        # Whoever works on the stream holds this object.
+        weakref.finalize(self, idle.append, stream).atexit = False
+        return stream
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

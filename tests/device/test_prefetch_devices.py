@@ -149,6 +149,26 @@ def test_an_index_is_respected(cuda: Any) -> None:
     assert CUDAPrefetcher([], device="cuda:1").device == torch.device("cuda:1")
 
 
+def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners who live at the same time have a stream each, on each device; later ones take them over."""
+    cuda(num_devices=2)
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (made.append(device), len(made))[1])
+    monkeypatch.setattr(cuda_module, "_idle_streams", {})
+
+    def own(index: int) -> tuple[Any, Any]:
+        backend: Any = cuda_module.choose_backend(index, "this test")
+        return backend, backend.make_stream()
+
+    owners = [own(0), own(0), own(1)]
+    assert [stream for _, stream in owners] == [1, 2, 3]
+    del owners[1]
+    assert own(1)[1] == 4
+    assert own(0)[1] == 2
+    assert made == [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+
+
 def test_other_devices_are_refused() -> None:
     """A device of a kind that is not supported is named in the error."""
     with pytest.raises(ValueError, match="'hpu'"):

@@ -175,6 +175,23 @@ def test_one_stream_and_flat_memory_over_epochs() -> None:
     assert len(set(reserved[2:])) == 1
 
 
+@pytest.mark.parametrize("by_device", [False, True])
+def test_loaders_made_anew_reserve_no_more_memory(by_device: bool) -> None:
+    """One for each epoch, as a loop may have it: all use the memory that the first one reserved."""
+    batches, reserved = [pinned(number) for number in range(6)], []
+    for _ in range(10):
+        epoch: Any = CUDAPrefetcher(batches)
+        if by_device:
+            epoch = DataLoader(batches, batch_size=None, device="cuda")  # type: ignore[arg-type]
+        for batch in epoch:
+            batch.sum()
+        del batch, epoch
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+
+    assert len(set(reserved[2:])) == 1
+
+
 def test_the_loop_never_synchronises() -> None:
     """No operation of an iteration over pinned batches makes the host wait for the device."""
     iterator = iter(CUDAPrefetcher(Loader(10, pinned)))
