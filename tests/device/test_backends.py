@@ -190,9 +190,35 @@ def test_it_decorates_a_function_for_each_of_its_calls() -> None:
 
 @pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
 def test_what_is_no_switch_is_refused(name: str) -> None:
-    """A value that is neither a bool nor None is named in the error, and nothing has changed."""
+    """A value that is neither a bool nor None is named at the call, before any `with`."""
     before = state()
-    with pytest.raises(TypeError, match=f"{name} should be True, False or None"), tune_backends(**{name: 1}):  # type: ignore[arg-type]
-        pass
+    with pytest.raises(TypeError, match=f"{name} should be True, False or None"):
+        tune_backends(**{name: 1})  # type: ignore[arg-type]
 
     assert state() == before
+
+
+def test_a_call_alone_sets_nothing() -> None:
+    """Without `with` the switches stay as they are."""
+    before = state()
+    tune_backends(tf32=True, cudnn_benchmark=True)
+
+    assert state() == before
+
+
+@needs_fields
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32", "bf16"])
+def test_products_on_the_cpu_keep_their_precision(before: str, tf32: bool) -> None:
+    """But where torch could not read its older switch then: those go by it, to the more exact side."""
+    torch.set_float32_matmul_precision("medium" if before == "bf16" else "high")
+    BACKENDS.mkldnn.matmul.fp32_precision = before
+    with tune_backends(tf32=tf32):
+        inside = state()
+    expected = before
+    if before in ("tf32", "bf16"):
+        expected = "tf32" if tf32 else "ieee"
+
+    assert inside["cpu matmul"] == expected
+    assert inside["matmul precision"] == ("high" if tf32 else "highest")
+    assert state()["cpu matmul"] == before
