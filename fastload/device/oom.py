@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -50,15 +51,23 @@ def retry_on_oom(
     DistributedDataParallel a failing rank would leave the others waiting: give it the module inside, and
     average the gradients after.
 
+    Every call starts from the whole batch again, and each failure costs the step's time until then, a
+    ``gc.collect()`` and a ``torch.cuda.empty_cache()``, which waits for the device and has memory asked for
+    anew. This is for the rare batch: if most fail, take a size from `find_batch_size`, or divide each batch
+    yourself by as many parts as a call gave results. Only torch.OutOfMemoryError counts, not a RuntimeError
+    of cuDNN or cuBLAS for lack of memory, nor MemoryError. After any other error gradients are as the step
+    left them.
+
     Args:
         step: Called once for each part, in order. Keep no tensor of a failed try outside of it.
         batch: A tensor, or a nest of dicts, lists, tuples, ... All tensors with dimensions have the batch's
             size first and are split there; so are lists of that length without tensors in them, and tuples
-            of that many strings. Everything else goes into each part as it is.
+            of that many strings. Everything else, NumPy arrays too, goes whole into each part.
         model: Whose gradients the step adds to: a module, or its parameters; None if there are none.
         min_size: Parts are never smaller than this many samples.
         split: For batches of another kind: ``split(batch, num_parts)`` gives that many parts in order, each
-            with its number of samples. It is asked for one part first, and never for more than the samples.
+            with its number of samples: a list of ``(part, size)``. It is asked for one part first, and never
+            for more than the samples.
 
     Returns:
         What the steps returned, in the order of the parts: one result if memory sufficed.
@@ -67,13 +76,13 @@ def retry_on_oom(
         torch.OutOfMemoryError: The smallest allowed parts do not fit either; a note has the sizes tried.
         ValueError: ``min_size`` is below 1; the tensors of the batch do not agree on its size; or ``split``
             gave other parts than it was asked for.
-        TypeError: There is no tensor in the batch, or an object with a ``to(device)`` of its own.
+        TypeError: There is no tensor in the batch, or an object with a ``to(device)`` of its own; ``model``
+            is neither a module nor parameters; or ``min_size`` is no int.
     """
-    if min_size < 1:
-        raise ValueError(f"min_size should be at least 1 sample, but got {min_size}")
+    _check_size("min_size", min_size)
     divide = split or split_batch
     entry = _Gradients(model)
-    parts = divide(batch, 1)
+    parts = _checked(divide(batch, 1), 1)
     num_samples = sum(size for _, size in parts)
     tried: list[int] = []
     while True:
@@ -92,9 +101,7 @@ def retry_on_oom(
         del results, parts, part  # or this frame would keep what the failed try gave
         entry.restore()
         _free_cached_memory()
-        parts = divide(batch, num_parts)
-        if [size > 0 for _, size in parts] != [True] * num_parts:
-            raise ValueError(f"split should give {num_parts} parts with samples, but gave {parts!r}")
+        parts = _checked(divide(batch, num_parts), num_parts, num_samples)
 
 
 def find_batch_size(
@@ -103,9 +110,10 @@ def find_batch_size(
     """The largest batch size, up to ``limit``, whose step does not run out of the device's memory.
 
     Sizes are doubled from ``start`` until one does not fit, then the gap is halved until it is closed: about
-    ``2 * log2(limit)`` steps. Let ``step`` do all that training does, the optimizer's step too (its state
-    takes memory), on a model that may be thrown away. Leave some room below the answer: memory fragments,
-    and other shapes come.
+    ``2 * log2(limit)`` steps. A ``start`` that does not fit is halved. Let ``step`` do what training does,
+    the optimizer's step too (its state takes memory), on a model that may be thrown away. Leave some room
+    below the answer: memory fragments, and other shapes come. Device memory that the tries reserved is given
+    back at the end.
 
     Args:
         step: ``step(batch)``; what it returns is dropped.
@@ -117,7 +125,10 @@ def find_batch_size(
     Raises:
         torch.OutOfMemoryError: One sample does not fit.
         ValueError: Not ``1 <= start <= limit``.
+        TypeError: ``start`` or ``limit`` is no int.
     """
+    for name, size in (("start", start), ("limit", limit)):
+        _check_int(name, size)
     if not 1 <= start <= limit:
         raise ValueError(f"start should be from 1 to limit, but got start={start} and limit={limit}")
     fits, size, too_large = 0, start, limit + 1
@@ -129,7 +140,19 @@ def find_batch_size(
             _free_cached_memory()
         is_open_ended = too_large > limit
         size = min(2 * size, limit) if is_open_ended else (fits + too_large) // 2
+    _free_cached_memory()
     return fits
+
+
+def _check_size(name: str, value: int) -> None:
+    _check_int(name, value)
+    if value < 1:
+        raise ValueError(f"{name} should be at least 1 sample, but got {value}")
+
+
+def _check_int(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} should be an int, a number of samples, but got {value!r}")
 
 
 def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: int) -> bool:
@@ -161,9 +184,8 @@ class _Gradients:
     """The gradients of a model at one moment. Restored into the same tensors, where there were any."""
 
     def __init__(self, model: nn.Module | Iterable[torch.Tensor] | None) -> None:
-        parameters = model.parameters() if isinstance(model, nn.Module) else model or ()
         self._saved: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        for parameter in parameters:
+        for parameter in _parameters(model):
             gradient = parameter.grad
             self._saved.append((parameter, gradient, None if gradient is None else gradient.detach().clone()))
 
@@ -173,6 +195,24 @@ class _Gradients:
                 if gradient is not None and values is not None:
                     gradient.copy_(values)
                 parameter.grad = gradient
+
+
+def _parameters(model: Any) -> list[torch.Tensor]:
+    if isinstance(model, nn.Module):
+        return list(model.parameters())
+    # A lone tensor is an iterable too, of rows that have no gradients.
+    is_iterable = isinstance(model, Iterable) and not isinstance(model, torch.Tensor)
+    found = [] if model is None else list(model) if is_iterable else [model]
+    strangers = [item for item in found if not isinstance(item, torch.Tensor)]
+    if strangers or not (is_iterable or model is None):
+        what = _kind(model)
+        if is_iterable:
+            what = f"{what} with {_kind(strangers[0])} in it"
+        raise TypeError(
+            f"model should be a module, its parameters, or None if the step computes no gradients, "
+            f"but got {what}; several modules go into an nn.ModuleList"
+        )
+    return found
 
 
 # --- parts of a batch ------------------------------------------------------------------------------------
@@ -195,6 +235,38 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
         (_slice(batch, slice(first, last), num_samples), last - first)
         for first, last in itertools.pairwise(bounds)
     ]
+
+
+def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list[tuple[Any, int]]:
+    """``parts`` if they are what a split should give, of so many samples together if that is known."""
+    if isinstance(parts, (list, tuple)) and len(parts) == num_parts and all(map(_is_pair, parts)):
+        sizes = [int(size) for _, size in parts]
+        if num_samples is None or (min(sizes) > 0 and sum(sizes) == num_samples):
+            return [(part, size) for (part, _), size in zip(parts, sizes, strict=True)]
+    together = "" if num_samples is None else f", none empty, {num_samples} samples together"
+    raise ValueError(
+        f"split should give {num_parts} parts, each a pair (part, number of samples){together}, "
+        f"but gave {_kind(parts)}"
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return is_pair and isinstance(value[1], numbers.Integral) and int(value[1]) >= 0
+
+
+def _kind(value: Any, depth: int = 2) -> str:
+    """A value for a message: types, lengths and numbers, never what is in tensors."""
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{name} of shape {tuple(value.shape)}"
+    if isinstance(value, (bool, int, float)):
+        return f"{name} {value}"
+    if isinstance(value, (list, tuple)):
+        shown = [_kind(item, depth - 1) for item in value[:4]] if depth else []
+        shown += ["..."] * (depth > 0 and len(value) > 4)
+        return f"{name} of {len(value)}" + (f" ({', '.join(shown)})" if shown else "")
+    return f"{name} of {len(value)}" if isinstance(value, (str, bytes, dict)) else name
 
 
 def _count_samples(batch: Any) -> int:

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -113,10 +114,31 @@ def test_other_errors_pass_through_at_once(error: BaseException) -> None:
     assert calls == [8]
 
 
-def test_min_size_is_checked() -> None:
-    """A part has at least one sample."""
-    with pytest.raises(ValueError, match="got 0"):
-        retry_on_oom(OutOfMemoryAbove(1), numbered(2), model=None, min_size=0)
+@pytest.mark.parametrize(
+    ("min_size", "error", "message"),
+    [
+        (0, ValueError, "min_size should be at least 1 sample, but got 0"),
+        (2.0, TypeError, "min_size should be an int, a number of samples, but got 2.0"),
+        ("2", TypeError, "but got '2'"),
+        (True, TypeError, "but got True"),
+    ],
+)
+def test_min_size_is_checked(min_size: Any, error: type[Exception], message: str) -> None:
+    """A part has at least one whole sample; the step is not called with anything else."""
+    step = OutOfMemoryAbove(1)
+    with pytest.raises(error, match=message):
+        retry_on_oom(step, numbered(2), model=None, min_size=min_size)
+
+    assert step.sizes == []
+
+
+def test_each_call_starts_from_the_whole_batch() -> None:
+    """No size is remembered from one call to the next."""
+    step = OutOfMemoryAbove(4)
+    for _ in range(2):
+        retry_on_oom(step, numbered(8), model=None)
+
+    assert step.sizes == [8, 4, 4] * 2
 
 
 # --- gradients --------------------------------------------------------------------------------------------
@@ -175,6 +197,40 @@ def test_gradients_are_put_back_as_they_were(give: Any) -> None:
     assert [parameter.grad for parameter in model][2] is None
     assert all(p.grad is g for p, g in zip(model, at_entry, strict=True))
     assert [g.tolist() for g in at_entry[:2]] == [[5.0, 6.0], [7.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("give", "what"),
+    [
+        (lambda model: [model], "list of 1 .* with Sequential in it"),
+        (lambda model: torch.optim.SGD(model.parameters()), "SGD"),
+        (lambda model: dict(model.named_parameters()), "dict of 4 with str of 8 in it"),
+        (lambda model: model.named_parameters(), "generator with tuple of 2"),
+        (lambda model: model[0].weight, r"Parameter of shape \(4, 3\)"),
+    ],
+)
+def test_what_has_no_gradients_is_refused_as_a_model(give: Any, what: str) -> None:
+    """Lists of modules, optimizers, dicts and single tensors are named; the step is not called."""
+    step = OutOfMemoryAbove(100)
+    with pytest.raises(TypeError, match=f"model should be a module, its parameters, or None.*got {what}"):
+        retry_on_oom(step, numbered(2), model=give(small_model()))
+
+    assert step.sizes == []
+
+
+def test_after_another_error_gradients_are_as_the_step_left_them() -> None:
+    """What is no lack of memory is the caller's to look at, gradients included."""
+    parameter = nn.Parameter(torch.ones(1))
+
+    def step(part: torch.Tensor, weight: float) -> None:
+        (parameter * 3).sum().backward()
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        retry_on_oom(step, numbered(2), model=[parameter])
+
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 3
 
 
 # --- memory of the failed try -----------------------------------------------------------------------------
@@ -316,10 +372,33 @@ def test_a_split_of_ones_own() -> None:
     assert results == [("ab", 0.25), ("cd", 0.25), ("ef", 0.25), ("gh", 0.25)]
 
 
-def test_a_split_that_does_not_divide_is_refused() -> None:
-    """A function that gives fewer parts than asked for is reported, not called for ever."""
-    with pytest.raises(ValueError, match="split should give 2 parts"):
-        retry_on_oom(OutOfMemoryAbove(1), numbered(4), model=None, split=lambda batch, _: [(batch, 4)])
+@pytest.mark.parametrize(
+    ("split", "what"),
+    [
+        (lambda batch, _: [(batch, 4)], r"list of 1 \(tuple of 2 \(Tensor of shape \(4, 2\), int 4\)\)"),
+        (lambda batch, n: [(batch[:1], 1)] * n if n > 1 else [(batch, 4)], "list of 2 .*int 1.*int 1"),
+        (lambda batch, n: [(batch, 4)] + [(batch[:0], 0)] * (n - 1), "list of 2 .*int 4.*int 0"),
+        (lambda batch, n: batch.chunk(n), r"tuple of 1 \(Tensor of shape \(4, 2\)\)"),
+        (lambda batch, _: batch, r"Tensor of shape \(4, 2\)$"),
+        (lambda batch, _: None, "NoneType"),
+    ],
+    ids=["one", "samples lost", "empty", "no sizes", "the batch itself", "nothing"],
+)
+def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
+    """The error says what a split should give and what kind of thing came, but no tensor's values."""
+    batch = torch.full((4, 2), 77.0)
+    with pytest.raises(ValueError, match=f"split should give [12] parts, .*but gave {what}") as caught:
+        retry_on_oom(OutOfMemoryAbove(1), batch, model=None, split=split)
+
+    assert "77" not in str(caught.value)
+
+
+def test_arrays_go_whole_to_each_part() -> None:
+    """NumPy arrays are shared by all parts, as everything is that is neither tensor nor list."""
+    array = np.arange(4)
+    parts = split_batch({"image": torch.arange(4), "box": array}, 2)
+
+    assert all(part["box"] is array for part, _ in parts)
 
 
 # --- the batch size that fits -----------------------------------------------------------------------------
@@ -367,13 +446,25 @@ def test_errors_of_the_step_pass_through() -> None:
 
 
 def test_the_memory_of_a_size_that_failed_is_free_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is followed by one clean-up."""
+    """Each failure is followed by one clean-up, and so is the search."""
     calls = []
     monkeypatch.setattr(oom, "_free_cached_memory", lambda: calls.append("freed"))
     step = OutOfMemoryAbove(5)
     find_batch_size(step, numbered)
 
-    assert len(calls) == sum(size > 5 for size in step.sizes)
+    assert len(calls) == sum(size > 5 for size in step.sizes) + 1
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_reserved_memory_is_given_back_at_the_end(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last try left in torch's caches goes back to the device, where CUDA is in use at all."""
+    calls = []
+    step = OutOfMemoryAbove(100)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(len(step.sizes)))
+    find_batch_size(step, numbered, limit=4)
+
+    assert calls == ([3] if in_use else [])
 
 
 @pytest.mark.parametrize(("start", "limit"), [(0, 4), (5, 4), (-1, -1)])
@@ -381,3 +472,22 @@ def test_start_and_limit_are_checked(start: int, limit: int) -> None:
     """Sizes to try have to exist."""
     with pytest.raises(ValueError, match=f"start={start} and limit={limit}"):
         find_batch_size(OutOfMemoryAbove(1), numbered, start=start, limit=limit)
+
+
+@pytest.mark.parametrize("sizes", [{"start": 1.5}, {"start": "1"}, {"start": True}, {"limit": 4.0}])
+def test_sizes_are_whole_numbers(sizes: Any) -> None:
+    """What is no int is named, before any step."""
+    (name,) = sizes
+    step = OutOfMemoryAbove(1)
+    with pytest.raises(TypeError, match=f"{name} should be an int, a number of samples, but got"):
+        find_batch_size(step, numbered, **sizes)
+
+    assert step.sizes == []
+
+
+def test_a_start_that_does_not_fit_is_halved() -> None:
+    """The search goes down before it goes up."""
+    step = OutOfMemoryAbove(3)
+
+    assert find_batch_size(step, numbered, start=16) == 3
+    assert step.sizes[:3] == [16, 8, 4]
