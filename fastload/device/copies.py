@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -266,6 +267,8 @@ class _HostMemory:
             self._kept.popleft()
 
     def release_all(self) -> None:
-        """Wait for all copies; not in a forked child, which has no device."""
+        """Wait for all copies; a forked child, which has no device, keeps what it cannot give back."""
         if os.getpid() == self._pid:
             self.release_done(max_left=0)
+        else:  # torch's pinned allocator would ask the device, and end the process when that fails
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))

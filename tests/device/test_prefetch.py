@@ -255,7 +255,7 @@ def test_an_abandoned_iteration_lets_the_loaders_iterator_go() -> None:
 
 
 def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that is not the one that began the copies, dropping the iterator touches no event."""
+    """In a process that did not begin the copies, dropping the iterator touches no event, and frees nothing."""
     fake = FakeBackend()
     iterator = iter(on(fake, Loader(3)))
     next(iterator)
@@ -263,6 +263,8 @@ def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyP
     del iterator
 
     assert fake.num_waiting_copies == 3
+    assert fake.num_pinned_alive == 3
+    assert fake.violations == []
 
 
 # --- errors -----------------------------------------------------------------------------------------------
