@@ -12,7 +12,7 @@ Called by the user or by a prefetcher as a device transform, in the consumer's p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,9 +42,10 @@ class Normalize(nn.Module):
     Args:
         mean: Per channel, in units of ``max_pixel_value``, as ImageNet's (0.485, 0.456, 0.406).
         std: Per channel, in the same units, above zero.
-        dtype: Of the result, a floating one.
+        dtype: Of the result, a floating one. ``half()`` and ``to(dtype)``, on this module or a model around
+            it, do not change it.
         memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``.
-        max_pixel_value: The value that counts as 1.
+        max_pixel_value: The value that counts as 1. Give 1 for a mean and std of 0 to 255.
         layout: What the dimensions mean: "HWC", "CHW", or "auto": the one whose C is ``len(mean)``.
         key: Where the images are in a batch: an index, or the key of a mapping.
 
@@ -53,10 +54,11 @@ class Normalize(nn.Module):
         std: As given.
 
     Raises:
-        TypeError: ``dtype`` is not floating; or, when called, there is no uint8 tensor in the images' place.
-        ValueError: The constants are not one finite value per channel, or another argument is none of the
-            above; or, when called, the shape fits no layout or both, or the batch has no ``key``, or neither
-            or both of "image" and "images".
+        TypeError: ``mean`` or ``std`` is no sequence of numbers; ``dtype`` is no floating dtype; or, when
+            called, there is no uint8 tensor in the images' place.
+        ValueError: The constants are not one finite value per channel, or have a mean that no uint8 image
+            can have, or another argument is none of the above; or, when called, the shape fits no layout or
+            both, or the batch has no ``key``, or neither or both of "image" and "images".
     """
 
     _scale: torch.Tensor
@@ -74,8 +76,8 @@ class Normalize(nn.Module):
         key: Any = None,
     ) -> None:
         super().__init__()
-        self.mean = tuple(float(value) for value in mean)
-        self.std = tuple(float(value) for value in std)
+        self.mean = _per_channel("mean", mean)
+        self.std = _per_channel("std", std)
         if not self.mean or len(self.mean) != len(self.std):
             raise ValueError(
                 "mean and std should have one value per channel, "
@@ -85,8 +87,8 @@ class Normalize(nn.Module):
             raise ValueError(
                 f"std and max_pixel_value should be above zero, but got {self.std} and {max_pixel_value}"
             )
-        if not dtype.is_floating_point:
-            raise TypeError(f"dtype should be a floating one, such as torch.bfloat16, but got {dtype}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype should be a floating one, such as torch.bfloat16, but got {dtype!r}")
         if memory_format not in _FORMATS:
             raise ValueError(
                 "memory_format should be torch.channels_last or torch.contiguous_format, "
@@ -102,6 +104,11 @@ class Normalize(nn.Module):
         self._make_constants(torch.device("cpu"))
         if not (self._scale.isfinite().all() and self._bias.isfinite().all()):
             raise ValueError(f"mean / std should be finite, but got mean={self.mean} and std={self.std}")
+        if max_pixel_value == 255 and max(self.mean) > 1:
+            raise ValueError(
+                "mean and std should be in units of max_pixel_value=255, where no uint8 image has a mean "
+                f"above 1, but got mean={self.mean}; give max_pixel_value=1 for constants of 0..255"
+            )
 
     def forward(self, batch: Any) -> Any:
         """The batch with its images normalised; see the class."""
@@ -207,3 +214,13 @@ class Normalize(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._make_constants(self._scale.device)
         return self
+
+
+def _per_channel(name: str, values: Any) -> tuple[float, ...]:
+    expected = f"{name} should be a sequence of numbers, one per channel, but got "
+    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
+        raise TypeError(f"{expected}{values!r}")
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last two: tensors of too many dimensions
+        raise TypeError(f"{expected}{type(values).__name__}: {error}") from error

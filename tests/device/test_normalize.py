@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -247,6 +248,13 @@ def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
         ({"mean": (float("inf"),), "std": (1.0,)}, ValueError, "finite"),
         ({"mean": MEAN, "std": STD, "max_pixel_value": 0}, ValueError, "above zero"),
         ({"mean": MEAN, "std": STD, "dtype": torch.uint8}, TypeError, "torch.uint8"),
+        ({"mean": MEAN, "std": STD, "dtype": "float32"}, TypeError, "dtype should be .* got 'float32'"),
+        ({"mean": 0.5, "std": (0.2,)}, TypeError, "mean should be a sequence of numbers.* got 0.5"),
+        ({"mean": (0.5,), "std": "1"}, TypeError, "std should be a sequence of numbers.* got '1'"),
+        ({"mean": {0.5, 0.6}, "std": (0.2, 0.2)}, TypeError, "mean should be a sequence of numbers"),
+        ({"mean": torch.tensor(0.5), "std": (0.2,)}, TypeError, "mean should be a sequence of numbers"),
+        ({"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numbers"),
+        ({"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numbers"),
         ({"mean": MEAN, "std": STD, "memory_format": torch.preserve_format}, ValueError, "preserve_format"),
         ({"mean": MEAN, "std": STD, "layout": "NHWC"}, ValueError, "'NHWC'"),
     ],
@@ -255,6 +263,24 @@ def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception]
     """What cannot work is refused when the module is made."""
     with pytest.raises(error, match=message):
         Normalize(**arguments)
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, np.array])
+def test_constants_come_in_any_sequence(make: Any) -> None:
+    """Lists, tensors and arrays of numbers are as good as tuples."""
+    constants = Normalize(make([0.5, 0.25]), make([0.25, 0.5]))
+
+    assert (constants.mean, constants.std) == ((0.5, 0.25), (0.25, 0.5))
+
+
+def test_constants_of_pixels_need_their_unit() -> None:
+    """A mean of 123.7 is refused with the unit and the way out, and taken with max_pixel_value=1."""
+    mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
+    with pytest.raises(ValueError, match=r"units of max_pixel_value=255.*mean above 1.*max_pixel_value=1 "):
+        Normalize(mean, std)
+    result = Normalize(mean, std, max_pixel_value=1)(IMAGES)
+
+    torch.testing.assert_close(result, Normalize(MEAN, STD)(IMAGES))
 
 
 @pytest.mark.gpu
