@@ -78,12 +78,23 @@ class Backend(Protocol):
 def check_device(device: str | int | torch.device) -> torch.device | None:
     """``device`` as torch has it; None for "auto". Asks no driver.
 
+    Args:
+        device: "cuda" (the current CUDA device), "cuda:N" or the int N from 0 (that one), "cpu", "auto",
+            "mps" or "xpu"; or a torch.device of these types.
+
     Raises:
         ValueError: It is of another kind.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return None
-    message = f"device should be 'cuda', 'cuda:N', 'cpu', 'auto', 'mps' or 'xpu', but got {device!r}"
+    message = (
+        "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', "
+        f"but got {device!r}"
+    )
+    # torch takes bytes for text; its releases differ about bools and negative numbers.
+    is_of_a_kind = isinstance(device, (int, str, torch.device)) and not isinstance(device, bool)
+    if not is_of_a_kind or (isinstance(device, int) and device < 0):
+        raise ValueError(message)
     try:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -112,10 +123,11 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Pl
     is_plain = asked.type in PLAIN_TYPES
     reason = why_no_plain_device(asked) if is_plain else why_unavailable(asked.index)
     if reason is not None:
-        raise DeviceUnavailableError(
-            f"{asker} cannot use device={str(device)!r}: {reason}. "
-            "device='auto' uses the CPU where there is no CUDA."
-        )
+        shown = device if isinstance(device, int) else repr(str(device))
+        advice = "device='auto' uses the CPU where there is no CUDA."
+        if not is_plain and why_unavailable(None) is None:
+            advice = "Name one that is there, or 'cuda' for the current one."
+        raise DeviceUnavailableError(f"{asker} cannot use device={shown}: {reason}. {advice}")
     if is_plain:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
         return PlainDevice(asked)
@@ -132,7 +144,8 @@ def why_unavailable(index: int | None) -> str | None:
         return f"torch finds no CUDA device or no driver that works with it; {setting}"
     num_devices = torch.cuda.device_count()
     if index is not None and index >= num_devices:
-        return f"torch sees {num_devices} CUDA device(s), numbered from 0; {setting}"
+        names = "device, cuda:0" if num_devices == 1 else f"devices, cuda:0 to cuda:{num_devices - 1}"
+        return f"torch sees {num_devices} CUDA {names}; {setting}"
     return None
 
 

@@ -255,7 +255,7 @@ def test_an_abandoned_iteration_lets_the_loaders_iterator_go() -> None:
 
 
 def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that did not begin the copies, dropping the iterator touches no event, and frees nothing."""
+    """In a process that did not begin the copies, dropping the iterator asks no event, and frees nothing."""
     fake = FakeBackend()
     iterator = iter(on(fake, Loader(3)))
     next(iterator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -133,13 +134,26 @@ def test_cuda_by_name_without_a_visible_device_raises(cuda: Any, monkeypatch: py
         CUDAPrefetcher([], device="cuda")
 
 
-@pytest.mark.parametrize("device", ["cuda:2", 2, torch.device("cuda", 2)])
-def test_an_index_that_is_not_there_raises(cuda: Any, device: Any) -> None:
-    """The error tells how many devices there are."""
+@pytest.mark.parametrize(
+    ("device", "shown"), [("cuda:3", "'cuda:3'"), (3, "3"), (torch.device("cuda", 3), "'cuda:3'")]
+)
+def test_an_index_that_is_not_there_raises(cuda: Any, device: Any, shown: str) -> None:
+    """The error names the devices that are there, and what was asked for as it was written."""
     cuda(num_devices=2)
 
-    with pytest.raises(DeviceUnavailableError, match="torch sees 2 CUDA"):
+    message = f"device={shown}: torch sees 2 CUDA devices, cuda:0 to cuda:1; .* Name one that is there"
+    with pytest.raises(DeviceUnavailableError, match=message) as caught:
         CUDAPrefetcher([], device=device)
+
+    assert "'auto'" not in str(caught.value)
+
+
+def test_a_single_device_is_named(cuda: Any) -> None:
+    """Where there is one device, it is cuda:0."""
+    cuda(num_devices=1)
+
+    with pytest.raises(DeviceUnavailableError, match="torch sees 1 CUDA device, cuda:0;"):
+        CUDAPrefetcher([], device=1)
 
 
 def test_an_index_is_respected(cuda: Any) -> None:
@@ -169,10 +183,14 @@ def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: py
     assert made == [torch.device("cuda", index) for index in (0, 0, 1, 1)]
 
 
-def test_other_devices_are_refused() -> None:
-    """A device of a kind that is not supported is named in the error."""
-    with pytest.raises(ValueError, match="'hpu'"):
-        CUDAPrefetcher([], device="hpu")
+@pytest.mark.parametrize("device", ["hpu", "cuda:-1", "gpu", -1, True, b"cuda", 1.0, None, ["cuda"]])
+def test_other_devices_are_refused(device: Any) -> None:
+    """What is no device of a supported kind is shown in an error that lists them, numbers included."""
+    message = re.escape(
+        "'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got " + repr(device)
+    )
+    with pytest.raises(ValueError, match=message):
+        CUDAPrefetcher([], device=device)
 
 
 def test_importing_touches_no_cuda() -> None:
