@@ -18,7 +18,7 @@ import torch
 
 import fastload
 from fastload.cache.workers import usable_cpus
-from fastload.device.probe import GPUCopies, GPUProcess, gpu_processes, measure_copies
+from fastload.device.probe import GPUCopies, GPUProcess, driver_version, gpu_processes, measure_copies
 from fastload.device.report import MemoryReport, memory_report
 from fastload.sizes import readable_size
 from fastload.terminal import table
@@ -59,7 +59,7 @@ class Findings:
         shm_free_bytes: Free in it.
         start_methods: In which this platform can start workers, the default one first.
         memory: The memory report.
-        gpus: How fast each GPU gets data.
+        gpus: What each GPU is, and how fast it gets data.
         gpus_note: Why there are none; "" if there are.
         gpu_processes: Who holds memory on GPUs; None if that is unknown.
         gpu_processes_note: Why it is unknown; "" if it is known.
@@ -97,7 +97,8 @@ class Findings:
         return [
             *table(rows),
             "",
-            *str(self.memory).splitlines(),
+            # Without its word on GPUs: it was made before there was a context, and they follow.
+            *str(dataclasses.replace(self.memory, devices=(), devices_note="")).splitlines(),
             "",
             *self._gpu_lines(),
             "",
@@ -108,19 +109,30 @@ class Findings:
     def _gpu_lines(self) -> list[str]:
         lines = [f"GPU bandwidth: n/a, {self.gpus_note}"] if self.gpus_note else []
         for gpu in self.gpus:
-            figures = gpu.problem
-            if gpu.pinned_bytes_per_s is not None and gpu.pageable_bytes_per_s is not None:
-                figures = (
-                    f"{readable_size(gpu.pinned_bytes_per_s)}/s from pinned memory, "
-                    f"{readable_size(gpu.pageable_bytes_per_s)}/s from pageable memory"
-                )
-            lines.append(f"cuda:{gpu.index} {gpu.name}: {figures}")
+            lines += [f"cuda:{gpu.index} {gpu.name}", *table(_gpu_rows(gpu))]
         if self.gpu_processes is None:
             return [*lines, f"processes on GPUs: unknown, {self.gpu_processes_note}"]
         for process in self.gpu_processes:
             used = "unknown" if process.used_bytes is None else readable_size(process.used_bytes)
             lines.append(f"process {process.pid} on GPU {process.index}: {used}")
         return lines if self.gpu_processes else [*lines, "processes on GPUs: none"]
+
+
+def _gpu_rows(gpu: GPUCopies) -> list[list[str]]:
+    memory = copies = "unknown"
+    if gpu.total_bytes is not None and gpu.free_bytes is not None:
+        memory = f"{readable_size(gpu.total_bytes)}, {readable_size(gpu.free_bytes)} free"
+    if gpu.pinned_bytes_per_s is not None and gpu.pageable_bytes_per_s is not None:
+        copies = (
+            f"{readable_size(gpu.pinned_bytes_per_s)}/s from pinned memory, "
+            f"{readable_size(gpu.pageable_bytes_per_s)}/s from pageable memory"
+        )
+    return [
+        ["  compute capability", gpu.capability or "unknown"],
+        ["  memory", memory],
+        ["  copies", gpu.problem or copies],
+        ["  page-locking of shared memory", gpu.page_locking or "unknown"],
+    ]
 
 
 def examine() -> Findings:
@@ -151,6 +163,7 @@ def _versions() -> dict[str, str | None]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cuda driver": driver_version(),
         **{name: _version(distributions) for name, distributions in _DISTRIBUTIONS.items()},
     }
 

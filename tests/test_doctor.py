@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +19,7 @@ import fastload
 from fastload import cli, doctor
 from fastload.device import probe
 from fastload.device.probe import GPUCopies, GPUProcess
+from fastload.errors import SegmentError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,19 +63,49 @@ def test_without_a_gpu_the_text_says_why_and_what_is_unknown(without_gpu: None) 
     assert "proportional (PSS)" in text
 
 
-def test_gpus_are_listed_with_their_bandwidths(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_machine_without_gpu_is_not_told_about_contexts(
+    monkeypatch: pytest.MonkeyPatch, is_built: bool
+) -> None:
+    """The text has one line on what is missing; that there is no context is for scripts alone."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lines = run().stdout.splitlines()
+
+    assert sum("cuda:" in line or line.startswith("GPU") for line in lines) == 1
+    assert json.loads(run("--json").stdout)["memory"]["devices_note"]
+
+
+def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that could be measured, one that could not, and who holds memory."""
-    gpus = [GPUCopies(0, "Big", 50e9, 10e9, ""), GPUCopies(1, "Full", None, None, "CUDA out of memory")]
+    figures = {"capability": "9.0", "total_bytes": 80 * 10**9, "free_bytes": 79 * 10**9}
+    gpus = [
+        GPUCopies(0, "Big", 50e9, 10e9, "", **figures, page_locking="works"),
+        GPUCopies(1, "Full", None, None, "CUDA out of memory"),
+    ]
     processes = [GPUProcess(0, 4711, 3 * 10**9), GPUProcess(1, 4712, None)]
     monkeypatch.setattr(doctor, "measure_copies", lambda: (gpus, ""))
     monkeypatch.setattr(doctor, "gpu_processes", lambda: (processes, ""))
     lines = run().stdout.splitlines()
+    first, second = lines.index("cuda:0 Big"), lines.index("cuda:1 Full")
 
-    assert "cuda:0 Big: 50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory" in lines
-    assert "cuda:1 Full: CUDA out of memory" in lines
-    assert "process 4711 on GPU 0: 3.0 GB" in lines
-    assert "process 4712 on GPU 1: unknown" in lines
-    assert json.loads(run("--json").stdout)["gpu_processes"][0]["pid"] == 4711
+    assert [re.split("  +", line.strip()) for line in lines[first + 1 : second]] == [
+        ["compute capability", "9.0"],
+        ["memory", "80.0 GB, 79.0 GB free"],
+        ["copies", "50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory"],
+        ["page-locking of shared memory", "works"],
+    ]
+    assert [re.split("  +", line.strip())[1] for line in lines[second + 1 : second + 5]] == [
+        "unknown",
+        "unknown",
+        "CUDA out of memory",
+        "unknown",
+    ]
+    assert lines[second + 5 : second + 7] == [
+        "process 4711 on GPU 0: 3.0 GB",
+        "process 4712 on GPU 1: unknown",
+    ]
+    assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"
 
 
 def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,6 +121,82 @@ def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pyt
 
     found = [GPUCopies(n, f"GPU {n}", None, None, "CUDA error: out of memory") for n in range(2)]
     assert probe.measure_copies() == (found, "")
+
+
+@pytest.mark.parametrize(
+    ("refusals", "is_pinned", "outcome"),
+    [
+        ({}, True, "works"),
+        ({"register": "cudaHostRegister gave error 801"}, False, "cudaHostRegister gave error 801"),
+        ({"unregister": "cudaHostUnregister gave error 713"}, True, "cudaHostUnregister gave error 713"),
+        ({}, False, "torch does not take registered memory for pinned"),
+    ],
+)
+def test_page_locking_works_or_has_its_reason(
+    monkeypatch: pytest.MonkeyPatch, refusals: dict[str, str], is_pinned: bool, outcome: str
+) -> None:
+    """What is registered for the trial is unregistered after it."""
+    calls = []
+
+    def answer(name: str, *arguments: int) -> str:
+        calls.append((name, arguments[0]))
+        return refusals.get(name, "")
+
+    backend = types.SimpleNamespace(
+        register=functools.partial(answer, "register"), unregister=functools.partial(answer, "unregister")
+    )
+    monkeypatch.setattr(probe, "choose_backend", lambda index, asker: backend)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+
+    assert probe._try_page_locking(0) == outcome
+    assert [name for name, _ in calls] == ["register", "unregister"][: 1 if "register" in refusals else 2]
+    assert len({address for _, address in calls}) == 1
+
+
+def test_page_locking_without_shared_memory_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that refuses the segment is told apart from a driver that refuses to lock it."""
+
+    def refuse_segment(*_: Any, **__: Any) -> Any:
+        raise SegmentError("no shared memory here")
+
+    monkeypatch.setattr(probe, "choose_backend", lambda index, asker: None)
+    monkeypatch.setattr(probe.Segment, "create", refuse_segment)
+
+    assert probe._try_page_locking(0) == "no shared memory here"
+
+
+@pytest.mark.parametrize(
+    ("text", "has_library", "version"),
+    [
+        (None, False, None),
+        (None, True, "CUDA up to 12.4"),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22", False, "550.54.14"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\nGCC version: 12.3",
+            True,
+            "580.65.06, CUDA up to 12.4",
+        ),
+    ],
+)
+def test_the_driver_has_its_release_and_the_newest_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, has_library: bool, version: str | None
+) -> None:
+    """From the kernel's file and from the driver; either may be missing."""
+    if text is not None:
+        path = tmp_path / "proc/driver/nvidia/version"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+
+    def load(name: str) -> Any:
+        if not has_library:
+            raise OSError(name)
+        return types.SimpleNamespace(
+            cuDriverGetVersion=lambda number: setattr(number._obj, "value", 12040) or 0
+        )
+
+    monkeypatch.setattr(probe.ctypes, "CDLL", load)
+
+    assert probe.driver_version(tmp_path) == version
 
 
 # --- processes on GPUs ------------------------------------------------------------------------------------
@@ -198,3 +307,15 @@ def test_on_a_gpu_bandwidths_are_measured() -> None:
     assert note == ""
     assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
     assert all(gpu.problem or (gpu.pinned_bytes_per_s or 0) > 1e8 for gpu in gpus)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_memory_capability_and_page_locking_are_found() -> None:
+    """Every GPU that can be measured has them, and the trial leaves no error behind."""
+    gpus = [gpu for gpu in probe.measure_copies()[0] if not gpu.problem]
+
+    assert all(0 < (gpu.free_bytes or 0) <= (gpu.total_bytes or 0) for gpu in gpus)
+    assert all(gpu.capability for gpu in gpus)
+    assert [gpu.page_locking for gpu in gpus] == ["works"] * len(gpus)
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending

@@ -1,25 +1,36 @@
 """What the GPUs of this machine can do, and who uses them: for `fastload doctor`.
 
-Called in a process of the command line's own: measuring makes a CUDA context on every GPU.
+Called in a process of the command line's own: measuring makes a CUDA context on every GPU. Nothing raises:
+what cannot be found out has the reason in its place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastload.device.cuda import why_unavailable
+from fastload.device.cuda import choose_backend, why_unavailable
+from fastload.errors import FastloadError
+from fastload.transport.memory import Memory
+from fastload.transport.segment import Segment, populate
+
+WORKS = "works"
 
 _PROBE_BYTES = 64 * 2**20
+_SHARED_BYTES = 2**20
 _REPEATS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class GPUCopies:
-    """How fast one GPU gets data from the host.
+    """One GPU, and how it gets data from the host.
 
     Attributes:
         index: torch's number of the device.
@@ -27,6 +38,11 @@ class GPUCopies:
         pinned_bytes_per_s: From page-locked memory; None if it could not be measured.
         pageable_bytes_per_s: From any other memory; None if it could not be measured.
         problem: Why it could not be measured; "" if it was.
+        capability: The compute capability, as "9.0"; None if it is unknown.
+        total_bytes: The device's memory; None if it is unknown.
+        free_bytes: Free on it for all processes, once this one has its context; None if it is unknown.
+        page_locking: Of shared memory, from which batches are copied without a copy before: "works", or why
+            not, and then they are copied to pinned memory first; None if it could not be tried.
     """
 
     index: int
@@ -34,6 +50,10 @@ class GPUCopies:
     pinned_bytes_per_s: float | None
     pageable_bytes_per_s: float | None
     problem: str
+    capability: str | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    page_locking: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +80,42 @@ def measure_copies() -> tuple[list[GPUCopies], str]:
 
 
 def _measure(index: int) -> GPUCopies:
-    name = torch.cuda.get_device_name(index)
+    found = GPUCopies(index, torch.cuda.get_device_name(index), None, None, "")
     try:
         with torch.cuda.device(index):
+            free_bytes, total_bytes = torch.cuda.mem_get_info()
+            major, minor = torch.cuda.get_device_capability()
+            found = dataclasses.replace(
+                found,
+                capability=f"{major}.{minor}",
+                total_bytes=total_bytes,
+                free_bytes=free_bytes,
+                page_locking=_try_page_locking(index),
+            )
             target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cuda")
             pinned = _bytes_per_s(torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True), target)
             pageable = _bytes_per_s(torch.ones(_PROBE_BYTES, dtype=torch.uint8), target)
     except RuntimeError as error:  # out of memory, or a device that has failed
-        return GPUCopies(index, name, None, None, str(error).splitlines()[0])
-    return GPUCopies(index, name, pinned, pageable, "")
+        return dataclasses.replace(found, problem=str(error).splitlines()[0])
+    return dataclasses.replace(found, pinned_bytes_per_s=pinned, pageable_bytes_per_s=pageable)
+
+
+def _try_page_locking(index: int) -> str:
+    """What a loader does with the slots of its workers, on a small one."""
+    backend: Any = choose_backend(index, "fastload doctor")
+    try:
+        segment = Segment.create(_SHARED_BYTES, name="fastload-slot")
+        memory = Memory(segment.map(writable=True), shared=True)
+        segment.close()
+        populate(memory._mapping)
+    except (FastloadError, OSError) as error:
+        return str(error)
+    reason: str = backend.register(memory.address, memory.nbytes)
+    if reason:
+        return reason
+    is_pinned = torch.frombuffer(memory.lease(), dtype=torch.uint8).is_pinned()
+    reason = backend.unregister(memory.address)
+    return reason or (WORKS if is_pinned else "torch does not take registered memory for pinned")
 
 
 def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -81,6 +128,24 @@ def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
     end.synchronize()
     elapsed_s = float(start.elapsed_time(end)) / 1000
     return _REPEATS * source.numel() / elapsed_s
+
+
+def driver_version(root: str | Path = "/") -> str | None:
+    """NVIDIA's driver: its release, and the newest CUDA that it can run; None without one. No context.
+
+    Args:
+        root: Where `proc` is looked for; another one than `/` is for tests.
+    """
+    known = []
+    with contextlib.suppress(OSError):
+        text = (Path(root) / "proc/driver/nvidia/version").read_text()
+        known += re.findall(r"^NVRM version: .*?(\d+\.[\d.]+)", text, re.MULTILINE)
+    with contextlib.suppress(OSError, AttributeError):  # there is no such library, or none of NVIDIA's
+        newest = ctypes.c_int()
+        # The driver's own library, which torch does not ask; this call needs no cuInit().
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(newest)) == 0:
+            known.append(f"CUDA up to {newest.value // 1000}.{newest.value % 1000 // 10}")
+    return ", ".join(known) or None
 
 
 def gpu_processes() -> tuple[list[GPUProcess] | None, str]:
