@@ -5,6 +5,7 @@ commands answer and fail. Rules:
 
 1. Commands import what they need when they run: `--help` waits for nothing.
 2. A new command is a function under `@app.command(epilog=EPILOG)` that works inside `answering(...)`.
+3. Without a command there is help: wrong usage, so on standard error and with the exit code of that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _OPTIONS: dict[str, Any] = {
-    "no_args_is_help": True,
+    "invoke_without_command": True,  # our own callback answers: releases of click differ in what they do
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "epilog": EPILOG,
@@ -65,11 +66,25 @@ class OnError(StrEnum):
 
 @app.callback()
 def _root(
+    context: typer.Context,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
     ] = False,
 ) -> None:
     """Fast data loading for PyTorch."""
+    _help_without_command(context)
+
+
+@cache_app.callback()
+def _cache(context: typer.Context) -> None:
+    """Caches of decoded samples: build them once, train from them."""
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(ExitCode.USAGE)
 
 
 @cache_app.command(epilog=EPILOG)

@@ -79,6 +79,25 @@ class TestHelp:
         listed = [line.split()[0] for line in result.stdout.partition("Exit codes:")[2].splitlines() if line]
         assert listed == ["0", "1", "2", "3", "75", "130"]
 
+    @pytest.mark.parametrize("words", [[], ["cache"]])
+    def test_without_a_command_the_help_is_printed_line_by_line(self, words: list[str]) -> None:
+        """As --help has it, but on standard error and with the exit code of wrong usage."""
+        result = CliRunner().invoke(cli.app, words)
+
+        assert result.exit_code == 2
+        assert result.stdout == ""
+        assert result.stderr == CliRunner().invoke(cli.app, [*words, "--help"]).stdout
+
+    def test_the_module_without_a_command_prints_its_help(self) -> None:
+        """`python -m fastload` does so, too."""
+        done = subprocess.run(
+            [sys.executable, "-m", "fastload"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("Usage: python -m fastload [OPTIONS] COMMAND [ARGS]...\n")
+        assert "\n  cache   Caches of decoded samples" in done.stderr
+
     def test_help_needs_neither_torch_nor_rich(self) -> None:
         """The modules of the command line import nothing heavy themselves."""
         program = (
