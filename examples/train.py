@@ -41,7 +41,9 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="auto (the current GPU, else the CPU), cpu or cuda")
+    parser.add_argument(
+        "--device", default="auto", help="auto (the current GPU, else the CPU), cpu, cuda or cuda:N"
+    )
     parser.add_argument("--disable-cuda", action="store_true", help="the same as --device cpu")
     parser.add_argument("--checkpoint", type=Path, help="where to save after each epoch")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
@@ -72,10 +74,19 @@ def choose_device(name: str) -> torch.device:
     """The device by its name; CUDA_VISIBLE_DEVICES and torch's current device count."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # torch's message is a list of all devices that it has ever had
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise SystemExit(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise SystemExit("--device cuda: there is no GPU here; --device auto takes the CPU then")
+            raise SystemExit(f"--device {name}: there is no GPU here; --device auto takes the CPU then")
+        count = torch.cuda.device_count()
+        if device.index is not None and device.index >= count:
+            there = ", ".join(f"cuda:{index}" for index in range(count))
+            raise SystemExit(f"--device {name}: the GPUs here are {there}")
         # The index of "cuda" itself is None: the current device, which may change later.
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device

@@ -346,6 +346,23 @@ def test_device_is_chosen_by_name() -> None:
         train.choose_device("cuda")
 
 
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cuda:-1", "", "meta"])
+def test_a_device_that_is_none_ends_with_one_line(name: str) -> None:
+    """A name that torch does not know, or that training cannot use, has the possible ones in its error."""
+    with pytest.raises(SystemExit, match=f"^--device {name}: expected auto, cpu, cuda or cuda:N$"):
+        train.parse(["--device", name])
+
+
+def test_a_gpu_that_is_not_there_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names those that are there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    assert train.choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(SystemExit, match=r"^--device cuda:7: the GPUs here are cuda:0, cuda:1$"):
+        train.main(["--device", "cuda:7"])
+
+
 # --- the table ----------------------------------------------------------------------------------------------
 
 
