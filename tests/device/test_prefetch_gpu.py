@@ -17,6 +17,7 @@ from fastload import DataLoader, Normalize
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.transport.memory import Memory
+from fastload.transport.ring import Ring, SlotState
 from fastload.transport.segment import Segment, populate
 from tests import zoo
 from tests.device.loaders import Loader
@@ -145,6 +146,21 @@ def test_held_batches_and_aliases_stay_valid() -> None:
 
     assert all(torch.equal(batch.cpu(), numbered(number)) for number, batch in held)
     assert all(torch.equal(alias.cpu(), numbered(n)[3:5]) for n, alias in enumerate(aliases))
+
+
+def test_a_backward_may_come_fifty_batches_later() -> None:
+    """A graph that saved a batch still has it when the caller and the rest of the epoch are through."""
+    weight = torch.ones(257, device="cuda", requires_grad=True)
+    losses = []
+    for batch in CUDAPrefetcher(Loader(50, lambda number: (numbered(number) % 1009).float().pin_memory())):
+        losses.append((batch * weight).sum())
+        del batch
+        torch.cuda._sleep(SHORT_CYCLES)
+    torch.stack(losses).sum().backward()
+
+    expected = sum((numbered(number) % 1009).sum(0) for number in range(50))
+    assert weight.grad is not None
+    assert torch.equal(weight.grad.cpu().long(), expected)  # whole numbers below 2**24 are exact
 
 
 def test_memory_of_a_batch_that_was_dropped_waits_for_its_readers() -> None:
@@ -333,6 +349,29 @@ def test_a_loader_delivers_what_its_workers_wrote(persistent: bool) -> None:
                 whole = expected[number]
                 assert torch.equal(images.cpu(), whole[1:3] if number % 2 else whole)
                 assert int(labels[0]) == 4 * number
+
+
+def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot is overwritten with a pattern at the moment at which its worker may have it again."""
+    reclaim, num_poisoned = Ring.reclaim, 0
+
+    def poison(ring: Ring, worker: int) -> None:
+        nonlocal num_poisoned
+        lent = [slot for slot in ring.slots if slot.state is SlotState.LENT]
+        reclaim(ring, worker)
+        for slot in lent:
+            if slot.state is not SlotState.LENT and slot.memory is not None:
+                slot.memory._mapping[:] = b"\xa5" * slot.memory.nbytes
+                num_poisoned += 1
+
+    monkeypatch.setattr(Ring, "reclaim", poison)
+    dataset = zoo.Made(zoo.image, 400)
+    with DataLoader(dataset, 4, num_workers=2, device="cuda") as loader:
+        arrived = [images for images, _ in loader]
+
+    assert num_poisoned > 50
+    for images, (expected, _) in zip(arrived, DataLoader(dataset, 4), strict=True):
+        assert torch.equal(images.cpu(), expected)
 
 
 def test_a_loader_normalises_on_the_copy_stream() -> None:
