@@ -76,10 +76,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
             order: use `fastload.sample_generator()` with ``rng="sample"``.
         device: Where the batches are when the caller gets them: "cuda" (the device that is current at the
-            first `iter(loader)`), "cuda:1", "cpu", or "auto": CUDA if there is any, else the CPU, which is
-            said once in the log. On CUDA batches are copied two ahead, on a side stream, straight from the
-            memory that workers write; `pin_memory` then adds nothing. The caller owns them. None leaves
-            batches on the host, as torch does. "mps" and "xpu" are experimental: nothing is copied ahead.
+            first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if there is any, else the
+            CPU, which is said once in the log. On CUDA batches are copied two ahead, on a side stream,
+            straight from the memory that workers write; `pin_memory` then adds nothing. The caller owns them.
+            None leaves batches on the host, as torch does. "mps" and "xpu" are experimental: nothing is
+            copied ahead.
         device_transform: Called with each whole batch once it is there, without gradients, autocast or
             inference mode: `Normalize`, or any callable or module, whose own tensors are there already. On
             CUDA it runs ahead on the side stream, and should neither wait for the device nor keep its input.

@@ -37,9 +37,9 @@ class CUDAPrefetcher(Generic[T]):
 
     Args:
         loader: Any iterable of batches.
-        device: "cuda" (the current device at the first iteration), "cuda:1", "cpu", or "auto": CUDA if there
-            is any, else the CPU, which is said once in the log. On the CPU batches pass through untouched.
-            "mps" and "xpu" are experimental: batches move when they are asked for.
+        device: "cuda" (the current device at the first iteration), "cuda:1" or the int 1, "cpu", or "auto":
+            CUDA if there is any, else the CPU, which is said once in the log. On the CPU batches pass through
+            untouched. "mps" and "xpu" are experimental: batches move when they are asked for.
         depth: How many batches are copied ahead of the one handed out. Each takes device memory.
 
     Attributes:
