@@ -134,14 +134,8 @@ def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    """Whether the elements fill one block of memory, in any order of dimensions: then a copy keeps strides."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 # --- host functions ---------------------------------------------------------------------------------------
