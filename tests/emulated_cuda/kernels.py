@@ -134,7 +134,7 @@ def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of dimensions: then a copy keeps strides."""
+    """Whether the elements fill one block of memory in any order of dimensions: a copy then keeps strides."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
