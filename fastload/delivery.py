@@ -86,12 +86,9 @@ class DeviceIterator(Iterator[Any]):
                 transformed = functools.partial(apply_transform, transform, device=device)
                 self._batches = map(transformed, self._batches)
             return
-        self._epoch = resume.book_of(loader).current
-        source, taken = self.source, None
-        if self._epoch is not None:
-            source = _Counted(source, self._epoch)
-            taken = source.hand_over
-        self._batches = CopiesAhead(source, *self._device, DEPTH, transform, taken)
+        self._epoch = resume.current_epoch(loader)
+        counted = _Counted(self.source, self._epoch)
+        self._batches = CopiesAhead(counted, *self._device, DEPTH, transform, counted.hand_over)
 
     def __next__(self) -> Any:
         if self._batches is None:

@@ -169,6 +169,14 @@ def book_of(loader: Any) -> Book:
     return _books.setdefault(loader, Book())
 
 
+def current_epoch(loader: Any) -> Epoch:
+    """The epoch that was begun last for an iterator of this loader."""
+    epoch = book_of(loader).current
+    if epoch is None:
+        raise AssertionError("an iterator begins an epoch before it is asked for a batch")
+    return epoch
+
+
 def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
     """A new epoch, before anything is drawn for it; the one that a loaded state names, if there is one.
 

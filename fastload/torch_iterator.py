@@ -32,11 +32,11 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
         loader: Whose batches.
         reason: Why they are torch's to bring.
     """
-    resume.begin(loader, "workers" if loader.num_workers else "local", reason)
+    epoch = resume.begin(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
     if loader.rng == "sample":
         place = "batch_sampler" if loader._auto_collation else "sampler"
-        begun = functools.partial(_current_epoch, weakref.ref(loader))
+        begun = functools.partial(_epoch_of, weakref.ref(loader))
         keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
         # Past torch's own guard: this loader is seen by its iterator alone.
         vars(twin)[place] = keys
@@ -50,6 +50,7 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
         twin.check_worker_number_rationality()
     iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
     iterator.owner = weakref.ref(loader)
+    iterator.epoch = epoch
     iterator.reason = reason
     return iterator
 
@@ -59,28 +60,29 @@ class TorchIterator:
 
     Attributes:
         owner: The loader that the user has; torch's iterator was made for a copy of it.
+        epoch: The epoch that it is in; another iterator of the loader may be in a later one.
         reason: Why the batches are torch's to bring.
     """
 
     owner: weakref.ref[Any]
+    epoch: resume.Epoch
     reason: str
 
     def _next_data(self) -> Any:
-        epoch = _current_epoch(self.owner)
         try:
             data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
-            epoch.ended()
+            self.epoch.ended()
             raise
         except Exception:
-            epoch.fetched(None)  # a caller who goes on after an error gets the next batch
+            self.epoch.fetched(None)  # a caller who goes on after an error gets the next batch
             raise
-        epoch.fetched(None)
+        self.epoch.fetched(None)
         return data
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of workers that persist
-            resume.begin(loader, "again", self.reason)
+            self.epoch = resume.begin(loader, "again", self.reason)
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
     def belongs_to(self, loader: DataLoader) -> bool:
@@ -102,11 +104,8 @@ class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
     pass
 
 
-def _current_epoch(owner: weakref.ref[Any]) -> resume.Epoch:
-    epoch = resume.book_of(owner()).current
-    if epoch is None:
-        raise AssertionError("torch's iterator runs in an epoch of its loader")
-    return epoch
+def _epoch_of(owner: weakref.ref[Any]) -> resume.Epoch:
+    return resume.current_epoch(owner())
 
 
 def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:

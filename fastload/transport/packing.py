@@ -125,6 +125,8 @@ def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
 
     Arrays, and tensors in objects that it does not look into. What has a ``to`` is taken to move all of its.
     """
+    if packed.has_arrays:
+        return True
     num_moved, moves_itself = 0, False
 
     def note(leaf: Any) -> Any:
@@ -136,7 +138,7 @@ def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
         return leaf
 
     map_leaves(batch, note)
-    return packed.has_arrays or (num_moved < packed.num_places and not moves_itself)
+    return num_moved < packed.num_places and not moves_itself
 
 
 def _place(batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena) -> tuple[Leaf, ...] | None:

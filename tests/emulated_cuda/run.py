@@ -24,8 +24,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    main()

@@ -302,6 +302,18 @@ def test_torch_s_own_iterators_say_that_they_cannot(rng: Any) -> None:
         assert resumed.state_dict()["epoch"] == 2
 
 
+def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
+    """What goes on with an earlier iterator over in_order=False is no batch of the later one's epoch."""
+    with DataLoader(Numbers(12), 4, num_workers=1, in_order=False) as loader:
+        older = iter(loader)
+        later = iter(loader)
+        list(older)
+        next(later)
+        state = loader.state_dict()
+
+    assert (state["epoch"], state["_num_yielded"], state["_iterator_finished"]) == (1, 1, False)
+
+
 @pytest.mark.parametrize("state", [{}, {"version": 1}, None, 3])
 def test_other_dicts_are_refused(state: Any) -> None:
     """What is no state of this loader is refused when it is loaded."""
