@@ -9,6 +9,7 @@ from fastload.device.oom import find_batch_size, retry_on_oom
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.device.report import DeviceMemory, MemoryReport, memory_report
 from fastload.errors import (
+    BatchLostError,
     CacheBusyError,
     CacheCorruptError,
     CacheError,
@@ -34,6 +35,7 @@ from fastload.transport.worker_info import WorkerInfo, get_worker_info
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchLostError",
     "CUDAPrefetcher",
     "CacheBusyError",
     "CacheCorruptError",

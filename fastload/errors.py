@@ -20,6 +20,10 @@ class WorkerDiedError(FastloadError, RuntimeError):
     """A worker process ended while it still owed batches (torch raises RuntimeError here)."""
 
 
+class BatchLostError(FastloadError, RuntimeError):
+    """A batch was lost on its way from a worker, and why; the batches after it are as they should be."""
+
+
 class WorkerStartError(FastloadError, RuntimeError):
     """Worker processes cannot be started from here, and why."""
 

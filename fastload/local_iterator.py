@@ -1,10 +1,12 @@
 """An epoch without workers: what `iter(loader)` gives with `num_workers=0`, in the consumer's process.
 
-Built on torch's own base iterator, as `worker_iterator` is.
+Built on torch's own base iterator, as `worker_iterator` is. One thread fetches at a time, because rows and
+buffers are the iterator's; others that ask for a batch wait for their turn.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,9 @@ class LocalIterator(_BaseDataLoaderIter):
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
+        self._turn = threading.RLock()
+        self._is_fetching = False
+        self._num_drawn = 0
         job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
         sample_rng = None
         if job.seeds_samples:
@@ -73,31 +78,42 @@ class LocalIterator(_BaseDataLoaderIter):
         return buffers
 
     def _next_data(self) -> Any:
-        if self._is_closed:
-            raise LoaderClosedError
-        if self._has_ended:
-            raise StopIteration  # the buffers may be another iterator's by now
-        try:
-            index = self._next_index()  # type: ignore[no-untyped-call]
-            batch = self._fetch(*self._epoch.draw(index))
-        except StopIteration:
-            self._epoch.ended()
-            self._has_ended = True
-            raise
-        if self._pin_memory:
-            batch = pin_batch(batch, self._pin_memory_device)
-        return batch
+        with self._turn:
+            if self._is_fetching:
+                raise RuntimeError(
+                    "the dataset asked the iterator for a batch that is reading it for another one: "
+                    "make a second iterator with iter(loader)"
+                )
+            if self._is_closed:
+                raise LoaderClosedError
+            if self._has_ended:
+                raise StopIteration  # the buffers may be another iterator's by now
+            try:
+                index = self._next_index()  # type: ignore[no-untyped-call]
+                self._num_drawn += 1
+                batch = self._fetch(*self._epoch.draw(index))
+            except StopIteration:
+                self._epoch.ended()
+                self._has_ended = True
+                raise
+            if self._pin_memory:
+                batch = pin_batch(batch, self._pin_memory_device)
+            return batch
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
-        self._buffers.begin()
         try:
+            self._is_fetching = True
+            self._buffers.begin()
             batch = self._fetcher.fetch(index, draw)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
-        except Exception:
+        except BaseException as error:
             self._received(index)  # a caller who goes on after an error gets the next batch
+            place = self._fetcher.place_of_error(index, error)
+            error.add_note(f"fastload: batch {self._num_drawn - 1}, {place}")
             raise
         finally:
+            self._is_fetching = False  # first: a signal may interrupt the next line
             self._buffers.arena.end()
         self._received(index)
         return batch

@@ -2,15 +2,19 @@
 
 Built on torch's own base iterator, which draws the base seed, runs the sampler, warns about lengths and
 labels the profile, so that these are torch's by construction. What is ours is where a batch is written and
-how it travels.
+how it travels. Rule: an exception from a signal handler while a batch is waited for changes nothing, and the
+next call waits for the same batch. One that interrupts the books, which takes microseconds, closes the
+iterator: it never goes on with a batch missing, doubled or out of order.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import threading
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +24,21 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.errors import LoaderClosedError, WorkerDiedError
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
-from fastload.transport.pool import Pool, Task
+from fastload.transport.pool import Pool
 from fastload.transport.ring import Ring, limit_bytes
 from fastload.transport.schedule import Schedule
 from fastload.transport.threads import ThreadPool
 from fastload.transport.worker import Kind
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fastload.device.cuda import Backend
     from fastload.loader import DataLoader
+    from fastload.transport.task import Task
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -48,6 +55,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._loader = weakref.ref(loader)
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
+        self._turn = threading.RLock()  # batches are counted by one thread at a time
+        self._is_interrupted = False  # and closed for that
+        self._failed_sampler = ""  # how the sampler ended, where it was an error
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
         job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
         self._is_prefetched = False
@@ -58,18 +68,27 @@ class WorkerIterator(_BaseDataLoaderIter):
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring)
-            if self._pin_memory and loader.device is None:  # else the device reads slots in place
-                self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
+            try:
+                if self._pin_memory and loader.device is None:  # else the device reads slots in place
+                    self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
+            except BaseException:  # the system has no more threads
+                self._pool.close()
+                raise
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
+        with self._turn, self._closing_if_interrupted():
+            self._begin_epoch(loader, first_iter)
+
+    def _begin_epoch(self, loader: DataLoader, first_iter: bool) -> None:
         if not first_iter:
             self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
             self._epoch.choose_base_seed(int(self._base_seed))
         super()._reset(loader, first_iter)
         self._is_prefetched = False
+        self._failed_sampler = ""
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
@@ -77,7 +96,9 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._pool.restart(number, self._epoch.dataset_states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         for _ in range(self._prefetch_factor * self._num_workers):
-            self._put_index()
+            failure = self._put_index()
+            if failure is not None:
+                _raise(failure)
 
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
@@ -88,26 +109,45 @@ class WorkerIterator(_BaseDataLoaderIter):
         if isinstance(self._pool, Pool) and self._pin_thread is None:
             self._pool.let_read(backend, stream)
 
-    def _put_index(self) -> None:
-        """Draw the next index and give it to the next worker, at the moments when torch does."""
+    def _put_index(self) -> Exception | None:
+        """Draw the next index and give it to the next worker, at the moments when torch does.
+
+        Returns:
+            The sampler's error, if it raised one. As in torch the epoch goes on after that.
+        """
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
-            return
+            return None
+        except Exception as error:  # noqa: BLE001  # the caller raises it
+            if _is_finished_generator(self._sampler_iter):
+                self._failed_sampler = repr(error)
+            return error
         assigned = self._schedule.assign()
         if assigned is None:
-            return
+            return None
         task, worker = assigned
+        self._pool.submit(worker, task, *self._epoch.draw(index))
+        if self._pin_thread is not None:
+            self._pin_thread.expect((worker, task))
+        return None
+
+    @contextlib.contextmanager
+    def _closing_if_interrupted(self) -> Iterator[None]:
+        """Close the iterator if the books in this block are not brought to their end."""
         try:
-            self._pool.submit(worker, task, *self._epoch.draw(index))
+            yield
         except LoaderClosedError:
             _wait_for_exit()
+            self.close()
             raise
         except WorkerDiedError:
             self._end_after_death()
             raise
-        if self._pin_thread is not None:
-            self._pin_thread.expect(worker)
+        except BaseException:
+            self._is_interrupted = True
+            self.close()
+            raise
 
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
@@ -115,40 +155,60 @@ class WorkerIterator(_BaseDataLoaderIter):
                 "this DataLoader iterator belongs to the process that forked this one; "
                 "start a new one here with iter(loader)"
             )
+        with self._turn:
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
+        if self._is_interrupted:
+            raise LoaderClosedError
         if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # of an epoch before, on persistent workers
         while (head := self._schedule.head()) is not None:
-            task, kind, batch = self._receive(head[1])
-            _, worker = self._schedule.answer()
-            if kind is Kind.ENDED:
-                if self._schedule.is_active(worker):
+            task = self._receive(*head)
+            with self._closing_if_interrupted():
+                _, worker = self._schedule.answer()
+                if self._pin_thread is not None:
+                    self._pin_thread.take_out()
+                if task.kind is not Kind.ENDED:
+                    self._epoch.fetched(task.index, worker, task.dataset_state)
+                elif self._schedule.is_active(worker):
                     self._schedule.exhaust(worker)
-                    self._put_index()
+                else:
+                    continue
+                failure = self._put_index()
+            if failure is not None:
+                _raise(failure)
+            if task.kind is Kind.ENDED:
                 continue
-            self._put_index()
-            self._epoch.fetched(task.index, worker, task.dataset_state)
-            if kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
+            batch, task.payload = task.payload, None
+            if task.kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
                 try:
                     self._raise(batch, task, worker)
                 finally:
                     del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
             return batch
+        if self._failed_sampler:
+            raise BatchLostError(
+                f"the sampler was ended by an exception, {self._failed_sampler}, raised before; the "
+                "batches that it would have named from there on are missing: start a new iterator"
+            )
         self._epoch.ended()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
 
-    def _receive(self, worker: int) -> tuple[Task, Kind, Any]:
+    def _receive(self, number: int, worker: int) -> Task:
         try:
             if self._pin_thread is not None:
                 self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
-                answer: tuple[Task, Kind, Any] = self._pin_thread.get(self._timeout)
+                answer: Task = self._pin_thread.get(self._timeout)
                 return answer
-            return self._pool.take(worker, self._timeout)
+            return self._pool.take(worker, number, self._timeout)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
         except LoaderClosedError:
             _wait_for_exit()
+            self.close()
             raise
         except WorkerDiedError:
             self._end_after_death()
@@ -161,23 +221,23 @@ class WorkerIterator(_BaseDataLoaderIter):
         self.close()
 
     def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
+        place = task.place or f"dataset index {short(task.index)}"
         try:
             if isinstance(error, ExceptionWrapper):
                 _raise_anew(error)
             else:
                 raise error  # of a thread: the error itself
         except BaseException as error:
-            error.add_note(
-                f"fastload: batch {task.number}, worker {worker}, dataset index {short(task.index)}"
-            )
+            error.add_note(f"fastload: batch {task.number}, worker {worker}, {place}")
             raise
 
     def _drop_pinned(self) -> None:
         """Take what the pin thread still has of the old epoch out of its hands."""
         if self._pin_thread is not None:
             while (head := self._schedule.head()) is not None:
-                self._receive(head[1])
+                self._receive(*head)
                 self._schedule.answer()
+                self._pin_thread.take_out()
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -188,10 +248,18 @@ class WorkerIterator(_BaseDataLoaderIter):
         loader = self._loader()
         if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
             loader._iterator = None  # persistent workers that are gone serve no more epochs
-        self._finalizer()
+        _close(self._pool, self._pin_thread)
+        self._finalizer.detach()  # not before: a signal may interrupt the line above
 
     def _shutdown_workers(self) -> None:
         self.close()  # the name under which torch's iterator is stopped by others
+
+
+def _raise(error: Exception) -> None:
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame
 
 
 def _raise_anew(wrapper: ExceptionWrapper) -> None:
@@ -250,16 +318,19 @@ def _accelerator_index() -> int | None:
 def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
-    def receive(worker: int) -> tuple[Task, Kind, Any]:
-        return pool.take(worker, 0)
+    def receive(due: tuple[int, int]) -> Task:
+        return pool.take(*due, 0)
 
-    def pin(answer: tuple[Task, Kind, Any]) -> tuple[Task, Kind, Any]:
-        task, kind, batch = answer
-        if kind is Kind.BATCH:
+    def pin(task: Task) -> None:
+        if task.kind is Kind.BATCH:
             try:
-                batch = pin_batch(batch, device)
+                task.payload = pin_batch(task.payload, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
-                batch = pin_error(index)
-        return task, kind, batch
+                task.payload = pin_error(index)
 
     return PinThread(receive, pin, index)
+
+
+def _is_finished_generator(indices: Any) -> bool:
+    """Whether asking for another index would look like the end of the epoch."""
+    return isinstance(indices, types.GeneratorType) and indices.gi_frame is None

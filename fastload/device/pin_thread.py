@@ -7,8 +7,10 @@ soon as the thread has copied it.
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,43 +32,53 @@ class PinThread:
     """Receives answers in order and pins their batches ahead of the consumer.
 
     Args:
-        receive: Gives the next answer of a worker; blocks; raises to end the thread's work on it.
-        pin: Turns an answer into one whose batch is pinned.
+        receive: Gives the next answer, by what `expect` was given; blocks; raises to end the work on it.
+        pin: Pins the batch of an answer.
         device_index: The accelerator that was current when the iterator was made.
     """
 
     def __init__(
-        self, receive: Callable[[int], Any], pin: Callable[[Any], Any], device_index: int | None
+        self, receive: Callable[[Any], Any], pin: Callable[[Any], None], device_index: int | None
     ) -> None:
         self._receive = receive
         self._pin = pin
         self._device_index = device_index
-        self._due: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # An answer stays until the consumer says that it has it: a signal handler that raises loses none.
+        self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
         self._thread.start()
 
-    def expect(self, worker: int) -> None:
-        """Announce that an answer of ``worker`` is due next."""
-        self._due.put(worker)
+    def expect(self, due: Any) -> None:
+        """Announce which answer is due next, as `receive` takes it; not None."""
+        self._due.put(due)
 
     def get(self, timeout_s: float) -> Any:
-        """The next answer, pinned.
+        """The next answer, pinned; the same again until `take_out`.
 
         Raises:
             TimeoutError: None came within ``timeout_s`` (0 waits for ever).
-            Exception: What receiving raised.
+            Exception: What receiving raised; the answer is taken out then.
         """
-        try:
-            answer, error = self._ready.get(timeout=timeout_s or None)
-        except queue.Empty:
-            raise TimeoutError from None
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        while not self._ready:
+            try:
+                self._wakes.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError from None
+        answer, error = self._ready[0]
         if error is None:
             return answer
+        self.take_out()
         try:
             raise error
         finally:
             del error  # or it would hold this frame, and this frame it
+
+    def take_out(self) -> None:
+        """The consumer has the answer that `get` gave."""
+        self._ready.popleft()
 
     def close(self) -> None:
         """End the thread; call it after what `receive` waits for has been closed."""
@@ -78,15 +90,15 @@ class PinThread:
         torch.set_num_threads(1)  # of this thread; a copy by all cores would starve the workers
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
-        while (worker := self._due.get()) is not None:
+        while (due := self._due.get()) is not None:
             answer, error = None, None
             try:
-                answer = self._receive(worker)
+                answer = self._receive(due)
+                self._pin(answer)
             except Exception as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
-            else:
-                answer = self._pin(answer)
-            self._ready.put((answer, error))
+            self._ready.append((answer, error))
+            self._wakes.put(None)
             del answer, error  # or this frame would keep a batch alive until the next one
 
 

@@ -7,6 +7,10 @@ descriptors along (unix(7), SCM_RIGHTS). Rules:
 2. The parent never blocks in send: what the socket does not take waits in its outbox. So a worker that
    blocks in send is always heard, and two ends can never wait for each other.
 3. close() shuts the connection down, so that the other end sees it even if a forked process kept a copy.
+4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
+   number. It is never taken for a message that had none.
+5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
+   cannot lose it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import os
 import pickle
 import select
 import socket
+import struct
 from collections import deque
 from multiprocessing import reduction
 from typing import Any
@@ -24,8 +29,48 @@ from typing import Any
 from fastload.transport.segment import Segment
 
 MESSAGE_BYTES = 4096
-_WHOLE, _IN_SEGMENT = b"w", b"s"
+_HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
+
+
+class Received:
+    """A message that has arrived; it owns its descriptors until `close`.
+
+    Args:
+        data: What came through the socket.
+        fds: The descriptors that came with it.
+
+    Attributes:
+        number: As the sender gave it.
+        is_cut: Whether descriptors are missing, because this process may open no more.
+    """
+
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self._fds = fds
+        self._data = data
+        self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
+        self.is_cut = len(fds) < num_fds
+
+    def load(self) -> Any:
+        """The message, if it is not cut.
+
+        Raises:
+            Exception: What unpickling raised.
+        """
+        if self._is_in_segment:
+            return pickle.loads(_read_all(self._fds[0], self._nbytes))
+        return pickle.loads(memoryview(self._data)[_HEADER.size :])
+
+    @property
+    def fd(self) -> int | None:
+        """The descriptor that was sent along, which stays this object's."""
+        place = int(self._is_in_segment)
+        return self._fds[place] if len(self._fds) > place else None
+
+    def close(self) -> None:
+        """Close the descriptors; idempotent."""
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class Channel:
@@ -40,26 +85,42 @@ class Channel:
         end.setblocking(blocking)
         self._socket = end
         self._outbox: deque[tuple[bytes, list[int]]] = deque()
-        self._blocking = blocking
+        self._arrived: deque[Any] = deque()  # as the socket gave it
+        self._inbox: deque[Received] = deque()
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
         return self._socket.fileno()
 
-    def send(self, message: Any, fd: int | None = None) -> None:
+    def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
         """Send a picklable message, and a descriptor with it, which stays the caller's.
+
+        Args:
+            message: Any picklable object.
+            fd: A descriptor of which the receiver gets a duplicate.
+            number: Which the receiver can read even where the message cannot be received.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
+            SegmentError, OSError: There is no memory or descriptor left for a long message; nothing was sent.
         """
-        data = _WHOLE + pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        fds = [] if fd is None else [os.dup(fd)]
-        if len(data) > MESSAGE_BYTES:
-            segment = Segment.create(len(data), name="fastload-message")
-            _write_all(segment.fd, data)
-            fds.insert(0, segment.fd)
-            data = _IN_SEGMENT + len(data).to_bytes(8, "little")
-        self._outbox.append((data, fds))
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        fds: list[int] = []
+        is_in_segment = _HEADER.size + len(data) > MESSAGE_BYTES
+        nbytes = len(data)
+        try:
+            if is_in_segment:
+                segment = Segment.create(nbytes, name="fastload-message")
+                fds.append(segment.fd)
+                _write_all(segment.fd, data)
+                data = b""
+            if fd is not None:
+                fds.append(os.dup(fd))  # it may wait in the outbox for longer than the caller keeps it open
+        except BaseException:
+            for own in fds:
+                os.close(own)
+            raise
+        self._outbox.append((_HEADER.pack(is_in_segment, len(fds), number, nbytes) + data, fds))
         self.flush()
 
     def flush(self) -> bool:
@@ -76,26 +137,36 @@ class Channel:
                 os.close(fd)
         return True
 
-    def receive(self) -> tuple[Any, int | None] | None:
-        """The next message and the descriptor that came with it, which is the caller's now.
+    def peek(self) -> Received | None:
+        """The next message, which `take_out` removes.
 
         Returns None when there is none yet (parent) or when the other end has gone (both).
         """
-        try:
+        if self._inbox:
+            self._arrived.clear()  # the same message, where a signal came between the two last lines
+            return self._inbox[0]
+        if not self._arrived:
             space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-            data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, space)
-        except (BlockingIOError, ConnectionResetError):
-            return None
+            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+                # One call from the socket into the deque: a signal handler that raises finds the message
+                # either in the socket or in the deque.
+                self._arrived.extend(
+                    map(self._socket.recvmsg, (MESSAGE_BYTES,), (space,), (socket.MSG_CMSG_CLOEXEC,))
+                )
+            if not self._arrived:
+                return None
+        data, ancillary, _, _ = self._arrived[0]
         if not data:
+            self._arrived.clear()
             return None
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        received = list(fds)
-        if data[:1] == _IN_SEGMENT:
-            data = _read_all(received.pop(0), int.from_bytes(data[1:9], "little"))
-        return pickle.loads(memoryview(data)[1:]), (received[0] if received else None)
+        self._inbox.append(Received(data, _descriptors(ancillary)))
+        self._arrived.clear()
+        return self._inbox[0]
+
+    def take_out(self) -> None:
+        """Remove the message that `peek` gave, and close its descriptors."""
+        self._inbox[0].close()
+        self._inbox.popleft()
 
     @property
     def is_flushed(self) -> bool:
@@ -104,6 +175,8 @@ class Channel:
 
     def has_message(self) -> bool:
         """Whether a message is waiting to be received."""
+        if self._inbox or self._arrived:
+            return True
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         try:
@@ -124,10 +197,16 @@ class Channel:
                 os.close(fd)
         with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        self.abandon()
 
     def abandon(self) -> None:
         """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
+        if self._inbox:
+            self._arrived.clear()
+            self.take_out()
+        while self._arrived:
+            for fd in _descriptors(self._arrived.pop()[1]):
+                os.close(fd)
         self._socket.close()
 
 
@@ -163,13 +242,21 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:
-    try:
-        parts = []
-        offset = 0
-        while offset < nbytes:
-            part = os.pread(fd, nbytes - offset, offset)
-            parts.append(part)
-            offset += len(part)
-        return b"".join(parts)
-    finally:
-        os.close(fd)
+    parts = []
+    offset = 0
+    while offset < nbytes:
+        part = os.pread(fd, nbytes - offset, offset)
+        if not part:
+            raise EOFError(f"a message of {nbytes:,} bytes ends after {offset:,}")
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message."""
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return list(fds)

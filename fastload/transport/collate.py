@@ -9,6 +9,8 @@ Runs wherever samples are fetched: in a worker, or in the parent without workers
    Every other leaf is kept and collated by torch at the end.
 4. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
    still fetched (random streams must go on), and torch's own collate decides; its error is the error.
+5. No sample lies in the memory that rows are written to: while samples are read, default_collate stacks
+   where torch stacks.
 """
 
 from __future__ import annotations
@@ -18,21 +20,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils import collate as torch_collate
 
 from fastload.transport.packing import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from fastload.transport.memory import Arena
 
 IMAGE_CHANNELS = (1, 3, 4)
-
-# torch documents that users may change this map in place; then default_collate is no longer what we know.
-_TORCH_RULES = tuple(torch_collate.default_collate_fn_map.items())
-_TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
-
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
@@ -247,7 +243,11 @@ class RowCollate:
         """The batch of the samples that were added."""
         if self._strays is not None or not self._num_samples:
             strays, self._strays = self._strays or [], None
-            return default_collate(strays)
+            try:
+                return default_collate(strays)
+            except Exception as error:
+                _explain_shapes(strays, error)
+                raise
         return self._root.result(self._num_samples)
 
     def forget(self) -> None:
@@ -267,6 +267,32 @@ class RowCollate:
             self._root = _compile(sample, self._batch)
             self._root.begin()
             self._root.write(sample, 0)
+
+
+def _explain_shapes(samples: list[Any], error: Exception) -> None:
+    """Add to an error of default_collate which leaf differs in shape, and what to do, if one does."""
+    shapes = [dict(_shapes(sample, "$")) for sample in samples]
+    for number, other in enumerate(shapes):
+        for path, shape in shapes[0].items():
+            if other.get(path, shape) != shape:
+                error.add_note(
+                    f"fastload: the samples of one batch differ in shape: {path} is {shape} in the first "
+                    f"sample of the batch and {other[path]} in sample {number} of the batch. Resize or crop "
+                    "all samples to one size, for example with albumentations.RandomCrop(224, 224) or "
+                    "fastload.ImageFolder(..., size=(256, 256)), or give the loader a collate_fn."
+                )
+                return
+
+
+def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        yield path, tuple(value.shape)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _shapes(part, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, part in enumerate(value):
+            yield from _shapes(part, f"{path}[{place}]")
 
 
 def _compile(sample: Any, batch: _Batch, *, in_sequence: bool = False) -> Any:
@@ -311,48 +337,6 @@ def _carrier(dtype: torch.dtype) -> torch.dtype | None:
     except TypeError:
         return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return None
-
-
-def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
-    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written."""
-    return collate_fn is default_collate and _rules() == _TORCH_RULES
-
-
-def _rules() -> tuple[Any, ...]:
-    rules = torch_collate.default_collate_fn_map
-    if rules.get(torch.Tensor) is _slot_rule:
-        return tuple((kind, _TENSOR_RULE if kind is torch.Tensor else rule) for kind, rule in rules.items())
-    return tuple(rules.items())
-
-
-_slot_arena: Arena | None = None
-
-
-def stack_into(arena: Arena) -> None:
-    """Let default_collate, wherever a worker's collate function calls it, stack tensors into ``arena``.
-
-    Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
-    """
-    global _slot_arena
-    _slot_arena = arena
-    rules = torch_collate.default_collate_fn_map
-    if rules[torch.Tensor] is _TENSOR_RULE:
-        rules[torch.Tensor] = _slot_rule
-
-
-def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
-    first = batch[0]
-    if (
-        _slot_arena is None
-        or not first.numel()
-        or not all(is_plain(t) and t.dtype is first.dtype and t.shape == first.shape for t in batch)
-    ):
-        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    nbytes = first.numel() * first.itemsize * len(batch)
-    flat = torch.from_numpy(_slot_arena.allocate(nbytes)).view(first.dtype)
-    out = flat.view(len(batch), *first.shape)
-    return torch.stack(tuple(batch), 0, out=out)
 
 
 def to_channels_last(batch: Any) -> Any:

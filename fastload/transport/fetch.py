@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ import numpy as np
 from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
-from fastload.transport.collate import RowCollate, is_torch_default, to_channels_last
+from fastload.transport.collate import RowCollate, to_channels_last
+from fastload.transport.obituary import short
+from fastload.transport.stacking import is_torch_default, stacking_into
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 # The state of a stream that has ended: its own may mean the beginning of the next epoch.
 _ENDED = b""
+_NOTHING = object()  # no index: None may be one
 
 
 class Fetcher:
@@ -65,6 +69,7 @@ class Fetcher:
         self._arena = arena
         self._channels_last = job.channels_last
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
+        self._reading: Any = _NOTHING  # the index of the sample that is being read
 
     def dataset_state(self) -> bytes:
         """Where an iterable dataset that has a state_dict() stands, pickled."""
@@ -80,6 +85,7 @@ class Fetcher:
         Raises:
             StopIteration: An iterable dataset has ended.
         """
+        self._reading = _NOTHING
         try:
             batch = self._fetch(index, draw)
         except BaseException:
@@ -90,16 +96,31 @@ class Fetcher:
                 self._sample_rng.end()
         return to_channels_last(batch) if self._channels_last else batch
 
+    def place_of_error(self, index: Any, error: BaseException) -> str:
+        """Which sample the last `fetch` failed at, in words; its whole index where that is not known.
+
+        Args:
+            index: What `fetch` was given.
+            error: What it raised; its ``path`` or ``filename`` is named too.
+        """
+        place = f"dataset index {short(index if self._reading is _NOTHING else self._reading)}"
+        path = getattr(error, "path", None) or getattr(error, "filename", None)
+        return f"{place}, {path}" if isinstance(path, str | os.PathLike) else place
+
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            return self._collate_fn(self._seeded(self._get, (index,), draw)(index))
+            self._reading = index
+            with stacking_into(self._arena):  # a dataset that makes whole batches makes them here
+                return self._collate_fn(self._seeded(self._get, (index,), draw)(index))
         if not is_torch_default(self._collate_fn):
-            return self._collate_fn(self._fetch_samples(index, draw))
-        cached, positions = _find_cache(self._dataset, index)
+            samples = self._fetch_samples(index, draw)
+            with stacking_into(self._arena):
+                return self._collate_fn(samples)
+        cached = _find_cache(self._dataset)
         if cached is not None:
-            return self._fetch_cached(cached, positions, index, draw)
+            return self._fetch_cached(cached, list(index), draw)
         return self._fetch_rows(index, draw)
 
     def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
@@ -113,7 +134,12 @@ class Fetcher:
         if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
             return dataset.__getitems__(indices)
         get = self._seeded(self._get, indices, draw)
-        return [get(index) for index in indices]
+        samples = []
+        for index in indices:
+            self._reading = index
+            samples.append(get(index))
+        self._reading = _NOTHING
+        return samples
 
     def _fetch_rows(self, indices: Any, draw: Draw | None) -> Any:
         dataset, rows = self._dataset, self._rows
@@ -122,18 +148,23 @@ class Fetcher:
             rows.begin(len(samples))
             for sample in samples:
                 rows.add(sample)
-            return rows.finish()
+            return self._finish_rows()
         if not hasattr(indices, "__len__"):
             indices = list(indices)
         rows.begin(len(indices))
         get = self._seeded(self._get, indices, draw)
         for index in indices:
+            self._reading = index
             rows.add(get(index))
-        return rows.finish()
+        return self._finish_rows()
 
-    def _fetch_cached(
-        self, dataset: CachedDataset, positions: list[Any], indices: Any, draw: Draw | None
-    ) -> Any:
+    def _finish_rows(self) -> Any:
+        self._reading = _NOTHING
+        with stacking_into(self._arena):
+            return self._rows.finish()
+
+    def _fetch_cached(self, dataset: CachedDataset, indices: list[Any], draw: Draw | None) -> Any:
+        positions = _positions(self._dataset, indices)
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
@@ -142,15 +173,17 @@ class Fetcher:
             get = self._seeded(dataset.__getitem__, indices, draw)
         rows = self._rows
         rows.begin(len(positions))
-        for position in positions:
+        for index, position in zip(indices, positions, strict=True):
+            self._reading = index
             rows.add(get(position))
-        return rows.finish()
+        return self._finish_rows()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
         if self._has_ended:
             raise StopIteration
         if not self._auto_collation:
-            return self._collate_fn(next(samples))
+            with stacking_into(self._arena):
+                return self._collate_fn(next(samples))
         writes_rows = is_torch_default(self._collate_fn)
         kept: list[Any] = []
         keep = kept.append
@@ -168,7 +201,10 @@ class Fetcher:
             count += 1
         if count == 0 or (self._drop_last and count < len(index)):
             raise StopIteration
-        return self._rows.finish() if writes_rows else self._collate_fn(kept)
+        if writes_rows:
+            return self._finish_rows()
+        with stacking_into(self._arena):
+            return self._collate_fn(kept)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(dtype)
@@ -178,15 +214,32 @@ class Fetcher:
         return self._arena.allocate(nbytes).view(dtype).reshape(shape)
 
 
-def _find_cache(dataset: Any, indices: Any) -> tuple[CachedDataset | None, list[Any]]:
-    """The cached dataset itself or under torch's Subset, with the indices that it knows."""
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    if not isinstance(inner, CachedDataset):
-        return None, []
-    positions = list(indices)
+def _find_cache(dataset: Any) -> CachedDataset | None:
+    """The cached dataset itself or under torch's Subset, if batches may be read from its cache at once."""
     while type(dataset) is Subset:
-        positions = [dataset.indices[position] for position in positions]
         dataset = dataset.dataset
-    return inner, positions
+    return dataset if _reads_as_ours(dataset) else None
+
+
+def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
+    """The indices that the cached dataset under torch's Subset knows these samples by."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    return indices
+
+
+def _reads_as_ours(dataset: Any) -> bool:
+    """Whether samples of this dataset are those of its cache, and not what a subclass makes of them."""
+    if not isinstance(dataset, CachedDataset) or getattr(dataset, "__getitems__", None):
+        return False
+    kind: Any = type(dataset)
+    return _replaces_no_method(kind) and not _READING.intersection(vars(dataset))
+
+
+_READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that batches are read by
+
+
+@functools.lru_cache(maxsize=256)
+def _replaces_no_method(kind: Any) -> bool:
+    return all(getattr(kind, name) is getattr(CachedDataset, name) for name in _READING)

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.transport.pool import Task
+    from fastload.transport.task import Task
 
 
 def obituary(worker_id: int, code: int | None, task: Task | None) -> str:

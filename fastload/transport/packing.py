@@ -47,11 +47,12 @@ class Packed(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether values are all there is to a tensor: exact type, dense CPU memory, no autograd or flags."""
+    """Whether a tensor is its values and nothing else: exact type, dense CPU memory, no autograd or flags."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.requires_grad
         and not tensor.is_quantized
         and not tensor.is_conj()

@@ -6,13 +6,20 @@ in the order in which the tasks were given. Rules:
 1. Only this process keeps books; workers share nothing with each other.
 2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
 3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
-4. close() may be called at any time, from any state and thread, twice, and in a forked child, where it only
-   lets go (and takes no lock: a thread that does not exist there may have held it at the fork).
+4. close() may be called at any time, from any state and thread, again after it was interrupted, and in a
+   forked child, where it only lets go (and takes no lock: a thread that does not exist there may have held
+   it at the fork).
+5. Answers are matched to tasks by their serial number. An answer that cannot be received or opened is an
+   error at the turn of its task, and costs no other.
+6. An exception from a signal handler may end `take`. The next call goes on where that one stood: a task or an
+   answer leaves its queue only after the step that it is in has been noted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
 import pickle
 import select
@@ -25,22 +32,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.device.registered import RegisteredSlots
-from fastload.errors import LoaderClosedError, WorkerDiedError
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
+from fastload.transport.limits import too_many_files
 from fastload.transport.memory import Memory
 from fastload.transport.obituary import obituary
 from fastload.transport.packing import has_leaves_that_stay, unpack
+from fastload.transport.process import WorkerProcess, wait_for_all
 from fastload.transport.ring import SlotState
 from fastload.transport.segment import Segment
 from fastload.transport.starting import check_start, preload_forkserver
-from fastload.transport.worker import Fetch, Kind, Reply, Restart, Setup, main
+from fastload.transport.task import Task
+from fastload.transport.worker import Fetch, Kind, Reply, Restart
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.device.cuda import Backend
     from fastload.rng.draws import Draw
+    from fastload.transport.channel import Received
     from fastload.transport.ring import Ring, Slot
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
@@ -52,28 +63,14 @@ _GRACE_AFTER_DEATH_S = 0.2
 _WATCH_INTERVAL_S = 5.0
 
 
-class Task:
-    """A task that a worker has been given, or will be as soon as a slot is free."""
-
-    __slots__ = ("dataset_state", "draw", "index", "is_stale", "number", "slot")
-
-    def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
-        self.number = number
-        self.index = index
-        self.draw = draw
-        self.slot: Slot | None = None
-        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
-        self.is_stale = False  # of an epoch that was left; its answer is dropped
-
-
 class _WorkerHandle:
     """What the parent knows of one worker."""
 
-    def __init__(self, process_: Any, channel: Channel) -> None:
-        self.process = process_
+    def __init__(self, process: WorkerProcess, channel: Channel) -> None:
+        self.process = process
         self.channel = channel
         self.waiting: deque[Task] = deque()  # no slot yet
-        self.sent: deque[Task] = deque()  # in the order in which answers will come
+        self.sent: deque[Task] = deque()  # in the order of their answers; those before the caller's are done
 
 
 class Pool:
@@ -92,7 +89,9 @@ class Pool:
         self.ring = ring
         self.registered: RegisteredSlots | None = None  # where a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
+        self._closing = threading.RLock()
         self._pid = os.getpid()
+        self._serials = itertools.count(1)  # of messages to workers
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
         self._death = ""  # what was said of workers that died, if that closed the pool
@@ -105,7 +104,7 @@ class Pool:
             if method != "fork":
                 shipped = pickle_job(job)
             for worker_id in range(job.num_workers):
-                self._start(worker_id, shipped, context, is_fork=method == "fork")
+                self._start(worker_id, shipped, context)
         except BaseException:
             self.close()
             raise
@@ -113,26 +112,15 @@ class Pool:
             if isinstance(shipped, PickledJob):
                 shipped.close()
 
-    def _start(self, worker_id: int, job: Job | PickledJob, context: BaseContext, *, is_fork: bool) -> None:
+    def _start(self, worker_id: int, job: Job | PickledJob, context: BaseContext) -> None:
         ours, theirs = make_channel()
-        inherited = [*(worker.channel for worker in self._workers), ours] if is_fork else []
-        setup = Setup(worker_id, job, theirs, os.getpid(), inherited)
-        process_ = context.Process(  # type: ignore[attr-defined]  # typeshed's BaseContext lacks it
-            target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
-        )
-        # Ctrl-C while a forked worker is on its way to our code would print a traceback of multiprocessing's:
-        # it waits until the worker is where it can leave without a word.
-        held_back = {signal.SIGINT} if is_fork else set()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)
+        inherited = [*(worker.channel for worker in self._workers), ours]
         try:
-            process_.start()
+            process = WorkerProcess(worker_id, context, job, theirs, inherited)
         except BaseException:
             ours.close()
             raise
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.socket.close()
-        self._workers.append(_WorkerHandle(process_, ours))
+        self._workers.append(_WorkerHandle(process, ours))
 
     @property
     def is_ours(self) -> bool:
@@ -161,65 +149,22 @@ class Pool:
         """
         with self.lock:
             for worker_id, worker in enumerate(self._workers):
-                worker.waiting.clear()  # no worker has seen these
-                for task in worker.sent:
+                for task in [*worker.sent, *worker.waiting]:
                     task.is_stale = True
+                while worker.waiting and worker.waiting[0].slot is None:
+                    worker.waiting.popleft()  # no worker has seen these
                 state = None if dataset_states is None else dataset_states[worker_id]
-                self._send(worker, worker_id, Restart(epoch, state))
+                self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
 
-    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
-        """The worker's answer to its oldest task, and the batch or the error that it brings.
+    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
 
-        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce.
-
-        Args:
-            worker_id: The worker whose answer is due.
-            timeout_s: How long to wait; 0 waits for ever.
-
-        Raises:
-            TimeoutError, WorkerDiedError, LoaderClosedError: See `receive`.
-        """
-        task, reply = self.receive(worker_id, timeout_s)
-        task.dataset_state = reply.dataset_state
-        slot = task.slot
-        if slot is None:
-            raise AssertionError("an answered task has a slot")
-        try:
-            return task, reply.kind, self._open(slot, reply)
-        except Exception as error:  # noqa: BLE001  # it has cost this batch, and comes at its turn
-            with self.lock:
-                if slot.state is SlotState.READY:
-                    self.ring.release(slot)
-            return task, Kind.ERROR, error
-
-    def _open(self, slot: Slot, reply: Reply) -> Any:
-        """What a READY slot holds, or what the reply brings without it."""
-        packed = reply.packed
-        with self.lock:
-            if packed is None or not packed.used_bytes or slot.memory is None:
-                self.ring.release(slot)
-                if reply.kind is Kind.ERROR:
-                    return load_error(reply)
-                return None if packed is None else unpack(packed, b"")
-            lease = slot.memory.lease()
-            batch = unpack(packed, lease)
-            # What a prefetcher passes on as it is goes to its caller, who shall have nothing registered.
-            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
-            if self.registered is not None and not is_private:
-                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-            if not is_private and self.ring.lend(slot):
-                return batch
-            del batch
-        copy = np.array(np.frombuffer(lease, np.uint8, packed.used_bytes))
-        with self.lock:
-            self.ring.release(slot)
-        return unpack(packed, copy)
-
-    def receive(self, worker_id: int, timeout_s: float) -> tuple[Task, Reply]:
-        """The worker's answer to its oldest task; the task's slot is READY.
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. Until the
+        caller asks for a later task, it can ask for this one again, and takes the payload out itself.
 
         Args:
             worker_id: The worker whose answer is due.
+            number: Of the task; those before it are done with.
             timeout_s: How long to wait; 0 waits for ever.
 
         Raises:
@@ -227,6 +172,57 @@ class Pool:
             WorkerDiedError: A worker has ended.
             LoaderClosedError: The pool was closed.
         """
+        task = self._answered(worker_id, number, timeout_s)
+        if task.kind is None:
+            try:
+                kind, payload = self._open(task)
+            except Exception as error:  # noqa: BLE001  # it has cost this batch, and comes at its turn
+                kind, payload = Kind.ERROR, error
+            task.payload = payload
+            task.kind = kind
+            task.lease = None
+        with self.lock:
+            self._give_back(task)
+        return task
+
+    def _open(self, task: Task) -> tuple[Kind, Any]:
+        """What the answer to a task brings. Nothing that changes on a second call but the slot's state."""
+        slot, reply = task.slot, task.reply
+        if slot is None or reply is None:
+            raise AssertionError("an answered task has a slot and a reply")
+        task.dataset_state = reply.dataset_state
+        if reply.kind is Kind.ERROR:
+            error, task.place = _load_error(reply)
+            return Kind.ERROR, error
+        packed = reply.packed
+        if packed is None:
+            return reply.kind, None
+        with self.lock:
+            if not packed.used_bytes or slot.memory is None:
+                return reply.kind, unpack(packed, b"")
+            if task.lease is None:
+                task.lease = slot.memory.lease()
+            batch = unpack(packed, task.lease)
+            if slot.state is SlotState.LENT:
+                return reply.kind, batch  # a signal came after it was lent
+            # What a prefetcher passes on as it is goes to its caller, who shall have nothing registered.
+            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
+            if self.registered is not None and not is_private:
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
+            if not is_private and self.ring.lend(slot):
+                return reply.kind, batch
+            del batch
+        copy = np.array(np.frombuffer(task.lease, np.uint8, packed.used_bytes))
+        return reply.kind, unpack(packed, copy)
+
+    def _give_back(self, task: Task) -> None:
+        """Free the slot of an opened task, unless its batch was lent."""
+        slot = task.slot
+        if slot is not None and slot.serial == task.serial and slot.state is SlotState.READY:
+            self.ring.release(slot)
+
+    def _answered(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The task of this number, once its answer is there and its slot is READY."""
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while True:
             with self.lock:
@@ -234,15 +230,24 @@ class Pool:
                 worker = self._workers[worker_id]
                 for other_id, other in enumerate(self._workers):
                     self._feed(other, other_id)
-                received = worker.channel.receive()
+                self._drop_done(worker, number)
+                task = worker.sent[0] if worker.sent else None
+                if task is not None and task.reply is not None:
+                    return task
+                received = worker.channel.peek()
                 if received is not None:
-                    task, reply = self._accept(worker, *received)
-                    if not task.is_stale:
-                        return task, reply
-                    if task.slot is not None:
-                        self.ring.release(task.slot)
+                    self._accept(worker, received)
                     continue
             self._wait(worker, deadline)
+
+    def _drop_done(self, worker: _WorkerHandle, number: int) -> None:
+        """Forget tasks that the caller is done with, and answered ones of an epoch that was left."""
+        while worker.sent:
+            task = worker.sent[0]
+            if not (task.is_stale and task.reply is not None) and (task.is_stale or task.number >= number):
+                break
+            self._give_back(task)
+            worker.sent.popleft()
 
     def expect_open(self) -> None:
         """Do nothing while answers may still come.
@@ -256,61 +261,92 @@ class Pool:
         if self._is_closed:
             raise LoaderClosedError
 
-    def _accept(self, worker: _WorkerHandle, reply: Reply, fd: int | None) -> tuple[Task, Reply]:
-        task = worker.sent.popleft()
-        memory = None
-        if fd is not None:
-            segment = Segment.attach(fd)
-            try:
-                memory = Memory(segment.map(writable=True), shared=True)
-            finally:
-                segment.close()
-        if task.slot is None or task.number != reply.task:
-            raise AssertionError(f"expected the answer to task {task.number}, got that to {reply.task}")
-        self.ring.fill(task.slot, memory)
-        return task, reply
+    def _accept(self, worker: _WorkerHandle, received: Received) -> None:
+        """Note an answer that has arrived; those that should have come before it are lost."""
+        for task in worker.sent:
+            if task.serial < received.number and task.reply is None:
+                self._lose(task, "the answer to it never arrived")
+            elif task.serial == received.number and task.reply is None:
+                self._fill(task, received)
+        worker.channel.take_out()  # also one that a signal kept here after it was noted
+
+    def _fill(self, task: Task, received: Received) -> None:
+        if received.is_cut:
+            self._lose(task, f"its memory could not be received, {too_many_files()}")
+        else:
+            reply, memory = received.load(), None
+            if received.fd is not None:
+                try:
+                    memory = Memory(
+                        Segment(received.fd, os.fstat(received.fd).st_size).map(writable=True), shared=True
+                    )
+                except (OSError, MemoryError, ValueError) as error:
+                    is_limit = getattr(error.__cause__, "errno", None) == errno.EMFILE
+                    self._lose(task, f"{error}, {too_many_files()}" if is_limit else str(error))
+                    return
+            self.ring.fill(_slot_of(task), memory)
+            task.reply = reply
+
+    def _lose(self, task: Task, reason: str) -> None:
+        """The answer to a task is an error; the worker makes new memory for the next batch in its slot."""
+        error = BatchLostError(f"a batch was lost on its way from a worker: {reason}")
+        slot = _slot_of(task)
+        if slot.state is SlotState.FILLING:
+            self.ring.fill(slot, None)
+        slot.memory = None
+        task.payload, task.kind = error, Kind.ERROR
+        task.reply = Reply(Kind.ERROR)
 
     def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
         """Send what has been waiting for a slot or for room in the pipe."""
         while worker.waiting:
-            slot = self.ring.acquire(worker_id)
-            if slot is None:
+            task = worker.waiting[0]
+            if task.slot is None:
+                task.slot = self.ring.acquire(worker_id)
+            if task.slot is None:
                 break
-            task = worker.waiting.popleft()
-            task.slot = slot
-            worker.sent.append(task)
+            if not task.serial:
+                task.serial = next(self._serials)
+            task.slot.serial = task.serial
+            if not worker.sent or worker.sent[-1] is not task:
+                worker.sent.append(task)
             message = Fetch(
-                task.number,
-                slot.number,
-                slot.memory is not None,
+                task.slot.number,
+                task.slot.memory is not None,
                 self.ring.num_slots(worker_id),
                 task.index,
                 task.draw,
             )
-            self._send(worker, worker_id, message)
+            self._send(worker, worker_id, message, task.serial, task)
+            worker.waiting.popleft()
         else:
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # receive() finds out and says so
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _wait() finds out and says so
                 worker.channel.flush()
 
-    def _send(self, worker: _WorkerHandle, worker_id: int, message: Fetch | Restart) -> None:
+    def _send(
+        self,
+        worker: _WorkerHandle,
+        worker_id: int,
+        message: Fetch | Restart,
+        serial: int,
+        task: Task | None = None,
+    ) -> None:
         try:
-            worker.channel.send(message)
+            worker.channel.send(message, number=serial)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the worker is gone: receive() finds out why and says so
+            pass  # the worker is gone: _wait() finds out why and says so
         except Exception as error:
-            if isinstance(message, Fetch):
+            if task is not None:
                 error.add_note(
-                    f"fastload: the index of batch {message.task} could not be sent to worker {worker_id}"
+                    f"fastload: the index of batch {task.number} could not be sent to worker {worker_id}"
                 )
-            self.close()  # the worker would never answer this task
+            self._is_closed = True  # the worker would never answer this task; the iterator ends the workers
             raise
 
     def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
         """Wait until the worker has answered, some pipe has room, some worker has ended, or close()."""
         poller = select.poll()
-        sentinels = {}
+        by_fd = {}
         with self.lock:
             self.expect_open()
             for worker_id, other in enumerate(self._workers):
@@ -319,32 +355,32 @@ class Pool:
                     events |= select.POLLOUT
                 if events:
                     poller.register(other.channel, events)
-                poller.register(other.process.sentinel, select.POLLIN)
-                sentinels[other.process.sentinel] = worker_id
+                poller.register(other.process, select.POLLIN)
+                by_fd[other.process.fileno()] = worker_id
         wait_s = _WATCH_INTERVAL_S
         if deadline is not None:
             wait_s = min(wait_s, deadline - time.monotonic())
             if wait_s <= 0:
                 raise TimeoutError
         ready = poller.poll(wait_s * 1000)
-        dead = [sentinels[fd] for fd, _ in ready if fd in sentinels]
+        dead = [by_fd[fd] for fd, _ in ready if fd in by_fd]
         if dead:
             with self.lock:
                 self.expect_open()  # workers that were stopped are no deaths
-                if not worker.channel.has_message():
-                    self._report_death(dead)
+                if worker.channel.has_message():
+                    return
+                self._note_death(dead)
+            self.close(_GRACE_AFTER_DEATH_S)
+            raise WorkerDiedError(self._death)
 
-    def _report_death(self, dead: list[int]) -> None:
+    def _note_death(self, dead: list[int]) -> None:
         messages = []
         for worker_id in dead:
             worker = self._workers[worker_id]
-            worker.process.join(_TERMINATE_S)
-            task = worker.sent[0] if worker.sent else None
-            messages.append(obituary(worker_id, worker.process.exitcode, task))
+            task = next((task for task in worker.sent if task.reply is None), None)
+            messages.append(obituary(worker_id, worker.process.exit_code(), task))
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
-        self.close(_GRACE_AFTER_DEATH_S)
-        raise WorkerDiedError(self._death)
 
     def let_read(self, backend: Backend, stream: Any) -> None:
         """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
@@ -361,6 +397,8 @@ class Pool:
     def close(self, grace_s: float | None = None) -> None:
         """Stop the workers and let go of all slots; batches that the caller holds stay valid.
 
+        An exception that interrupts this ends the workers at once.
+
         Args:
             grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
         """
@@ -368,33 +406,44 @@ class Pool:
             self._is_closed = True
             for worker in self._workers:
                 worker.channel.abandon()
+                worker.process.abandon()
             return
         with self.lock:
-            if self._is_closed:
-                return
             self._is_closed = True
             for worker in self._workers:
                 worker.channel.close()  # ends a wait in another thread too
-        grace_s = _GRACE_S if grace_s is None else grace_s
-        for limit_s, end in ((grace_s, "terminate"), (_TERMINATE_S, "kill"), (_TERMINATE_S, None)):
-            deadline = time.monotonic() + limit_s
-            for worker in self._workers:
-                worker.process.join(max(deadline - time.monotonic(), 0.0))
-            if end is not None:
-                for worker in self._workers:
-                    if worker.process.is_alive():
-                        getattr(worker.process, end)()
-        with self.lock:
-            for worker in self._workers:
-                with contextlib.suppress(ValueError):  # it outlived SIGKILL: in uninterruptible sleep
-                    worker.process.close()
-            self._workers.clear()
-            self.ring.clear()
-            self.unregister()
+        with self._closing:
+            processes = [worker.process for worker in self._workers]
+            try:
+                if not wait_for_all(processes, _GRACE_S if grace_s is None else grace_s):
+                    _signal(processes, signal.SIGTERM)
+                    wait_for_all(processes, _TERMINATE_S)
+            finally:
+                _signal(processes, signal.SIGKILL)
+                wait_for_all(processes, _TERMINATE_S)
+                for process in processes:
+                    process.clean_up()
+                with self.lock:
+                    self._workers.clear()
+                    self.ring.clear()
+                    self.unregister()
 
 
-def load_error(reply: Reply) -> Any:
-    """The ExceptionWrapper that an error reply brings."""
+def _signal(processes: list[WorkerProcess], number: int) -> None:
+    for process in processes:
+        if not process.has_ended:
+            process.send_signal(number)
+
+
+def _slot_of(task: Task) -> Slot:
+    if task.slot is None:
+        raise AssertionError("a task that was sent has a slot")
+    return task.slot
+
+
+def _load_error(reply: Reply) -> tuple[Any, str]:
+    """The ExceptionWrapper that an error reply brings, and the place of the error."""
     if reply.error is None:
-        raise AssertionError("only error replies bring an error")
-    return pickle.loads(reply.error)
+        raise AssertionError("an error reply brings an error")
+    wrapper, place = pickle.loads(reply.error)
+    return wrapper, place

@@ -54,6 +54,7 @@ class Slot:
         self.number = number
         self.state = SlotState.FREE
         self.memory: Memory | None = None
+        self.serial = 0  # of the task that it was given to last
 
     def __repr__(self) -> str:
         size = "no memory" if self.memory is None else f"{self.memory.nbytes} bytes"
@@ -99,8 +100,8 @@ class Ring:
         if not self._may_grow(worker):
             return None
         slot = Slot(worker, len(slots))
-        slot.state = SlotState.FILLING
         slots.append(slot)
+        slot.state = SlotState.FILLING  # last: an exception from a signal handler leaves a free slot
         return slot
 
     def fill(self, slot: Slot, memory: Memory | None) -> None:

@@ -28,7 +28,7 @@ from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Buffers
-from fastload.transport.pool import Task
+from fastload.transport.task import Task
 from fastload.transport.thread_copy import copies_for_threads
 from fastload.transport.worker import Kind, Restart
 from fastload.transport.worker_info import WorkerInfo, working_as
@@ -74,8 +74,14 @@ class ThreadPool:
             for number, dataset in enumerate(datasets)
         ]
         num_threads = torch.get_num_threads()
-        for worker in self._workers:
-            worker.thread.start()
+        try:
+            for worker in self._workers:
+                worker.thread.start()
+        except BaseException:  # the system has no more threads
+            self._workers = [worker for worker in self._workers if worker.thread.is_alive()]
+            self.close()
+            torch.set_num_threads(num_threads)
+            raise
         for worker in self._workers:
             worker.has_begun.wait()
         torch.set_num_threads(num_threads)  # threads that begin later take what was set last
@@ -110,11 +116,15 @@ class ThreadPool:
             worker.drop_tasks()
             worker.tasks.put(Restart(epoch, None))
 
-    def take(self, worker_id: int, timeout_s: float) -> tuple[Task, Kind, Any]:
-        """The worker's answer to its oldest task, and the batch or the error that it brings.
+    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
+
+        Until the caller asks for a later task, it can ask for this one again, and takes the payload out
+        itself.
 
         Args:
             worker_id: The worker whose answer is due.
+            number: Of the task; those before it are done with.
             timeout_s: How long to wait; 0 waits for ever.
 
         Raises:
@@ -122,15 +132,17 @@ class ThreadPool:
             LoaderClosedError: The pool was closed.
         """
         worker = self._workers[worker_id]
+        deadline = time.monotonic() + timeout_s if timeout_s else None
         while True:
             self.expect_open()
+            while worker.sent and worker.sent[0].number < number:
+                worker.sent.popleft()
+            if worker.sent and worker.sent[0].kind is not None:
+                return worker.sent[0]
             try:
-                answer = worker.answers.get(timeout=timeout_s or None)
+                worker.wakes.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise TimeoutError from None
-            if answer is not None and not answer[0].is_stale:
-                worker.sent.popleft()
-                return answer
 
     def expect_open(self) -> None:
         """Do nothing while answers may still come.
@@ -154,7 +166,7 @@ class ThreadPool:
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(None)
-            worker.answers.put(None)  # for a caller that waits in another thread
+            worker.wakes.put(None)  # a caller may wait in another thread
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             if worker.thread is not threading.current_thread():
@@ -175,8 +187,8 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
-        self.answers: queue.SimpleQueue[tuple[Task, Kind, Any] | None] = queue.SimpleQueue()
-        self.sent: deque[Task] = deque()  # the consumer's: what is not answered
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each answer; the task holds it
+        self.sent: deque[Task] = deque()  # the consumer's, in the order of their answers
         self.has_begun = threading.Event()
         self.is_idle = threading.Event()  # set once the first task is answered
         # A daemon, or an interpreter that exits with a live iterator would wait for ever.
@@ -202,7 +214,8 @@ class _Worker:
                 if isinstance(task, Restart):
                     self._restart(task.epoch)
                 elif not task.is_stale:
-                    self.answers.put(self._answer(task))
+                    self._answer(task)
+                    self.wakes.put(None)
                     self.is_idle.set()
                 del task  # or this frame would keep an index alive until the next one
         self._buffers.clear()
@@ -232,17 +245,22 @@ class _Worker:
             except BaseException:  # noqa: BLE001  # as above
                 self._init_error = self._wrap_error()
 
-    def _answer(self, task: Task) -> tuple[Task, Kind, Any]:
+    def _answer(self, task: Task) -> None:
+        """Put the answer into the task; its kind comes last, because the consumer looks at that."""
         if self._init_error is not None or self._fetcher is None:
-            return task, Kind.ERROR, self._init_error
+            task.payload = self._init_error
+            task.kind = Kind.ERROR
+            return
         self._buffers.begin()
         try:
-            batch = self._finish(self._fetcher.fetch(task.index, task.draw))
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.draw))
+            task.kind = Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
-            return task, Kind.ERROR, error
+            task.place = self._fetcher.place_of_error(task.index, error)
+            task.payload = error
+            task.kind = Kind.ERROR
         finally:
             self._buffers.arena.end()
-        return task, Kind.BATCH, batch
 
     def _wrap_error(self) -> ExceptionWrapper:
         return ExceptionWrapper(where=f"in DataLoader worker thread {self._id}")

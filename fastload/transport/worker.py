@@ -2,15 +2,22 @@
 
 Everything here runs in the worker. It talks to the parent through one pipe and to nobody else:
 
-    parent -> worker   Fetch(task, slot, ..., index) | Restart(epoch)
-    worker -> parent   Reply(task, kind, ...) [+ the descriptor of new slot memory], one for each Fetch
+    parent -> worker   Fetch(slot, ..., index) | Restart(epoch)
+    worker -> parent   Reply(kind, ...) [+ the descriptor of new slot memory], one for each Fetch
 
 The order of what happens at start is torch's (torch/utils/data/_utils/worker.py), so that random streams
-and `get_worker_info()` are torch's too. A worker leaves when the parent hangs up or dies.
+and `get_worker_info()` are torch's too. Rules:
+
+1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. A message that
+   comes twice is done once.
+2. Every Fetch is answered, if only by an error that fits into the pipe.
+3. A worker leaves when the parent hangs up or dies.
+4. No handler for signals that the parent installed runs in a worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import faulthandler
 import os
@@ -26,24 +33,25 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
+from fastload.errors import SegmentError
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
-from fastload.transport.collate import stack_into
 from fastload.transport.fetch import Fetcher
+from fastload.transport.limits import too_many_files
 from fastload.transport.memory import Arena, Memory
 from fastload.transport.packing import Packed, pack
 from fastload.transport.segment import Segment, populate
+from fastload.transport.stacking import install_slot_rule
 
 if TYPE_CHECKING:
     from fastload.rng.draws import Draw
-    from fastload.transport.channel import Channel, ChannelEnd
+    from fastload.transport.channel import Channel, ChannelEnd, Received
     from fastload.transport.job import Job, PickledJob
 
 
 class Fetch(NamedTuple):
     """Parent to worker: fetch the batch of ``index`` into ``slot``."""
 
-    task: int
     slot: int
     has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
     num_slots: int  # memory of slots from this number on is given up
@@ -62,17 +70,16 @@ class Kind(enum.IntEnum):
     """What a reply brings."""
 
     BATCH = 0
-    ERROR = 1  # payload: a pickled ExceptionWrapper
+    ERROR = 1  # payload: a pickled ExceptionWrapper, and the place of the error in words
     ENDED = 2  # the worker's share of an iterable dataset is used up
 
 
 class Reply(NamedTuple):
     """Worker to parent: the answer to one Fetch."""
 
-    task: int
     kind: Kind
-    packed: Packed | None
-    error: bytes | None
+    packed: Packed | None = None
+    error: bytes | None = None
     dataset_state: bytes | None = None  # of a stream that has one, pickled
 
 
@@ -85,12 +92,15 @@ class Setup:
     end: ChannelEnd
     parent_pid: int
     inherited: list[Channel]  # the parent's ends, which a forked worker must not keep
+    signal_mask: set[Any] | None  # what a forked worker blocks, once its handlers are its own
 
 
 def main(setup: Setup) -> None:
     """The worker's whole life."""
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # held back by the parent until here
+        _drop_signal_handlers()
+        if setup.signal_mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
         for channel in setup.inherited:
             channel.abandon()
         channel = setup.end.open()
@@ -100,6 +110,23 @@ def main(setup: Setup) -> None:
         pass  # the parent gets one too, and says so
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent hung up while we were replying
+
+
+def _drop_signal_handlers() -> None:
+    """Answer signals as a new process does: what the parent installed is for the parent alone."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, _SIGNALS_OF_A_WORKER.get(number, signal.SIG_DFL))
+
+
+# A batch system sends these to every process of a job; where the parent answers them, a worker must not die.
+_SIGNALS_OF_A_WORKER: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_IGN,
+    signal.SIGUSR1: signal.SIG_IGN,
+    signal.SIGUSR2: signal.SIG_IGN,
+}
 
 
 def _leave_with(parent_pid: int) -> None:
@@ -133,15 +160,16 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._init_error: bytes | None = None
         self._job: Job | None = None
-        _be_quiet()
+        self._last_number = -1  # of the messages that were received
         try:
+            _be_quiet()
             self._job = job = setup.job.load()
             seed = seeding.seed_libraries(job.base_seed, self._id)
             # torch documents this function, and MONAI, timm and others read the real thing.
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
             )
-            stack_into(self._arena)
+            install_slot_rule()
             if job.seed_pipelines:
                 seeding.seed_pipelines(job.dataset, seed)
             if job.worker_init_fn is not None:
@@ -153,14 +181,31 @@ class _Worker:
 
     def serve(self) -> None:
         """Answer until the parent hangs up."""
-        while (received := self._channel.receive()) is not None:
-            message, _ = received
+        while (received := self._channel.peek()) is not None:
             if self._channel.is_hung_up():
                 return  # do not fetch what nobody waits for
-            if isinstance(message, Fetch):
-                self._answer(message)
+            number = received.number
+            message = self._read(received)
+            self._channel.take_out()
+            if number <= self._last_number:
+                continue  # the parent was interrupted while it sent this, and sent it again
+            self._last_number = number
+            if isinstance(message, str):
+                self._send(number, Reply(Kind.ERROR, error=pickle.dumps((_wrap_text(message, self._id), ""))))
+            elif isinstance(message, Fetch):
+                self._answer(number, message)
             else:
                 self._restart(message)
+
+    def _read(self, received: Received) -> Fetch | Restart | str:
+        """The message, or in words why there is none."""
+        if received.is_cut:
+            return f"the index did not arrive in the worker, {too_many_files()}"
+        try:
+            message: Fetch | Restart = received.load()
+        except Exception as error:  # noqa: BLE001  # indices may be objects of the user's
+            return f"the index could not be unpickled in the worker: {error!r}"
+        return message
 
     def _restart(self, message: Restart) -> None:
         epoch = message.epoch
@@ -186,10 +231,10 @@ class _Worker:
             dataset_state=dataset_state,
         )
 
-    def _answer(self, message: Fetch) -> None:
+    def _answer(self, number: int, message: Fetch) -> None:
         self._begin(message)
         if self._init_error is not None or self._fetcher is None:
-            reply = Reply(message.task, Kind.ERROR, None, self._init_error)
+            reply = Reply(Kind.ERROR, error=self._init_error)
         else:
             reply = self._fetch(message, self._fetcher)
             if self._job is not None and self._job.dataset_states is not None:
@@ -201,10 +246,18 @@ class _Worker:
         else:
             self._slots[message.slot] = memory
             segment_fd = None if segment is None else segment.fd
-        self._channel.send(reply, segment_fd)
+        self._send(number, reply, segment_fd)
         if segment is not None:
             segment.close()  # the mapping stays
         self._arena.begin(None)
+
+    def _send(self, number: int, reply: Reply, fd: int | None = None) -> None:
+        try:
+            self._channel.send(reply, fd, number=number)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except (OSError, SegmentError) as error:  # no descriptor or no memory is left for a long reply
+            self._channel.send(Reply(Kind.ERROR, error=self._short_error(reply, error)), number=number)
 
     def _begin(self, message: Fetch) -> None:
         for number in [number for number in self._slots if number >= message.num_slots]:
@@ -218,19 +271,19 @@ class _Worker:
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
             batch = fetcher.fetch(message.index, message.draw)
-            return Reply(message.task, Kind.BATCH, pack(batch, self._arena), None)
-        except StopIteration:
+            return Reply(Kind.BATCH, pack(batch, self._arena))
+        except StopIteration as error:
             if self._job is not None and self._job.is_iterable:
-                return Reply(message.task, Kind.ENDED, None, None)
-            return Reply(message.task, Kind.ERROR, None, self._wrap_error())
-        except Exception:  # noqa: BLE001  # every error of the user's code goes to the parent
-            return Reply(message.task, Kind.ERROR, None, self._wrap_error())
+                return Reply(Kind.ENDED)
+            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
+        except Exception as error:  # noqa: BLE001  # every error of the user's code goes to the parent
+            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
 
     def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
             return reply._replace(dataset_state=fetcher.dataset_state())
         except Exception:  # noqa: BLE001  # as above
-            return Reply(reply.task, Kind.ERROR, None, self._wrap_error())
+            return Reply(Kind.ERROR, error=self._wrap_error())
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")
@@ -245,18 +298,42 @@ class _Worker:
         self._new_segment = segment
         return Memory(mapping, shared=True)
 
-    def _wrap_error(self) -> bytes:
-        """The current exception as torch sends it, or its text if it cannot be pickled."""
-        wrapper = ExceptionWrapper(where=f"in DataLoader worker process {self._id}")
+    def _wrap_error(self, place: str = "") -> bytes:
+        """The current exception as torch sends it, or its text if it cannot be pickled; and its place."""
+        wrapper = ExceptionWrapper(where=_where(self._id))
         try:
-            data = pickle.dumps(wrapper)
+            data = pickle.dumps((wrapper, place))
             pickle.loads(data)
         except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
             text = f"{wrapper.exc_msg}\n(the exception itself could not be pickled: {error!r})"
-            fallback = ExceptionWrapper((RuntimeError, RuntimeError(text), None), wrapper.where)
-            fallback.exc_msg = text
-            data = pickle.dumps(fallback)
+            data = pickle.dumps((_wrap_text(text, self._id), place))
         return data
+
+    def _short_error(self, reply: Reply, error: Exception) -> bytes:
+        """What stands for a reply that could not be sent: short enough for the pipe itself."""
+        if reply.error is None:
+            return pickle.dumps((_wrap_text(f"the batch could not be sent: {error}", self._id), ""))
+        wrapper, place = pickle.loads(reply.error)
+        text: str = wrapper.exc_msg
+        text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
+        wrapper.exc_msg = text
+        data = pickle.dumps((wrapper, place))
+        return data if len(data) < _SHORT_BYTES else pickle.dumps((_wrap_text(text, self._id), ""))
+
+
+_SHORT_TEXT = 400  # characters; each takes four bytes at most
+_SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an error
+
+
+def _where(worker_id: int) -> str:
+    return f"in DataLoader worker process {worker_id}"
+
+
+def _wrap_text(text: str, worker_id: int) -> ExceptionWrapper:
+    """An error that has nothing but its text."""
+    wrapper = ExceptionWrapper((RuntimeError, RuntimeError(text), None), _where(worker_id))
+    wrapper.exc_msg = text
+    return wrapper
 
 
 def _be_quiet() -> None:
@@ -268,5 +345,9 @@ def _be_quiet() -> None:
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
-    if not faulthandler.is_enabled() and sys.stderr is not None:
-        faulthandler.enable()
+    for stream in (sys.stderr, sys.__stderr__):
+        if stream is None or faulthandler.is_enabled():
+            continue
+        # What a user or a notebook put in the place of stderr may have no descriptor, or be closed.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            faulthandler.enable(stream)

@@ -333,7 +333,7 @@ def test_errors_from_workers_say_where_in_a_note() -> None:
         if isinstance(got, ValueError)
     )
 
-    assert error.__notes__ == ["fastload: batch 1, worker 1, dataset index [4, 5, 6, 7]"]
+    assert error.__notes__ == ["fastload: batch 1, worker 1, dataset index 5"]
 
 
 def test_one_buffer_for_all_samples_gives_the_rows_that_were_meant() -> None:

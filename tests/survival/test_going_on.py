@@ -217,7 +217,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     """Not a closed loader: the error is the same when the consumer comes to it much later."""
     pretend_accelerator()
     is_found = threading.Event()
-    report = pool.Pool._report_death
+    report = pool.Pool._note_death
 
     def report_and_tell(self: Any, dead: list[int]) -> None:
         try:
@@ -225,7 +225,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
         finally:
             is_found.set()
 
-    monkeypatch.setattr(pool.Pool, "_report_death", report_and_tell)
+    monkeypatch.setattr(pool.Pool, "_note_death", report_and_tell)
     iterator = iter(fastload.DataLoader(zoo.Made(zoo.killed, 24), 4, num_workers=2, prefetch_factor=3))
     is_found.wait()
 

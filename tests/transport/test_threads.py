@@ -234,7 +234,7 @@ class TestFaults:
 
         with pytest.raises(KeyError, match="no sample -3") as caught:
             next(iterator)
-        assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index [-3]"]
+        assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index -3"]
         assert [batch["image"][0, 0, 0, 0].item() for batch in iterator] == [2, 3]
 
     @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])

@@ -1,0 +1,89 @@
+"""torch's default_collate, called anywhere while a batch is collated: it stacks tensors into the slot.
+
+Installed in worker processes, where torch itself stacks into shared memory. Rule: only the code whose result
+is the batch stacks into the slot. Samples never lie there, because the slot may be laid out anew while a
+sample is still in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.transport.packing import is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastload.transport.memory import Arena
+
+# torch documents that users may change this map in place; then default_collate is no longer what we know.
+_TORCH_RULES = tuple(torch_collate.default_collate_fn_map.items())
+_TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+
+
+def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written."""
+    return collate_fn is default_collate and _rules() == _TORCH_RULES
+
+
+def _rules() -> tuple[Any, ...]:
+    rules = torch_collate.default_collate_fn_map
+    if rules.get(torch.Tensor) is _slot_rule:
+        return tuple((kind, _TENSOR_RULE if kind is torch.Tensor else rule) for kind, rule in rules.items())
+    return tuple(rules.items())
+
+
+class _Stacking(threading.local):
+    """Where `default_collate` stacks tensors in this thread; None: where torch does."""
+
+    arena: Arena | None = None
+
+
+_stacking = _Stacking()
+
+
+def install_slot_rule() -> None:
+    """Let default_collate stack tensors into a slot, wherever `stacking_into` allows it.
+
+    Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
+    """
+    rules = torch_collate.default_collate_fn_map
+    if rules[torch.Tensor] is _TENSOR_RULE:
+        rules[torch.Tensor] = _slot_rule
+
+
+@contextlib.contextmanager
+def stacking_into(arena: Arena) -> Iterator[None]:
+    """While a batch is collated: default_collate, called by this thread, stacks tensors into ``arena``.
+
+    Only for code whose result is the batch. A dataset that calls default_collate to make one sample gets
+    memory of its own, because the arena may start anew while the sample is in use.
+    """
+    before = _stacking.arena
+    _stacking.arena = arena
+    try:
+        yield
+    finally:
+        _stacking.arena = before
+
+
+def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
+    first = batch[0]
+    arena = _stacking.arena
+    if (
+        arena is None
+        or not first.numel()
+        or not all(is_plain(t) and t.dtype is first.dtype and t.shape == first.shape for t in batch)
+    ):
+        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    nbytes = first.numel() * first.itemsize * len(batch)
+    flat = torch.from_numpy(arena.allocate(nbytes)).view(first.dtype)
+    out = flat.view(len(batch), *first.shape)
+    return torch.stack(tuple(batch), 0, out=out)

@@ -1,0 +1,109 @@
+"""Descriptors run out, or memory cannot be mapped: an error that names the limit, and never another batch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import fastload
+from fastload.errors import SegmentError
+from fastload.transport import pool
+from tests import zoo as datasets
+from tests.faults import zoo
+
+
+def assert_right_or_lost(iterator: Any, numbers: range, *, match: str) -> int:
+    """Each batch of two holds its own samples, or is an error; how many were errors."""
+    num_lost = 0
+    for number in numbers:
+        got = _batch_or_loss(iterator)
+        if isinstance(got, str):
+            assert match in got
+            num_lost += 1
+        else:
+            assert [zoo.value_of(sample) for sample in got] == [2 * number, 2 * number + 1]
+    return num_lost
+
+
+def _batch_or_loss(iterator: Any) -> Any:
+    try:
+        return next(iterator)
+    except fastload.BatchLostError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("make", "collate_fn"), [(zoo.array, zoo.KeepsBatches()), (zoo.long_text, None)], ids=["slot", "message"]
+)
+def test_a_batch_whose_descriptor_cannot_be_received_is_an_error_that_names_the_limit(
+    make: Any, collate_fn: Any
+) -> None:
+    """New memory, or a long reply, finds no descriptor in the parent; later batches are right again."""
+    loader = fastload.DataLoader(datasets.Made(make, 60), 2, num_workers=1, collate_fn=collate_fn, timeout=60)
+    iterator = iter(loader)
+    assert assert_right_or_lost(iterator, range(10), match="") == 0
+
+    with zoo.no_descriptors():
+        num_lost = assert_right_or_lost(iterator, range(10, 22), match="RLIMIT_NOFILE is 256")
+
+    assert num_lost > 0
+    # Those that were on their way have lost their descriptors for good.
+    assert assert_right_or_lost(iterator, range(22, 30), match="RLIMIT_NOFILE") <= 3
+    assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("depth", [0, 60], ids=["short", "long"])
+def test_a_worker_without_descriptors_sends_its_error_all_the_same(depth: int) -> None:
+    """Also an error whose text is too long for the pipe: it comes shortened, and names the sample."""
+    make = zoo.EatsDescriptors(4, depth)
+    loader = fastload.DataLoader(datasets.Made(make, 12), 2, num_workers=1, timeout=60)
+    iterator = iter(loader)
+    assert assert_right_or_lost(iterator, range(2), match="") == 0
+
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        next(iterator)
+
+    assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index 4, /dev/null"]
+
+
+def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:
+    """A list of indices beyond one message needs a descriptor in the worker."""
+    make = zoo.EatsDescriptorsAndGoesOn(4)
+    batches = [[4], list(range(5000)), [7]]
+    loader = fastload.DataLoader(
+        datasets.Made(make, 5000), batch_sampler=batches, num_workers=1, prefetch_factor=1, timeout=60
+    )
+    iterator = iter(loader)
+    first = next(iterator)
+
+    with pytest.raises(RuntimeError, match=r"index did not arrive in the worker.*RLIMIT_NOFILE is 100"):
+        next(iterator)
+
+    assert [zoo.value_of(batch[0]) for batch in (first, next(iterator))] == [4, 7]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_memory_that_cannot_be_mapped_costs_its_batch_alone(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The address space is used up for a moment: an error at its turn, and all other batches in order."""
+    refused = iter([False] * num_workers + [True] + [False] * 100)
+    original = pool.Segment.map
+
+    parent = os.getpid()
+
+    def map_or_refuse(self: Any, *, writable: bool) -> Any:
+        if os.getpid() == parent and next(refused):
+            raise SegmentError("cannot map a shared segment of 4,096 bytes: out of address space")
+        return original(self, writable=writable)
+
+    loader = fastload.DataLoader(
+        datasets.Made(zoo.array, 40), 2, num_workers=num_workers, collate_fn=zoo.KeepsBatches(), timeout=60
+    )
+    monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
+    iterator = iter(loader)
+
+    assert assert_right_or_lost(iterator, range(20), match="out of address space") == 1
+    assert next(iterator, None) is None

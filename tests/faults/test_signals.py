@@ -1,0 +1,302 @@
+"""The user's handlers for signals stay in the parent, and their exceptions lose no batch in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+import fastload
+from fastload.transport import pool
+from tests import zoo as datasets
+from tests.faults import zoo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """The parent handles every signal that the zoo watches; the numbers that it handled."""
+    handled: list[int] = []
+    before = {number: signal.getsignal(number) for number in zoo.WATCHED}
+    for number in zoo.WATCHED:
+        signal.signal(number, lambda number, _: handled.append(number))
+    yield handled
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_handler_of_the_parent_runs_in_a_worker(handlers: list[int], method: str) -> None:
+    """Workers answer signals as new processes do, but ignore those that a batch system sends to all."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGWINCH})
+    try:
+        loader = fastload.DataLoader(
+            datasets.Made(zoo.signal_state, 4), 2, num_workers=1, multiprocessing_context=method
+        )
+        told = {state for batch in loader for state in batch}
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(read)
+        os.close(write)
+
+    user = "ignore" if method == "fork" else "default"  # a process that starts anew inherits no handler
+    (state,) = told
+    assert state.startswith(f"{['interrupt', 'default', user, user, 'default', 'default']} ")
+    assert state.endswith(" -1")
+    assert method != "fork" or f" [{int(signal.SIGWINCH)}] " in state  # blocked is what the parent blocks
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(
+    handlers: list[int], number: signal.Signals
+) -> None:
+    """The error names the signal, and the parent's handler is not called for it."""
+    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 400), 2, num_workers=2))
+    next(iterator)
+    os.kill(iterator._pool.pids[1], number)
+
+    with pytest.raises(fastload.WorkerDiedError, match=f"worker 1 was killed by {number.name}"):
+        list(iterator)
+
+    assert number not in handlers
+
+
+PROGRAM = """
+import os, signal, sys
+import fastload
+from tests import zoo as datasets
+from tests.faults import zoo
+
+signal.signal(signal.SIGTERM, lambda *_: None)  # as launchers and loggers do
+iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 400), 2, num_workers=2))
+next(iterator)
+print(*iterator._pool.pids, flush=True)
+if sys.argv[1] == "exits":
+    sys.exit(3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("exits", 3), ("is killed", -signal.SIGKILL)])
+def test_a_process_that_ignores_sigterm_takes_its_workers_with_it(how: str, code: int) -> None:
+    """An interpreter that ends with a live iterator does not wait for workers that ignore it."""
+    program = [sys.executable, "-c", PROGRAM, how]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60, cwd=_root(), check=False)
+
+    assert done.returncode == code
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def _root() -> str:
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+# --- Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_close_that_is_interrupted_ends_the_workers_and_may_be_called_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while workers are given time: they are killed at once, and the interruption goes on."""
+    waits = iter([KeyboardInterrupt])
+    original = pool.wait_for_all
+
+    def wait_or_interrupt(processes: Any, limit_s: float) -> bool:
+        for error in waits:
+            raise error
+        return original(processes, limit_s)
+
+    loader = fastload.DataLoader(datasets.Made(zoo.Blocks(4), 40), 2, num_workers=2)
+    iterator = iter(loader)
+    held = next(iterator)
+    pids = iterator._pool.pids
+    monkeypatch.setattr(pool, "wait_for_all", wait_or_interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        loader.close()
+
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    loader.close()
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
+    assert zoo.value_of(held) == 0
+
+
+# --- exceptions out of handlers --------------------------------------------------------------------------
+
+
+class AlarmError(Exception):
+    """What a user's handler raises."""
+
+
+class Injection:
+    """Raises at the n-th place where the interpreter would run a signal handler, within fastload's own code.
+
+    These are the entry of a Python function and the return from a C function (CPython's eval breaker).
+    """
+
+    def __init__(self, place: int, error: type[BaseException]) -> None:
+        self.left = place
+        self.error = error
+
+    def __enter__(self) -> Injection:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if code.co_name == "<genexpr>":
+            return  # one that is closed by the garbage collector would swallow the error
+        if event in ("call", "c_return") and f"{os.sep}fastload{os.sep}" in code.co_filename:
+            self.left -= 1
+            if not self.left:
+                sys.setprofile(None)
+                raise self.error
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "processes": {"num_workers": 2},
+    "one process": {"num_workers": 1, "prefetch_factor": 1},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "no workers": {"num_workers": 0},
+    "pinned": {"num_workers": 2},
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("error", [AlarmError, KeyboardInterrupt])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exception_from_a_signal_handler_never_loses_a_batch_in_silence(
+    kind: str, error: type[BaseException], pretend_accelerator: Any
+) -> None:
+    """Wherever it comes in next(): the next batches come in order, without one at most, or an error comes."""
+    if kind == "pinned":
+        pretend_accelerator()
+    loader = fastload.DataLoader(datasets.Made(zoo.array, 40_000), 2, **KINDS[kind])
+    iterator = iter(loader)
+    number = _value(next(iterator))
+    place, num_closed, was_reached = 0, 0, True
+    while was_reached:
+        place += 1
+        injection = Injection(place, error)
+        try:
+            with injection:
+                batch = next(iterator)
+            got = _value(batch)
+            assert got == number + 2
+            number = got
+            was_reached = injection.left <= 0
+            continue
+        except error:
+            pass  # it cost this batch at most, and the caller knows
+        try:
+            got = _value(next(iterator))
+        except (fastload.LoaderClosedError, fastload.BatchLostError):
+            num_closed += 1
+            iterator = iter(loader)
+            got = _value(next(iterator))
+            assert got == 0
+        else:
+            assert got in (number + 2, number + 4)
+        number = got
+    del iterator
+    loader.close()
+
+    assert place > 20  # or the places were not found
+    assert num_closed < place  # where a batch is waited for, the next call waits for it again
+
+
+def _value(batch: Any) -> int:
+    values = [zoo.value_of(sample) for sample in batch]
+    assert values == [values[0], values[0] + 1]
+    return values[0]
+
+
+def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:
+    """A generator that was interrupted gives nothing more: the rest is missing, and an error says so."""
+    numbers: list[int] = []
+
+    def indices() -> Iterator[list[int]]:
+        for number in range(10):
+            if number == 7:
+                raise AlarmError
+            yield [2 * number, 2 * number + 1]
+
+    sampler = _Batches(indices)
+    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 20), batch_sampler=sampler, num_workers=1))
+
+    def collect() -> None:
+        numbers.extend(map(_value, iterator))
+
+    with pytest.raises(AlarmError):
+        collect()
+    with pytest.raises(fastload.BatchLostError, match="the sampler was ended by an exception"):
+        collect()
+
+    assert numbers == sorted(numbers)
+    assert numbers[-1] == 12
+
+
+class _Batches:
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __iter__(self) -> Any:
+        return self.make()
+
+
+# --- threads of the caller's -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_two_threads_may_share_one_iterator(num_workers: int) -> None:
+    """Each batch comes once, whole, to one of them."""
+    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 2000), 2, num_workers=num_workers))
+    begin = threading.Barrier(4)
+    got: list[int] = []
+
+    def consume() -> None:
+        begin.wait()
+        for batch in iterator:
+            assert (batch == batch[:, :1]).all()
+            got.append(_value(batch))
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert sorted(got) == list(range(0, 2000, 2))
+
+
+def test_a_dataset_that_asks_its_own_iterator_for_a_batch_is_told_so() -> None:
+    """The batch that is being read would be overwritten."""
+    asked: list[Any] = []
+    loader = fastload.DataLoader(datasets.Made(lambda index: next(asked[0]), 4), 2)
+    asked.append(iter(loader))
+
+    with pytest.raises(RuntimeError, match="make a second iterator"):
+        next(asked[0])
+    asked.clear()

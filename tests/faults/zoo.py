@@ -1,0 +1,189 @@
+"""Datasets with faults, where started workers can import them. Sample i is an array full of i."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import signal
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.survival.attack_zoo import Gate
+
+
+def array(index: int) -> Any:
+    return np.full(1000, index)
+
+
+def long_text(index: int) -> str:
+    """A batch of these is longer than a message of the pipe."""
+    return f"{index:04d}" * 1000
+
+
+def value_of(sample: Any) -> int:
+    """The index that a sample was made of."""
+    return int(sample[:4]) if isinstance(sample, str) else int(torch.as_tensor(sample).reshape(-1)[0])
+
+
+class KeepsBatches:
+    """A collate function that keeps what it made: each batch then needs new memory in its slot."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def __call__(self, samples: Any) -> Any:
+        batch = default_collate([torch.as_tensor(sample) for sample in samples])
+        self.kept.append(batch)
+        return batch
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class EatsDescriptors:
+    """Opens files at one sample until no more can be opened, which is an error of its own."""
+
+    def __init__(self, index: int, depth: int = 0) -> None:
+        self.index = index
+        self.depth = depth
+        self.files: list[Any] = []
+
+    def __call__(self, index: int) -> Any:
+        if index == self.index:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+            self._eat(self.depth)
+        return array(index)
+
+    def _eat(self, depth: int) -> None:
+        if depth:
+            self._eat_through_another_frame(depth - 1)
+        while not depth:
+            self.files.append(open(os.devnull))  # noqa: SIM115  # they are to stay open
+
+    def _eat_through_another_frame(self, depth: int) -> None:
+        """Two functions in turn, because a traceback leaves out lines that are alike."""
+        self._eat(depth)
+
+
+class EatsDescriptorsAndGoesOn(EatsDescriptors):
+    """The same, without an error; samples are short texts, which need no memory of a slot."""
+
+    def __call__(self, index: int) -> Any:
+        with contextlib.suppress(OSError):
+            super().__call__(index)
+        return f"{index:04d}"
+
+
+# --- signals ---------------------------------------------------------------------------------------------
+
+WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
+
+
+def signal_state(index: int) -> str:
+    """The handlers, the blocked signals and the wakeup descriptor of the process that reads this sample."""
+    handlers = [_name_of(signal.getsignal(number)) for number in WATCHED]
+    blocked = sorted(int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    wakeup = signal.set_wakeup_fd(-1)
+    return f"{handlers} {blocked} {wakeup}"
+
+
+def _name_of(handler: Any) -> str:
+    if handler is signal.default_int_handler:
+        return "interrupt"
+    return {signal.SIG_DFL: "default", signal.SIG_IGN: "ignore"}.get(handler, "handler")
+
+
+# --- standard error --------------------------------------------------------------------------------------
+
+
+class Tee:
+    """What people put in the place of sys.stderr: no fileno(), no isatty()."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class RaisingStream(io.StringIO):
+    def fileno(self) -> int:
+        raise RuntimeError("no descriptor here")
+
+
+def closed_stream() -> Any:
+    with open(os.devnull, "w") as stream:
+        return stream
+
+
+STREAMS: dict[str, Any] = {
+    "StringIO": io.StringIO,
+    "closed": closed_stream,
+    "Tee": Tee,
+    "None": lambda: None,
+    "raising": RaisingStream,
+}
+
+
+# --- processes of the dataset's own ----------------------------------------------------------------------
+
+
+class KilledWithChild:
+    """At one sample the worker dies; a child of its own lives on, and holds what it inherited."""
+
+    def __init__(self, index: int, gate: Gate) -> None:
+        self.index = index
+        self.gate = gate
+
+    def __call__(self, index: int) -> Any:
+        if index == 0 and os.fork() == 0:
+            self.gate.wait()
+            os._exit(0)
+        if index == self.index:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return array(index)
+
+
+class Blocks:
+    """One sample never ends; a signal that can be handled does not end it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, index: int) -> Any:
+        if index == self.index:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+            while True:
+                signal.pause()
+        return array(index)
+
+
+def nested_collate(samples: Any) -> Any:
+    """A batch of the older kind of nested tensors, whose layout is that of plain ones."""
+    return torch.nested.nested_tensor([torch.as_tensor(sample) for sample in samples], layout=torch.strided)
+
+
+def ragged(index: int) -> Any:
+    return np.full((index + 1, 2), index, np.float32)

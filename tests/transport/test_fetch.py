@@ -1,0 +1,146 @@
+"""How the samples of a batch are read, also where the dataset collates or reads in bulk; and their errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+
+import fastload
+from tests import zoo
+from tests.transport import fetch_zoo
+
+WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
+
+
+# --- samples that the dataset makes with default_collate -------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [fetch_zoo.views, fetch_zoo.views_of_a_loader])
+@WORKERS
+def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_workers: int) -> None:
+    """The rows of a batch start anew when the shape changes, and no sample lies under them."""
+    expected = list(tud.DataLoader(zoo.Made(make, 16), 4))
+
+    batches = list(fastload.DataLoader(zoo.Made(make, 16), 4, num_workers=num_workers))
+
+    for batch, wanted in zip(batches, expected, strict=True):
+        assert {key: value.tolist() for key, value in batch.items()} == {
+            key: value.tolist() for key, value in wanted.items()
+        }
+
+
+def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
+    """Only the thread that makes the batch stacks into the slot."""
+    dataset = zoo.Made(fetch_zoo.plain, 64)
+    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.collate_in_two_threads)
+
+    for number, (batch, others) in enumerate(loader):
+        assert batch[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
+        assert [other[:, 0].tolist() for other in others] == [[-1] * 4] * 8
+
+
+def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> None:
+    """What user code in a worker holds is checked by it at every later batch."""
+    dataset = zoo.Made(fetch_zoo.plain, 80)
+    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.KeepsBatches())
+
+    batches = list(loader)
+
+    assert [changed for _, changed in batches] == [0] * 20
+    assert [batch[0, 0].item() for batch, _ in batches] == list(range(0, 80, 4))
+
+
+# --- datasets that read in their own way -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", fetch_zoo.OWN_READERS)
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: tud.Subset(d, range(8))], ids=["itself", "subset"])
+@WORKERS
+def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, wrap: Any, num_workers: int) -> None:
+    """The gather serves the original methods alone."""
+    dataset = wrap(kind(zoo.Made(fetch_zoo.array, 8)))
+
+    for _ in range(2):  # from the source, then from the cache
+        batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
+
+        assert [batch[:, 0].tolist() for batch in batches] == [[0, 100, 200, 300], [400, 500, 600, 700]]
+
+
+def test_a_batch_sampler_of_iterators_reads_a_cache() -> None:
+    """As in torch, a batch of indices may be an iterator."""
+    dataset = fastload.CachedDataset(zoo.Made(fetch_zoo.array, 8))
+
+    batches = list(fastload.DataLoader(dataset, batch_sampler=fetch_zoo.IteratorBatches()))
+
+    assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2], [5, 6]]
+
+
+# --- errors name the sample ------------------------------------------------------------------------------
+
+
+def _notes(loader: Any, error: type[Exception]) -> str:
+    with pytest.raises(error) as caught:
+        list(loader)
+    return "\n".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "list"])
+def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, collate_fn: Any) -> None:
+    """Batch 1 holds the samples 4 to 7, and number 5 fails."""
+    loader = fastload.DataLoader(zoo.Made(zoo.raises, 8), 4, num_workers=num_workers, collate_fn=collate_fn)
+
+    notes = _notes(loader, ValueError)
+
+    assert "batch 1, " in notes
+    assert "dataset index 5" in notes
+    assert "[4, 5, 6, 7]" not in notes
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_names_the_path_of_its_sample(num_workers: int) -> None:
+    """An error that knows a file says which."""
+    loader = fastload.DataLoader(zoo.Made(fetch_zoo.missing_file, 4), 2, num_workers=num_workers)
+
+    assert "dataset index 3, /nowhere/3.jpg" in _notes(loader, FileNotFoundError)
+
+
+def test_an_error_of_a_cached_sample_names_the_samplers_index() -> None:
+    """Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset."""
+    cached = fastload.CachedDataset(zoo.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
+
+    notes = _notes(fastload.DataLoader(tud.Subset(cached, [1, 6, 2]), 3), ValueError)
+
+    assert "dataset index 0" in notes
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: int) -> None:
+    """The text says which leaf differs, between which samples, and what to do."""
+    loader = fastload.DataLoader(zoo.Made(zoo.images_of_two_sizes, 12), 12, num_workers=num_workers)
+
+    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
+        list(loader)
+
+    told = str(caught.value) + "\n".join(caught.value.__notes__)
+    assert "$ is (4, 4) in the first sample of the batch and (4, 5) in sample 10" in told
+    assert "size=(256, 256)" in told
+
+
+def test_bytes_that_no_leaf_shares_are_no_excuse_for_another_error() -> None:
+    """An error of default_collate that has nothing to do with shapes stays as it is."""
+    with pytest.raises(TypeError) as caught:
+        list(fastload.DataLoader(zoo.Made(fetch_zoo.an_object, 4), 4))
+
+    assert "differ in shape" not in "\n".join(getattr(caught.value, "__notes__", []))
+
+
+def test_values_of_a_batch_are_checked_in_this_file_with_torch() -> None:
+    """The formula of the zoo is what torch's loader gives, too."""
+    batch = next(iter(tud.DataLoader(zoo.Made(fetch_zoo.array, 8), 4)))
+
+    assert torch.equal(batch, torch.from_numpy(np.stack([np.full(3, i) for i in range(4)])))
