@@ -17,6 +17,8 @@ here is called in a worker. NOTE [ Copies ahead ]:
    hid in an object of its own, where rule 3 does not see it, is not written while the caller still reads it.
 6. What is made ahead does not depend on the mode in which the caller asks for another batch: neither
    inference mode nor autocast reaches it. Transforms run without gradients.
+7. An exception from a signal handler closes the iterator if it comes while copies are started: the iterator
+   never goes on with a batch missing.
 
 All device work goes through `Backend`.
 """
@@ -26,15 +28,18 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import GeneratorType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from fastload.device.nest import map_leaves
+from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -86,6 +91,8 @@ class CopiesAhead(Iterator[T]):
         self._depth = depth
         self._transform = transform
         self._taken = taken
+        self._was_interrupted = False
+        self._pulled: collections.deque[T] = collections.deque()  # the batch whose copies are being started
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
@@ -95,13 +102,20 @@ class CopiesAhead(Iterator[T]):
         weakref.finalize(self, self._reading.release_all).atexit = False
 
     def __next__(self) -> T:
+        if self._was_interrupted:
+            raise LoaderClosedError(
+                "an exception interrupted this iterator while it copied batches ahead, and closed it; "
+                "start a new one with iter(loader)"
+            )
+        self._was_interrupted = True  # until the books are right again
         self._fill()
-        if not self._ahead:
+        first = self._ahead.popleft() if self._ahead else None
+        if first is not None and self._taken is not None:
+            self._taken()
+        self._was_interrupted = False
+        if first is None:
             self._reading.release_all()
             raise StopIteration
-        first = self._ahead.popleft()
-        if self._taken is not None:
-            self._taken()
         if isinstance(first, _Ahead):
             return self._hand_over(first)
         try:
@@ -121,15 +135,22 @@ class CopiesAhead(Iterator[T]):
     def _pull(self, source: Iterator[T]) -> None:
         # A function of its own, so that no name is left here for the batch, or the error, of last time.
         try:
-            batch = next(source)
-        except StopIteration:
-            self._source = None
+            # One call, so that a signal finds the batch either in the source or here.
+            self._pulled.extend(itertools.islice(source, 1))
         except Exception as error:  # noqa: BLE001  # of any kind, raised when its turn comes
-            self._ahead.append(_Failed(error))  # raised in its turn
-        else:
-            launched = self._backend.record_event(self._backend.current_stream())
-            self._backend.wait_event(self._stream, launched)
-            self._ahead.append(self._start(batch))
+            self._ahead.append(_Failed(error))
+            return
+        except BaseException:
+            # The source gives the batch at the next call, unless it is a generator, which ends with this.
+            self._was_interrupted = isinstance(source, GeneratorType)
+            raise
+        if not self._pulled:
+            self._source = None
+            return
+        launched = self._backend.record_event(self._backend.current_stream())
+        self._backend.wait_event(self._stream, launched)
+        self._ahead.append(self._start(self._pulled[0]))
+        self._pulled.clear()
 
     def _start(self, batch: T) -> _Ahead | _Failed:
         ahead = _Ahead(batch)
