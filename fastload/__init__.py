@@ -15,6 +15,7 @@ from fastload.errors import (
     CacheError,
     CacheMismatchError,
     DeviceUnavailableError,
+    ErrorBudgetError,
     FastloadError,
     ImageReadError,
     LoaderClosedError,
@@ -25,6 +26,7 @@ from fastload.errors import (
     WorkerDiedError,
     WorkerStartError,
 )
+from fastload.failed_sample import FailedSample
 from fastload.images.decode import read_image
 from fastload.images.folder import ImageFolder
 from fastload.loader import DataLoader
@@ -46,6 +48,8 @@ __all__ = [
     "DataLoader",
     "DeviceMemory",
     "DeviceUnavailableError",
+    "ErrorBudgetError",
+    "FailedSample",
     "FastloadError",
     "ImageFolder",
     "ImageReadError",

@@ -24,6 +24,10 @@ class BatchLostError(FastloadError, RuntimeError):
     """A batch was lost on its way from a worker, and why; the batches after it are as they should be."""
 
 
+class ErrorBudgetError(FastloadError, RuntimeError):
+    """More samples of an epoch could not be read than `error_budget` of the loader allows."""
+
+
 class WorkerStartError(FastloadError, RuntimeError):
     """Worker processes cannot be started from here, and why."""
 

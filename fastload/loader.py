@@ -23,6 +23,7 @@ from fastload import resume
 from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
+from fastload.failures import report_of
 from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
 from fastload.torch_iterator import torch_iterator
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     from torch.utils.data import Dataset, Sampler
+
+    from fastload.failed_sample import FailedSample
 
 _log = logging.getLogger("fastload")
 
@@ -84,6 +87,20 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         device_transform: Called with each whole batch once it is there, without gradients, autocast or
             inference mode: `Normalize`, or any callable or module, whose own tensors are there already. On
             CUDA it runs ahead on the side stream, and should neither wait for the device nor keep its input.
+        on_error: What becomes of a sample that cannot be read. ``"raise"``: its error is raised, as in torch.
+            ``"replace"``: another sample takes its place, so that sizes and order stay. It follows from the
+            seed, the epoch and the place: the same for any number of workers, and after a resume. It is one
+            that the sampler may give, where that is torch's, else one of the same batch. A function is
+            called where the sample was read, with a `FailedSample`, and gives the sample to use, or raises.
+            Needs a map-style dataset. `failed_samples` lists the failures; the log names some.
+        error_budget: The most samples of an epoch that may fail: an int, or a share of them as a float.
+            One more raises ErrorBudgetError in the place of its batch.
+        restart_workers: How many worker processes that died may be replaced while an iterator lives; their
+            unfinished batches are read again. 0: a death is an error. The cause is logged either way. With
+            ``rng="worker"`` the random streams of the new worker begin anew. Needs a map-style dataset.
+
+    Attributes:
+        failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: a device is asked for by name and is not there.
@@ -117,6 +134,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         worker_method: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,
         device_transform: Callable[[Any], Any] | None = None,
+        on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
+        error_budget: int | float = 0.01,
+        restart_workers: int = 0,
     ) -> None:
         super().__init__(
             dataset,
@@ -158,6 +178,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
         if worker_method == "thread":
             self._check_threads()
+        self.on_error = on_error
+        self.error_budget = error_budget
+        self.restart_workers = restart_workers
+        self._check_failures()
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
@@ -165,6 +189,33 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.worker_method = worker_method
         self.device = device
         self.device_transform = device_transform
+
+    def _check_failures(self) -> None:
+        on_error, budget, restarts = self.on_error, self.error_budget, self.restart_workers
+        if on_error not in ("raise", "replace") and not callable(on_error):
+            raise ValueError(f'on_error should be "raise", "replace" or a function, but got {on_error!r}')
+        if (
+            isinstance(budget, bool)
+            or not isinstance(budget, (int, float))
+            or not (0 < budget <= 1 if isinstance(budget, float) else budget >= 0)
+        ):
+            raise ValueError(
+                "error_budget should be an int of at least 0, a number of samples, or a float above 0 and up "
+                f"to 1, a share of them, but got {budget!r}"
+            )
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            raise ValueError(f"restart_workers should be an int of at least 0, but got {restarts!r}")
+        name = "on_error" if on_error != "raise" else "restart_workers" if restarts else ""
+        if name and isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
+            raise ValueError(
+                f"{name} needs a map-style dataset, whose samples can be read again by their indices, "
+                f"but the dataset is a {type(self.dataset).__name__}"
+            )
+
+    @property
+    def failed_samples(self) -> list[FailedSample]:
+        """The samples that could not be read so far, of all epochs; see `on_error`."""
+        return list(report_of(self))
 
     def _check_threads(self) -> None:
         if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
@@ -194,8 +245,12 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
-            if self.worker_method == "thread":
-                raise ValueError(f'worker_method="thread" is not for torch\'s own iterator: {reason}')
+            self._refuse_torch(reason)
+            if not self.in_order:
+                _say_once(
+                    "in_order=False uses torch's own workers and transport, which are slower than those of "
+                    "fastload; these serve in_order=True, where batches come in the order of the sampler"
+                )
             _log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)
         elif self.num_workers == 0:
@@ -205,6 +260,17 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
             iterator = WorkerIterator(self)
         _live.add(iterator)
         return iterator
+
+    def _refuse_torch(self, reason: str) -> None:
+        """Raise if this loader was given what torch's own iterator cannot do."""
+        given = {
+            'worker_method="thread"': self.worker_method == "thread",
+            f"on_error={self.on_error!r}": self.on_error != "raise",
+            f"restart_workers={self.restart_workers}": self.restart_workers > 0,
+        }
+        for setting, is_given in given.items():
+            if is_given:
+                raise ValueError(f"{setting} is not for torch's own iterator, which is used here: {reason}")
 
     def _why_torch(self) -> str | None:
         """Why this loader's work is left to torch's iterator; None when it is ours."""
@@ -270,6 +336,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _log.warning("%s", text)
 
 
 @functools.cache

@@ -15,10 +15,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError
+from fastload.failures import FailureCount, num_samples_of
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
+from fastload.transport.replacing import Place
 from fastload.transport.ring import limit_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ class LocalIterator(_BaseDataLoaderIter):
         self._is_closed = False
         self._turn = threading.RLock()
         self._is_fetching = False
-        self._num_drawn = 0
+        self._num_drawn = self._epoch.num_received  # batches of the epoch
+        self._replaces = loader.on_error != "raise"
+        self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
         job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
         sample_rng = None
         if job.seeds_samples:
@@ -104,7 +108,10 @@ class LocalIterator(_BaseDataLoaderIter):
         try:
             self._is_fetching = True
             self._buffers.begin()
-            batch = self._fetcher.fetch(index, draw)
+            at = None
+            if self._replaces:
+                at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+            batch = self._fetcher.fetch(index, draw, at)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except BaseException as error:
@@ -116,6 +123,8 @@ class LocalIterator(_BaseDataLoaderIter):
             self._is_fetching = False  # first: a signal may interrupt the next line
             self._buffers.arena.end()
         self._received(index)
+        if self._fetcher.replacer is not None:
+            self._failures.note(self._fetcher.replacer.failed)
         return batch
 
     def _received(self, index: Any) -> None:

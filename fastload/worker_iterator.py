@@ -25,9 +25,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.failures import FailureCount, num_samples_of
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
 from fastload.transport.pool import Pool
+from fastload.transport.replacing import Place
 from fastload.transport.ring import Ring, limit_bytes
 from fastload.transport.schedule import Schedule
 from fastload.transport.threads import ThreadPool
@@ -62,12 +64,13 @@ class WorkerIterator(_BaseDataLoaderIter):
         job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
+        self._replaces = loader.on_error != "raise"
         self._pool: Pool | ThreadPool
         if loader.worker_method == "thread":
             self._pool = _start_threads(loader, job, self._pin_memory)
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
-            self._pool = Pool(job, context, ring)
+            self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
             try:
                 if self._pin_memory and loader.device is None:  # else the device reads slots in place
                     self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
@@ -95,6 +98,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
             self._pool.restart(number, self._epoch.dataset_states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
+        self._first_batch = self._epoch.num_received  # of this iterator in its epoch
+        self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
             if failure is not None:
@@ -127,7 +132,10 @@ class WorkerIterator(_BaseDataLoaderIter):
         if assigned is None:
             return None
         task, worker = assigned
-        self._pool.submit(worker, task, *self._epoch.draw(index))
+        place = None
+        if self._replaces:
+            place = Place(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
+        self._pool.submit(worker, task, *self._epoch.draw(index), place)
         if self._pin_thread is not None:
             self._pin_thread.expect((worker, task))
         return None
@@ -178,6 +186,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 failure = self._put_index()
             if failure is not None:
                 _raise(failure)
+            if task.failed:
+                self._failures.note(task.failed)
             if task.kind is Kind.ENDED:
                 continue
             batch, task.payload = task.payload, None
@@ -228,6 +238,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             else:
                 raise error  # of a thread: the error itself
         except BaseException as error:
+            for note in task.notes:
+                error.add_note(note)
             error.add_note(f"fastload: batch {task.number}, worker {worker}, {place}")
             raise
 

@@ -15,7 +15,8 @@ PACKAGE = Path(fastload.__file__).parent
 
 # Rooms from the bottom up; a file may import from its own row and from rows before it, never in a circle.
 LAYERS: list[set[str]] = [
-    {"errors", "sizes"},
+    {"errors", "sizes", "failed_sample"},
+    {"failures"},
     {"terminal"},
     {
         "transport.segment",
@@ -28,7 +29,14 @@ LAYERS: list[set[str]] = [
     {"transport.worker_info", "transport.thread_copy", "transport.task"},
     {"rng.seeding", "rng.draws", "rng.sample_rng", "rng.keyed"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
-    {"transport.stacking", "transport.collate", "transport.fetch", "transport.channel", "transport.job"},
+    {
+        "transport.stacking",
+        "transport.collate",
+        "transport.fetch",
+        "transport.channel",
+        "transport.job",
+        "transport.replacing",
+    },
     {"transport.worker", "transport.preload", "transport.starting"},
     {"transport.process"},
     {"transport.pool"},

@@ -25,6 +25,9 @@ EXTRAS = {
     "worker_method",
     "device",
     "device_transform",
+    "on_error",
+    "error_budget",
+    "restart_workers",
 }
 IMAGES = zoo.Made(zoo.image, 12)
 

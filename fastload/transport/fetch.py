@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,10 @@ import numpy as np
 from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
+from fastload.failed_sample import path_of
 from fastload.transport.collate import RowCollate, to_channels_last
 from fastload.transport.obituary import short
+from fastload.transport.replacing import Replacer
 from fastload.transport.stacking import is_torch_default, stacking_into
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fastload.rng.sample_rng import SampleRng
     from fastload.transport.job import Job
     from fastload.transport.memory import Arena
+    from fastload.transport.replacing import Place
 
 
 # The state of a stream that has ended: its own may mean the beginning of the next epoch.
@@ -44,6 +46,10 @@ class Fetcher:
         in_worker: Whether this is a worker process.
         sample_rng: Sets the generators before each sample; None leaves them to run on.
         dataset_state: Where an iterable dataset goes on, as `dataset_state` gave it; None: at its beginning.
+        worker_id: Of the worker, process or thread; None without workers.
+
+    Attributes:
+        replacer: Replaces samples that cannot be read; None where their errors are raised.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Fetcher:
         in_worker: bool,
         sample_rng: SampleRng | None,
         dataset_state: bytes | None = None,
+        worker_id: int | None = None,
     ) -> None:
         if dataset_state:
             dataset.load_state_dict(pickle.loads(dataset_state))
@@ -69,23 +76,31 @@ class Fetcher:
         self._arena = arena
         self._channels_last = job.channels_last
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
+        self.replacer: Replacer | None = None
+        if job.on_error != "raise":
+            self.replacer = Replacer(job.on_error, job.replacements, worker_id)
         self._reading: Any = _NOTHING  # the index of the sample that is being read
 
     def dataset_state(self) -> bytes:
         """Where an iterable dataset that has a state_dict() stands, pickled."""
         return _ENDED if self._has_ended else pickle.dumps(self._dataset.state_dict())
 
-    def fetch(self, index: Any, draw: Draw | None = None) -> Any:
+    def fetch(self, index: Any, draw: Draw | None = None, place: Place | None = None) -> Any:
         """The batch of ``index``.
 
         Args:
             index: What the sampler gave.
             draw: What its samples' random streams follow from, with a `sample_rng`.
+            place: What replacements of samples follow from, with a `replacer`.
 
         Raises:
             StopIteration: An iterable dataset has ended.
         """
         self._reading = _NOTHING
+        if self.replacer is not None and place is not None:
+            if self._auto_collation and not hasattr(index, "__getitem__"):
+                index = list(index)
+            self.replacer.begin(place, index if self._auto_collation else [index])
         try:
             batch = self._fetch(index, draw)
         except BaseException:
@@ -104,8 +119,8 @@ class Fetcher:
             error: What it raised; its ``path`` or ``filename`` is named too.
         """
         place = f"dataset index {short(index if self._reading is _NOTHING else self._reading)}"
-        path = getattr(error, "path", None) or getattr(error, "filename", None)
-        return f"{place}, {path}" if isinstance(path, str | os.PathLike) else place
+        path = path_of(error)
+        return place if path is None else f"{place}, {path}"
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
         if self._samples is not None:
@@ -113,7 +128,7 @@ class Fetcher:
         if not self._auto_collation:
             self._reading = index
             with stacking_into(self._arena):  # a dataset that makes whole batches makes them here
-                return self._collate_fn(self._seeded(self._get, (index,), draw)(index))
+                return self._collate_fn(self._getter((index,), draw)(index))
         if not is_torch_default(self._collate_fn):
             samples = self._fetch_samples(index, draw)
             with stacking_into(self._arena):
@@ -132,8 +147,19 @@ class Fetcher:
     def _fetch_samples(self, indices: Any, draw: Draw | None) -> Any:
         dataset = self._dataset
         if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
-            return dataset.__getitems__(indices)
-        get = self._seeded(self._get, indices, draw)
+            return self._read_in_bulk(indices)
+        return self._read(indices, draw)
+
+    def _read_in_bulk(self, indices: Any) -> Any:
+        try:
+            return self._dataset.__getitems__(indices)
+        except Exception:
+            if self.replacer is None:
+                raise
+        return self._read(indices, None)  # which of them it is, and all others
+
+    def _read(self, indices: Any, draw: Draw | None) -> list[Any]:
+        get = self._getter(indices, draw)
         samples = []
         for index in indices:
             self._reading = index
@@ -141,10 +167,22 @@ class Fetcher:
         self._reading = _NOTHING
         return samples
 
+    def _getter(self, indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
+        """What gets the samples of ``indices``, one after another, and replaces those that cannot be read."""
+        get = self._seeded(self._get, indices, draw)
+        if self.replacer is None:
+            return get
+        return self.replacer.replacing(get, functools.partial(self._read_at, draw))
+
+    def _read_at(self, draw: Draw | None, index: Any, occurrence: int) -> Any:
+        if draw is not None and self._sample_rng is not None:
+            self._sample_rng.begin(draw, index, occurrence)
+        return self._get(index)
+
     def _fetch_rows(self, indices: Any, draw: Draw | None) -> Any:
         dataset, rows = self._dataset, self._rows
         if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
-            samples = dataset.__getitems__(indices)
+            samples = self._read_in_bulk(indices)
             rows.begin(len(samples))
             for sample in samples:
                 rows.add(sample)
@@ -152,7 +190,7 @@ class Fetcher:
         if not hasattr(indices, "__len__"):
             indices = list(indices)
         rows.begin(len(indices))
-        get = self._seeded(self._get, indices, draw)
+        get = self._getter(indices, draw)
         for index in indices:
             self._reading = index
             rows.add(get(index))
@@ -168,6 +206,8 @@ class Fetcher:
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
+        if self.replacer is not None:
+            return self._fetch_rows(indices, draw)
         get: Callable[[Any], Any] = dataset.view
         if dataset.transform is not None:
             get = self._seeded(dataset.__getitem__, indices, draw)

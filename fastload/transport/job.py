@@ -17,12 +17,13 @@ from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.transport.segment import Segment, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fastload.loader import DataLoader
 
@@ -44,6 +45,8 @@ class Job:
     seed_pipelines: bool
     channels_last: bool
     seeds_samples: bool  # rng="sample"
+    on_error: Any = "raise"  # "replace", or a function; see `replacing`
+    replacements: Sequence[Any] = ()  # for samples that cannot be read; empty: those of the same batch
     dataset_states: list[bytes | None] | None = None  # of a stream that can go on where it stood, by worker
 
     @classmethod
@@ -67,12 +70,25 @@ class Job:
             seed_pipelines=loader.seed_pipelines,
             channels_last=loader.memory_format is torch.channels_last,
             seeds_samples=loader.rng == "sample",
+            on_error=loader.on_error,
+            replacements=_replacements(loader),
             dataset_states=dataset_states,
         )
 
     def load(self) -> Job:
         """The job itself: under fork it needs no unpacking."""
         return self
+
+
+def _replacements(loader: DataLoader) -> Sequence[Any]:
+    """The indices that the sampler may give, where it is one of torch's that tells; else none."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        return range(len(loader.dataset)) if source is loader.dataset else ()
+    return ()
 
 
 class PickledJob:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import pickle
 import select
@@ -37,14 +38,14 @@ from fastload.transport.channel import Channel, make_channel
 from fastload.transport.job import Job, PickledJob, pickle_job
 from fastload.transport.limits import too_many_files
 from fastload.transport.memory import Memory
-from fastload.transport.obituary import obituary
+from fastload.transport.obituary import obituary, oom_kills
 from fastload.transport.packing import has_leaves_that_stay, unpack
 from fastload.transport.process import WorkerProcess, wait_for_all
 from fastload.transport.ring import SlotState
 from fastload.transport.segment import Segment
 from fastload.transport.starting import check_start, preload_forkserver
 from fastload.transport.task import Task
-from fastload.transport.worker import Fetch, Kind, Reply, Restart
+from fastload.transport.worker import ErrorParts, Fetch, Kind, Reply, Restart
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -52,7 +53,10 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.rng.draws import Draw
     from fastload.transport.channel import Received
+    from fastload.transport.replacing import Place
     from fastload.transport.ring import Ring, Slot
+
+_log = logging.getLogger("fastload")
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
 _GRACE_S = 5.0
@@ -80,12 +84,13 @@ class Pool:
         job: What they do.
         context: The multiprocessing context that starts them.
         ring: The books of their slots.
+        num_restarts: How many workers that died may be replaced; their unfinished tasks are done again.
 
     Raises:
         WorkerStartError: Processes cannot be started from here.
     """
 
-    def __init__(self, job: Job, context: BaseContext, ring: Ring) -> None:
+    def __init__(self, job: Job, context: BaseContext, ring: Ring, *, num_restarts: int = 0) -> None:
         self.ring = ring
         self.registered: RegisteredSlots | None = None  # where a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
@@ -95,32 +100,35 @@ class Pool:
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
         self._death = ""  # what was said of workers that died, if that closed the pool
+        self._context = context
+        self._job: Job | PickledJob = job  # as it is sent to workers
+        self._restarts_left = num_restarts
+        self._restart: Restart | None = None  # the message that began the last epoch of persistent workers
+        self._oom_kills = oom_kills()
         method = context.get_start_method()
         check_start(job, method)
-        shipped: Job | PickledJob = job
         try:
             if method == "forkserver":
                 preload_forkserver()
             if method != "fork":
-                shipped = pickle_job(job)
+                self._job = pickle_job(job)
             for worker_id in range(job.num_workers):
-                self._start(worker_id, shipped, context)
+                self._workers.append(self._start(worker_id))
         except BaseException:
             self.close()
             raise
-        finally:
-            if isinstance(shipped, PickledJob):
-                shipped.close()
+        if not num_restarts and isinstance(self._job, PickledJob):
+            self._job.close()
 
-    def _start(self, worker_id: int, job: Job | PickledJob, context: BaseContext) -> None:
+    def _start(self, worker_id: int) -> _WorkerHandle:
         ours, theirs = make_channel()
         inherited = [*(worker.channel for worker in self._workers), ours]
         try:
-            process = WorkerProcess(worker_id, context, job, theirs, inherited)
+            process = WorkerProcess(worker_id, self._context, self._job, theirs, inherited)
         except BaseException:
             ours.close()
             raise
-        self._workers.append(_WorkerHandle(process, ours))
+        return _WorkerHandle(process, ours)
 
     @property
     def is_ours(self) -> bool:
@@ -132,12 +140,14 @@ class Pool:
         """The workers' process ids, by worker number."""
         return [worker.process.pid for worker in self._workers]
 
-    def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
+    def submit(
+        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+    ) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index, draw))
+            worker.waiting.append(Task(number, index, draw, at))
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
@@ -148,6 +158,7 @@ class Pool:
             dataset_states: Where each worker's stream goes on, if it does.
         """
         with self.lock:
+            self._restart = Restart(epoch, None)
             for worker_id, worker in enumerate(self._workers):
                 for task in [*worker.sent, *worker.waiting]:
                     task.is_stale = True
@@ -191,9 +202,11 @@ class Pool:
         if slot is None or reply is None:
             raise AssertionError("an answered task has a slot and a reply")
         task.dataset_state = reply.dataset_state
+        task.failed = reply.failed
         if reply.kind is Kind.ERROR:
-            error, task.place = _load_error(reply)
-            return Kind.ERROR, error
+            parts = _load_error(reply)
+            task.place, task.notes = parts.place, parts.notes
+            return Kind.ERROR, parts.wrapper
         packed = reply.packed
         if packed is None:
             return reply.kind, None
@@ -316,6 +329,7 @@ class Pool:
                 self.ring.num_slots(worker_id),
                 task.index,
                 task.draw,
+                task.at,
             )
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
@@ -369,18 +383,47 @@ class Pool:
                 self.expect_open()  # workers that were stopped are no deaths
                 if worker.channel.has_message():
                     return
+                if len(dead) <= self._restarts_left:
+                    for worker_id in dead:
+                        self._replace(worker_id)
+                    return
                 self._note_death(dead)
             self.close(_GRACE_AFTER_DEATH_S)
             raise WorkerDiedError(self._death)
 
     def _note_death(self, dead: list[int]) -> None:
-        messages = []
-        for worker_id in dead:
-            worker = self._workers[worker_id]
-            task = next((task for task in worker.sent if task.reply is None), None)
-            messages.append(obituary(worker_id, worker.process.exit_code(), task))
+        messages = [self._cause_of_death(worker_id) for worker_id in dead]
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
+        _log.error("%s", self._death)
+
+    def _cause_of_death(self, worker_id: int) -> str:
+        worker = self._workers[worker_id]
+        task = next((task for task in worker.sent if task.reply is None), None)
+        return obituary(worker_id, worker.process.exit_code(), task, oom_kills() - self._oom_kills)
+
+    def _replace(self, worker_id: int) -> None:
+        """Start a worker in the place of one that died, and give it the tasks that are not answered."""
+        worker = self._workers[worker_id]
+        while (received := worker.channel.peek()) is not None:
+            self._accept(worker, received)
+        self._restarts_left -= 1
+        _log.warning(
+            "%s A new worker does its unfinished batches again; restart_workers allows %d more",
+            self._cause_of_death(worker_id),
+            self._restarts_left,
+        )
+        self._oom_kills = oom_kills()
+        self.ring.forget(worker_id)  # the new process has none of its memory
+        worker.channel.close()
+        worker.process.clean_up()
+        new = self._workers[worker_id] = self._start(worker_id)
+        if self._restart is not None:
+            self._send(new, worker_id, self._restart, next(self._serials))
+        new.sent.extend(task for task in worker.sent if task.reply is not None)
+        for task in dict.fromkeys([*worker.sent, *worker.waiting]):
+            if task.reply is None and not task.is_stale:
+                new.waiting.append(Task(task.number, task.index, task.draw, task.at))
 
     def let_read(self, backend: Backend, stream: Any) -> None:
         """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
@@ -407,6 +450,8 @@ class Pool:
             for worker in self._workers:
                 worker.channel.abandon()
                 worker.process.abandon()
+            if isinstance(self._job, PickledJob):
+                self._job.close()
             return
         with self.lock:
             self._is_closed = True
@@ -427,6 +472,8 @@ class Pool:
                     self._workers.clear()
                     self.ring.clear()
                     self.unregister()
+                    if isinstance(self._job, PickledJob):
+                        self._job.close()
 
 
 def _signal(processes: list[WorkerProcess], number: int) -> None:
@@ -441,9 +488,9 @@ def _slot_of(task: Task) -> Slot:
     return task.slot
 
 
-def _load_error(reply: Reply) -> tuple[Any, str]:
-    """The ExceptionWrapper that an error reply brings, and the place of the error."""
+def _load_error(reply: Reply) -> ErrorParts:
+    """What an error reply brings."""
     if reply.error is None:
         raise AssertionError("an error reply brings an error")
-    wrapper, place = pickle.loads(reply.error)
-    return wrapper, place
+    parts: ErrorParts = pickle.loads(reply.error)
+    return parts

@@ -145,6 +145,10 @@ class Ring:
         """How many slots the worker has: those with higher numbers are given up."""
         return len(self._slots[worker])
 
+    def forget(self, worker: int) -> None:
+        """Give up all slots of a worker; memory that is lent goes with its last view."""
+        self._slots[worker] = []
+
     def clear(self) -> None:
         """Forget all slots; memory that is lent goes with its last view."""
         for slots in self._slots:

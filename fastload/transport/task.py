@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastload.failed_sample import FailedSample
     from fastload.rng.draws import Draw
+    from fastload.transport.replacing import Place
     from fastload.transport.ring import Slot
     from fastload.transport.worker import Kind, Reply
 
@@ -17,6 +19,7 @@ class Task:
         number: Of the batch in its epoch.
         index: What the sampler gave.
         draw: What the random streams of its samples follow from.
+        at: What replacements of its samples follow from.
 
     Attributes:
         serial: Of the message to a worker process; ascends over all epochs. 0 until it is sent.
@@ -26,17 +29,22 @@ class Task:
         kind: What `payload` is; None until the answer is there and opened.
         payload: The batch, or the error, until the caller takes it.
         place: Of the error, in words; empty where the worker did not say.
+        notes: To be added to the error.
+        failed: Samples that could not be read and were replaced.
         dataset_state: Of the worker's stream, after this task.
         is_stale: Whether it belongs to an epoch that was left; its answer is dropped.
     """
 
     __slots__ = (
+        "at",
         "dataset_state",
         "draw",
+        "failed",
         "index",
         "is_stale",
         "kind",
         "lease",
+        "notes",
         "number",
         "payload",
         "place",
@@ -45,10 +53,12 @@ class Task:
         "slot",
     )
 
-    def __init__(self, number: int, index: Any, draw: Draw | None) -> None:
+    def __init__(self, number: int, index: Any, draw: Draw | None, at: Place | None) -> None:
         self.number = number
         self.index = index
         self.draw = draw
+        self.at = at
+        self.failed: tuple[FailedSample, ...] = ()
         self.serial = 0
         self.slot: Slot | None = None
         self.reply: Reply | None = None
@@ -56,5 +66,6 @@ class Task:
         self.kind: Kind | None = None
         self.payload: Any = None
         self.place = ""
+        self.notes: tuple[str, ...] = ()
         self.dataset_state: bytes | None = None
         self.is_stale = False

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from fastload.rng.draws import Draw
     from fastload.transport.job import Job
+    from fastload.transport.replacing import Place
 
 _log = logging.getLogger("fastload")
 
@@ -91,13 +92,15 @@ class ThreadPool:
         """Whether this process started the threads, and not one that was forked from it."""
         return os.getpid() == self._pid
 
-    def submit(self, worker_id: int, number: int, index: Any, draw: Draw | None = None) -> None:
+    def submit(
+        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+    ) -> None:
         """Give a worker its next task; waits for the first one, if that is watched."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
-        task = Task(number, index, draw)
+        task = Task(number, index, draw, at)
         worker.sent.append(task)
         worker.tasks.put(task)
         if watches:
@@ -233,7 +236,12 @@ class _Worker:
             )
         # No worker as torch has them: its get_worker_info() is None here, too.
         self._fetcher = Fetcher(
-            job, self._dataset, self._buffers.arena, in_worker=False, sample_rng=sample_rng
+            job,
+            self._dataset,
+            self._buffers.arena,
+            in_worker=False,
+            sample_rng=sample_rng,
+            worker_id=self._id,
         )
 
     def _restart(self, epoch: int | None) -> None:
@@ -253,7 +261,8 @@ class _Worker:
             return
         self._buffers.begin()
         try:
-            task.payload = self._finish(self._fetcher.fetch(task.index, task.draw))
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.draw, task.at))
+            task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
             task.kind = Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
             task.place = self._fetcher.place_of_error(task.index, error)

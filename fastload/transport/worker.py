@@ -44,9 +44,11 @@ from fastload.transport.segment import Segment, populate
 from fastload.transport.stacking import install_slot_rule
 
 if TYPE_CHECKING:
+    from fastload.failed_sample import FailedSample
     from fastload.rng.draws import Draw
     from fastload.transport.channel import Channel, ChannelEnd, Received
     from fastload.transport.job import Job, PickledJob
+    from fastload.transport.replacing import Place
 
 
 class Fetch(NamedTuple):
@@ -57,6 +59,7 @@ class Fetch(NamedTuple):
     num_slots: int  # memory of slots from this number on is given up
     index: Any
     draw: Draw | None
+    place: Place | None
 
 
 class Restart(NamedTuple):
@@ -70,8 +73,16 @@ class Kind(enum.IntEnum):
     """What a reply brings."""
 
     BATCH = 0
-    ERROR = 1  # payload: a pickled ExceptionWrapper, and the place of the error in words
+    ERROR = 1  # payload: a pickled ErrorParts
     ENDED = 2  # the worker's share of an iterable dataset is used up
+
+
+class ErrorParts(NamedTuple):
+    """An error on its way to the parent."""
+
+    wrapper: ExceptionWrapper
+    place: str = ""  # in words; empty where it is not known
+    notes: tuple[str, ...] = ()  # those of ours; torch's text of the error has only the user's
 
 
 class Reply(NamedTuple):
@@ -81,6 +92,7 @@ class Reply(NamedTuple):
     packed: Packed | None = None
     error: bytes | None = None
     dataset_state: bytes | None = None  # of a stream that has one, pickled
+    failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
 
 @dataclass
@@ -191,7 +203,8 @@ class _Worker:
                 continue  # the parent was interrupted while it sent this, and sent it again
             self._last_number = number
             if isinstance(message, str):
-                self._send(number, Reply(Kind.ERROR, error=pickle.dumps((_wrap_text(message, self._id), ""))))
+                parts = ErrorParts(_wrap_text(message, self._id))
+                self._send(number, Reply(Kind.ERROR, error=pickle.dumps(parts)))
             elif isinstance(message, Fetch):
                 self._answer(number, message)
             else:
@@ -229,6 +242,7 @@ class _Worker:
             in_worker=True,
             sample_rng=sample_rng,
             dataset_state=dataset_state,
+            worker_id=self._id,
         )
 
     def _answer(self, number: int, message: Fetch) -> None:
@@ -270,8 +284,9 @@ class _Worker:
 
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
-            batch = fetcher.fetch(message.index, message.draw)
-            return Reply(Kind.BATCH, pack(batch, self._arena))
+            batch = fetcher.fetch(message.index, message.draw, message.place)
+            failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
+            return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)
         except StopIteration as error:
             if self._job is not None and self._job.is_iterable:
                 return Reply(Kind.ENDED)
@@ -300,29 +315,38 @@ class _Worker:
 
     def _wrap_error(self, place: str = "") -> bytes:
         """The current exception as torch sends it, or its text if it cannot be pickled; and its place."""
+        notes = _take_own_notes(sys.exc_info()[1])
         wrapper = ExceptionWrapper(where=_where(self._id))
         try:
-            data = pickle.dumps((wrapper, place))
+            data = pickle.dumps(ErrorParts(wrapper, place, notes))
             pickle.loads(data)
         except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
             text = f"{wrapper.exc_msg}\n(the exception itself could not be pickled: {error!r})"
-            data = pickle.dumps((_wrap_text(text, self._id), place))
+            data = pickle.dumps(ErrorParts(_wrap_text(text, self._id), place, notes))
         return data
 
     def _short_error(self, reply: Reply, error: Exception) -> bytes:
         """What stands for a reply that could not be sent: short enough for the pipe itself."""
         if reply.error is None:
-            return pickle.dumps((_wrap_text(f"the batch could not be sent: {error}", self._id), ""))
-        wrapper, place = pickle.loads(reply.error)
+            return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {error}", self._id)))
+        wrapper, place, _ = pickle.loads(reply.error)
         text: str = wrapper.exc_msg
         text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
         wrapper.exc_msg = text
-        data = pickle.dumps((wrapper, place))
-        return data if len(data) < _SHORT_BYTES else pickle.dumps((_wrap_text(text, self._id), ""))
+        data = pickle.dumps(ErrorParts(wrapper, place))
+        return data if len(data) < _SHORT_BYTES else pickle.dumps(ErrorParts(_wrap_text(text, self._id)))
 
 
 _SHORT_TEXT = 400  # characters; each takes four bytes at most
 _SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an error
+
+
+def _take_own_notes(error: BaseException | None) -> tuple[str, ...]:
+    notes = getattr(error, "__notes__", [])
+    own = tuple(note for note in notes if note.startswith("fastload: "))
+    for note in own:
+        notes.remove(note)
+    return own
 
 
 def _where(worker_id: int) -> str:

@@ -187,3 +187,59 @@ def nested_collate(samples: Any) -> Any:
 
 def ragged(index: int) -> Any:
     return np.full((index + 1, 2), index, np.float32)
+
+
+# --- samples that cannot be read, workers that die -------------------------------------------------------
+
+BAD = frozenset({3, 8, 9, 14})
+
+
+def some_bad(index: int) -> Any:
+    """Four of the samples cannot be read."""
+    if index in BAD:
+        raise OSError(5, "Input/output error", f"/photos/{index}.jpg")
+    return np.full(4, index)
+
+
+def all_bad(index: int) -> Any:
+    raise ValueError(f"no sample {index}")
+
+
+def draws(index: int) -> Any:
+    """A random number beside the index, and the same four samples bad."""
+    some_bad(index)
+    return index, float(torch.rand(()))
+
+
+def black(failed: Any) -> Any:
+    """What a user may put in the place of a sample."""
+    return np.full(4, -failed.index)
+
+
+def refuses(failed: Any) -> Any:
+    raise LookupError(f"not without sample {failed.index}")
+
+
+class DiesOnce:
+    """The worker that reads one sample is killed, the first time; a file remembers that."""
+
+    def __init__(self, path: str, index: int, number: int = signal.SIGKILL) -> None:
+        self.path = path
+        self.index = index
+        self.number = number
+
+    def __call__(self, index: int) -> Any:
+        if index == self.index and not os.path.exists(self.path):
+            with open(self.path, "w"):
+                os.kill(os.getpid(), self.number)
+        return array(index)
+
+
+class DiesAlways:
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, index: int) -> Any:
+        if index == self.index:
+            os._exit(7)
+        return array(index)

@@ -1,0 +1,254 @@
+"""Samples that cannot be read: replaced at their place, counted against a budget, and reported."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data as tud
+
+import fastload
+from tests import zoo as datasets
+from tests.faults import zoo
+
+MODES: dict[str, dict[str, Any]] = {
+    "no workers": {"num_workers": 0},
+    "processes": {"num_workers": 2},
+    "spawned": {"num_workers": 1, "multiprocessing_context": "forkserver"},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+}
+EVERY_MODE = pytest.mark.parametrize("mode", MODES)
+
+
+def make_loader(dataset: Any, **options: Any) -> fastload.DataLoader:
+    generator = torch.Generator().manual_seed(5)
+    usual = {"batch_size": 4, "on_error": "replace", "error_budget": 8, "generator": generator}
+    return fastload.DataLoader(dataset, **usual | options)
+
+
+def rows(loader: Any) -> list[list[int]]:
+    return [[zoo.value_of(sample) for sample in batch] for batch in loader]
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "list"])
+def test_sizes_and_order_stay_and_the_replacements_are_the_same_everywhere(
+    mode: str, collate_fn: Any
+) -> None:
+    """Good samples are at their places; the others follow from the seed, the epoch and the place."""
+    expected = rows(make_loader(datasets.Made(zoo.some_bad, 20), num_workers=0))
+
+    got = rows(make_loader(datasets.Made(zoo.some_bad, 20), collate_fn=collate_fn, **MODES[mode]))
+
+    assert got == expected
+    flat = [number for batch in got for number in batch]
+    assert [number for index, number in enumerate(flat) if index not in zoo.BAD] == [
+        index for index in range(20) if index not in zoo.BAD
+    ]
+    assert not zoo.BAD.intersection(flat)
+
+
+def test_replacements_differ_by_epoch_and_seed() -> None:
+    """Not the same sample takes the place of a bad one in every epoch."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20))
+    epochs = [rows(loader) for _ in range(4)]
+    other = make_loader(datasets.Made(zoo.some_bad, 20), generator=torch.Generator().manual_seed(6))
+
+    assert len({str(epoch) for epoch in [*epochs, rows(other)]}) > 3
+
+
+def test_replacements_are_the_same_after_a_resume() -> None:
+    """The place counts from the beginning of the epoch."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20))
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    expected = rows(iterator)
+
+    resumed = make_loader(datasets.Made(zoo.some_bad, 20), num_workers=2)
+    resumed.load_state_dict(state)
+
+    assert rows(resumed) == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_random_streams_of_all_other_samples_stay(num_workers: int) -> None:
+    """With rng="sample" a replacement draws from a stream of its own."""
+    kept = [index for index in range(20) if index not in zoo.BAD]
+    options: dict[str, Any] = {"rng": "sample", "num_workers": num_workers}
+    whole = make_loader(datasets.Made(zoo.draws, 20), **options)
+    alone = make_loader(datasets.Made(zoo.draws, 20), sampler=kept, **options)
+
+    drawn = {int(i): float(x) for batch in whole for i, x in zip(*batch, strict=True) if int(i) in kept}
+    assert len(drawn) == len(kept)
+    values = [(int(i), float(x)) for batch in whole for i, x in zip(*batch, strict=True)]
+    whole.set_epoch(0)
+    values = [(int(i), float(x)) for batch in whole for i, x in zip(*batch, strict=True)]
+    good = {number: values[number][1] for number in kept}
+    assert good == {int(i): float(x) for batch in alone for i, x in zip(*batch, strict=True)}
+
+
+@EVERY_MODE
+def test_the_report_names_index_path_error_worker_and_replacement(
+    mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the order of the batches; the log says the same."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20), **MODES[mode])
+    with caplog.at_level(logging.WARNING, "fastload"):
+        flat = [number for batch in rows(loader) for number in batch]
+
+    failed = loader.failed_samples
+
+    num_workers = MODES[mode]["num_workers"]
+    assert [sample.index for sample in failed] == sorted(zoo.BAD)
+    assert [sample.path for sample in failed] == [f"/photos/{index}.jpg" for index in sorted(zoo.BAD)]
+    assert {sample.type for sample in failed} == {"OSError"}
+    assert all("Input/output error" in sample.reason for sample in failed)
+    assert [sample.replaced_by for sample in failed] == [flat[index] for index in sorted(zoo.BAD)]
+    assert [sample.worker for sample in failed] == [
+        index // 4 % num_workers if num_workers else None for index in sorted(zoo.BAD)
+    ]
+    assert caplog.text.count("could not be read and sample") == 4
+
+
+@EVERY_MODE
+def test_a_function_makes_the_sample_to_use_instead(mode: str) -> None:
+    """It is called where the sample was read, and given the report's entry."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20), on_error=zoo.black, **MODES[mode])
+
+    flat = [number for batch in rows(loader) for number in batch]
+
+    assert flat == [-index if index in zoo.BAD else index for index in range(20)]
+    assert [sample.replaced_by for sample in loader.failed_samples] == [None] * 4
+
+
+@EVERY_MODE
+def test_an_error_of_the_function_is_that_of_the_batch(mode: str) -> None:
+    """A function may refuse a replacement."""
+    iterator = iter(make_loader(datasets.Made(zoo.some_bad, 20), on_error=zoo.refuses, **MODES[mode]))
+
+    with pytest.raises(LookupError, match="not without sample 3"):
+        next(iterator)
+
+    assert [zoo.value_of(sample) for sample in next(iterator)] == [4, 5, 6, 7]
+
+
+@EVERY_MODE
+def test_one_more_than_the_budget_is_an_error_in_the_place_of_its_batch(mode: str) -> None:
+    """It says how many failed, how many may, and which were the last."""
+    iterator = iter(make_loader(datasets.Made(zoo.some_bad, 20), error_budget=2, **MODES[mode]))
+    assert len(next(iterator)) == 4
+    assert len(next(iterator)) == 4
+
+    with pytest.raises(fastload.ErrorBudgetError, match=r"3 samples .*error_budget=2.*sample 9 .*9\.jpg"):
+        next(iterator)
+    with pytest.raises(fastload.ErrorBudgetError, match="4 samples"):
+        next(iterator)
+
+    assert zoo.value_of(next(iterator)) == 16
+
+
+@pytest.mark.parametrize(("share", "may_fail"), [(0.2, True), (0.15, False)])
+def test_a_budget_may_be_a_share_of_the_epoch(share: float, may_fail: bool) -> None:
+    """Four of twenty samples fail: that is a fifth."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20), error_budget=share)
+
+    if may_fail:
+        assert len(list(loader)) == 5
+    else:
+        with pytest.raises(fastload.ErrorBudgetError, match="allows 3 of 20"):
+            list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_dataset_without_any_good_sample_raises_its_own_error(num_workers: int) -> None:
+    """With notes on what was tried in its place."""
+    loader = make_loader(datasets.Made(zoo.all_bad, 8), num_workers=num_workers)
+
+    with pytest.raises(ValueError, match="no sample 0") as caught:
+        next(iter(loader))
+
+    assert "found no sample for its place" in str(caught.value) + str(caught.value.__notes__)
+
+
+def test_a_sampler_of_some_samples_is_given_no_others() -> None:
+    """A replacement never comes from outside what the sampler may give, such as the validation set."""
+    chosen = [1, 3, 5, 8, 9, 11]
+    loader = make_loader(
+        datasets.Made(zoo.some_bad, 20), batch_size=3, sampler=tud.SubsetRandomSampler(chosen)
+    )
+
+    for _ in range(10):
+        assert {number for batch in rows(loader) for number in batch} <= {1, 5, 11}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_reads_in_bulk_is_read_one_by_one_where_it_fails(num_workers: int) -> None:
+    """__getitems__ does not say which sample it was."""
+    expected = rows(make_loader(datasets.Made(zoo.some_bad, 20)))
+
+    loader = make_loader(datasets.Bulk(zoo.some_bad, 20), num_workers=num_workers)
+
+    assert rows(loader) == expected
+    assert [sample.index for sample in loader.failed_samples] == sorted(zoo.BAD)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_cache_is_filled_with_what_can_be_read(num_workers: int) -> None:
+    """The samples of a cache that cannot be read are tried again in each epoch."""
+    cached = fastload.CachedDataset(datasets.Made(zoo.some_bad, 20))
+    loader = make_loader(cached, num_workers=num_workers)
+
+    for _ in range(2):
+        flat = [number for batch in rows(loader) for number in batch]
+        assert not zoo.BAD.intersection(flat)
+        assert flat[4:8] == [4, 5, 6, 7]
+    assert cached.cache_info().num_cached == 16
+    assert [sample.epoch for sample in loader.failed_samples] == [0] * 4 + [1] * 4
+
+
+def test_single_samples_are_replaced_too() -> None:
+    """batch_size=None, where the batch has no other sample."""
+    loader = make_loader(datasets.Made(zoo.some_bad, 20), batch_size=None)
+
+    numbers = [zoo.value_of(sample) for sample in loader]
+
+    assert len(numbers) == 20
+    assert not zoo.BAD.intersection(numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"on_error": "skip"}, "on_error should be"),
+        ({"on_error": 5}, "on_error should be"),
+        ({"error_budget": -1}, "error_budget should be"),
+        ({"error_budget": 1.5}, "error_budget should be"),
+        ({"error_budget": True}, "error_budget should be"),
+        ({"error_budget": "many"}, "error_budget should be"),
+        ({"restart_workers": -1}, "restart_workers should be"),
+        ({"restart_workers": 1.5}, "restart_workers should be"),
+    ],
+)
+def test_other_values_are_refused_in_the_constructor(options: dict[str, Any], error: str) -> None:
+    """The error says what was expected and what came."""
+    with pytest.raises(ValueError, match=error):
+        make_loader(datasets.Made(zoo.array, 4), **options)
+
+
+@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "restart_workers": 1}])
+def test_streams_are_refused(options: dict[str, Any]) -> None:
+    """A stream that raised has ended, and cannot be read again by an index."""
+    with pytest.raises(ValueError, match="needs a map-style dataset"):
+        make_loader(datasets.Stream(), **options)
+
+
+@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "restart_workers": 1}])
+def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
+    """It would raise the error all the same, or die."""
+    loader = make_loader(datasets.Made(zoo.array, 4), num_workers=1, in_order=False, **options)
+
+    with pytest.raises(ValueError, match=r"is not for torch's own iterator, .*in_order=False"):
+        iter(loader)
