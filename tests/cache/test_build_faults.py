@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
-    """With on_error="skip" bad samples are missing, and reported with index, path, type and reason."""
+    """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
     dataset = BrokenImages(12, bad=[0, 5, 6, 11])
     cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", shards=shards)
     lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
@@ -37,6 +37,7 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
     assert cache.stored_indices.tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
     assert (cache.num_samples, cache.num_cached) == (12, 8)
     assert [line["index"] for line in lines] == [0, 5, 6, 11]
+    assert lines[1].pop("worker") in (range(num_workers) if num_workers else [None])
     assert lines[1] == {"index": 5, "path": "5.jpg", "type": "ImageReadError", "reason": "it is broken"}
     assert 5 not in cache
     assert cache.gather(np.array([4, 5]), np.empty) is None

@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
@@ -40,12 +40,21 @@ _TASKS_EACH = 8  # at least, so that workers finish together
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that could not be read; one line of the report."""
+    """A sample that could not be read; one line of the report.
+
+    Attributes:
+        index: In the dataset.
+        path: Of the file, if the error names one.
+        type: The class of the error.
+        reason: The error's text.
+        worker: Number of the worker process that read it; None for the builder's own process.
+    """
 
     index: int
     path: str | None
     type: str
     reason: str
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,10 +170,17 @@ class RecordTasks(Dataset[list[Value]]):
 
 
 def skipped(index: int, error: Exception) -> Skipped:
-    """What the report says of a sample that could not be read."""
+    """What the report says of a sample that could not be read in this process."""
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     reason = getattr(error, "reason", None) or error
-    return Skipped(index, None if path is None else str(path), type(error).__name__, str(reason))
+    worker = get_worker_info()
+    return Skipped(
+        index=index,
+        path=None if path is None else str(path),
+        type=type(error).__name__,
+        reason=str(reason),
+        worker=None if worker is None else worker.id,
+    )
 
 
 def _failed(index: int, error: Exception) -> Failed:
