@@ -23,10 +23,16 @@ import PIL
 
 from fastload.cache import workers
 from fastload.cache.disk.codecs import LOSSY, check_codec
-from fastload.cache.disk.format import Description, Plan, runs_of
+from fastload.cache.disk.format import (
+    VALUE_HEADER_BYTES,
+    Description,
+    Plan,
+    runs_of,
+)
 from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import Partial, only_builder, source_differences
+from fastload.cache.disk.shapes import SeenShapes
 from fastload.cache.disk.writer import ShardWriter
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
@@ -98,6 +104,7 @@ def build_lmdb(
                 build.run(num_workers, progress)
                 cache = LMDBCache(path)
                 cache.reason = f"built now, as there was none{resumed}"
+                build.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
     return _opened(dataset, path, probed, codec, fingerprint)
@@ -197,6 +204,7 @@ class _Build:
         self._partial = Partial(path)
         self._num_samples = len(dataset)
         self._first_bytes = _GUESSED_BYTES
+        self._shapes = SeenShapes()
 
     def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
         """Decide what is written and where to begin; says what is gone on with, for people."""
@@ -338,8 +346,17 @@ class _Build:
                 continue
             content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
             writer.put(index, content)
+            self._shapes.add(memoryview(content)[VALUE_HEADER_BYTES:])
             nbytes += len(content)
         progress.advance(nbytes, len(values))
+
+    def report_shapes(self, cache: LMDBCache) -> None:
+        """Log that samples differ in shape, which training would meet at its first batch; note the number."""
+        self._shapes.add_stored(cache.path, self._position)  # by an earlier build
+        cache.num_shapes = self._shapes.number
+        explanation = self._shapes.explain()
+        if explanation is not None:
+            log.info("%s: %s", cache.path, explanation)
 
     def _explained(self, failed: Failed) -> Exception:
         error = failed.error

@@ -42,6 +42,8 @@ class LMDBCache:
     Attributes:
         path: Absolute.
         reason: Why this cache is the one in use.
+        num_shapes: How many shapes the array of a sample that varies most has, up to a thousand; None unless
+            this process built the cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -52,6 +54,7 @@ class LMDBCache:
     layout = "lmdb"
     budget_bytes: int | None = None  # the files are complete; memory is the page cache's affair
     is_shared = True
+    num_shapes: int | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
