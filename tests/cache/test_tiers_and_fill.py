@@ -301,6 +301,35 @@ def test_a_skipped_sample_is_asked_of_the_source(tmp_path: Path) -> None:
         ds[7]
 
 
+@pytest.mark.parametrize("tier", ["lmdb", "ram, lmdb"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
+    tier: str, num_workers: int, tmp_path: Path
+) -> None:
+    """In training, too: the error's notes name the sample and from_cache, which leaves such samples out."""
+    path = tmp_path / "x"
+    build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip")
+    cache: Any = f"lmdb:{path}" if tier == "lmdb" else ["ram", f"lmdb:{path}"]
+    ds = CachedDataset(Unreadable(40), cache=cache, budget=1 << 20)
+
+    with pytest.raises(OSError, match="no such picture") as caught:
+        list(fastload.DataLoader(ds, batch_size=4, num_workers=num_workers))
+
+    notes = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert f"sample 3 could not be read when {path} was built and was left out" in notes
+    assert f"CachedDataset.from_cache({str(path)!r}, transform=...)" in notes
+
+
+def test_an_error_that_is_not_of_a_skipped_sample_has_no_such_note() -> None:
+    """A cache in RAM leaves nothing out: the dataset's error is raised as it is."""
+    ds = CachedDataset(Unreadable(40), budget=1 << 20)
+
+    with pytest.raises(OSError, match="no such picture") as caught:
+        ds[7]
+
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
     """A file of the same fingerprint is opened without reading the source; another one is refused."""
     path = tmp_path / "x"

@@ -172,6 +172,10 @@ class LMDBCache:
             return False
         return self._file_of(int(index)).is_stored(int(index))
 
+    def is_left_out(self, index: int) -> bool:
+        """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
+        return not self._is_closed and not self._file_of(index).is_stored(index)
+
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().
 
