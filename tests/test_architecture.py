@@ -15,7 +15,7 @@ PACKAGE = Path(fastload.__file__).parent
 
 # Rooms from the bottom up; a file may import from its own row and from rows before it, never in a circle.
 LAYERS: list[set[str]] = [
-    {"errors", "sizes"},
+    {"errors", "sizes", "system_errors"},
     {"terminal"},
     {"transport.segment", "transport.schedule", "rng.pipelines", "transport.obituary", "cache.budget"},
     {"transport.worker_info", "transport.thread_copy"},

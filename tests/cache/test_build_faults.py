@@ -9,10 +9,12 @@ import os
 import resource
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from fastload.cache.disk.build import build_lmdb
+from fastload.cache.disk.writer import writing
 from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, assert_same
@@ -107,7 +109,10 @@ def build_under_limit(path: str, nbytes: int) -> None:
     try:
         build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=0)
     except CacheError as error:
-        os._exit(0 if "cannot write the cache" in str(error) else 2)
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
+        is_kept = os.path.exists(f"{path}.partial/00000-of-00001.lmdb")
+        os._exit(0 if is_clear and ("build again to go on" in said) == is_kept else 2)
     os._exit(1)
 
 
@@ -137,7 +142,9 @@ def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
-        with pytest.raises(CacheError, match=r"cannot write the cache .*No space left"):
+        with pytest.raises(
+            CacheError, match=r"cannot write the cache .*No space left.* free in .* make room"
+        ):
             build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
 
     assert_same(build_lmdb(Images(6), tmp_path / "cache", num_workers=0).get(5), Images(6).sample(5))
@@ -154,11 +161,46 @@ def test_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CacheError, match=r"cannot write the cache .*Permission denied"):
+    with pytest.raises(CacheError) as caught:
         build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+    assert str(caught.value) == (
+        f"cannot write the cache {tmp_path}/cache: Permission denied: change the permissions of {tmp_path}, "
+        "or give another path"
+    )
 
 
 def test_directory_that_is_not_there(tmp_path: Path) -> None:
     """A path below a directory that does not exist is a clear error."""
-    with pytest.raises(CacheError, match="No such file or directory"):
+    with pytest.raises(CacheError) as caught:
         build_lmdb(Images(3), tmp_path / "nowhere" / "cache", num_workers=0)
+
+    assert str(caught.value) == (
+        f"cannot write the cache {tmp_path}/nowhere/cache: No such file or directory: "
+        f"make the directory {tmp_path}/nowhere first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: give a path outside /a/b"),
+        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "Not a directory: a part of /a/b is a file"),
+        (OSError(errno.EPERM, os.strerror(errno.EPERM)), "not permitted: change the permissions of /a/b"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),
+        (OSError("something odd"), "something odd"),
+        (
+            lmdb.DiskError("mdb_txn_commit: No space left on device"),
+            "No space left on device: make room there",
+        ),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: make room there"),
+        (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
+    ],
+)
+def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
+    """Errors of Python's own calls and of LMDB are told alike, without numbers."""
+    with pytest.raises(CacheError) as caught, writing("/a/b/cache"):
+        raise error
+
+    assert said in str(caught.value)
+    assert "Errno" not in str(caught.value)

@@ -289,6 +289,10 @@ class _Build:
                 for shard in shards:
                     self._write_shard(shard, numbered, answers, slots, progress)
             self._partial.publish(plan)
+        except (KeyboardInterrupt, CacheError) as error:
+            if type(error) in (KeyboardInterrupt, CacheError):  # not those of a sample, which say so already
+                error.add_note(f"{self._kept()} to go on")
+            raise
         finally:
             workers.stop(answers)
             if slots is not None:
@@ -323,7 +327,6 @@ class _Build:
             writer.finish(Description(self._plan, shard, runs_of(left_out)))
         except KeyboardInterrupt:
             writer.commit()
-            log.info("building %s: stopped: what is done is kept, build again to go on", self._path)
             raise
         finally:
             writer.close()
@@ -364,8 +367,8 @@ class _Build:
         if error.__traceback__ is None:  # it comes from a worker
             error.add_note(f"raised in a worker process:\n{failed.trace}")
         if not isinstance(error, UnsupportedSampleError):
-            error.add_note(
-                f"What was built is kept at {self._partial.path}: build again to go on, with "
-                'on_error="skip" to leave such samples out'
-            )
+            error.add_note(f'{self._kept()} to go on, with on_error="skip" to leave such samples out')
         return error
+
+    def _kept(self) -> str:
+        return f"What was built is kept at {self._partial.path}: build again"
