@@ -16,7 +16,7 @@ import pytest
 from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.writer import writing
 from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
-from tests.cache.build_zoo import BrokenImages
+from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken
 from tests.cache.zoo import Images, assert_same
 
 if TYPE_CHECKING:
@@ -75,12 +75,35 @@ def test_raise_names_the_sample(num_workers: int, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cache.partial"]
 
 
+@pytest.mark.parametrize(("num_workers", "kind"), [(0, OddError), (2, RuntimeError)])
+def test_an_error_that_cannot_be_pickled_is_short(
+    num_workers: int, kind: type[Exception], tmp_path: Path
+) -> None:
+    """From a worker its class and text arrive in one line, with the same notes as any other."""
+    with pytest.raises(kind, match="an odd picture") as caught:
+        build_lmdb(OddlyBroken(12), tmp_path / "cache", num_workers=num_workers)
+
+    assert "\n" not in str(caught.value)
+    assert num_workers == 0 or str(caught.value).startswith("OddError, which cannot be pickled: ")
+    assert "in sample 7 of the dataset" in caught.value.__notes__
+
+
+def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:
+    """A worker that the system kills is an error whose note says how to go on; its sample is not skipped."""
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
+
+    kept = f"What was built is kept at {tmp_path}/cache.partial: build again to go on"
+    assert caught.value.__notes__ == [kept]
+
+
 def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
-    """An error at the first sample comes before anything is written."""
+    """An error at the first sample comes before anything is written, and names the way around it."""
     with pytest.raises(ImageReadError) as caught:
         build_lmdb(BrokenImages(12, bad=[0]), tmp_path / "cache", num_workers=0)
 
     assert "in sample 0 of the dataset" in caught.value.__notes__
+    assert 'on_error="skip" leaves out' in caught.value.__notes__[-1]
     assert os.listdir(tmp_path) == []
 
 
@@ -103,11 +126,11 @@ def test_unsupported_samples_are_not_skipped(num_workers: int, tmp_path: Path) -
 # --- a system that refuses -------------------------------------------------------------------------------
 
 
-def build_under_limit(path: str, nbytes: int) -> None:
+def build_under_limit(path: str, nbytes: int, num_workers: int) -> None:
     """Run in a child: exit with 0 if a file-size limit gives a clear error."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
     try:
-        build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=0)
+        build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=num_workers)
     except CacheError as error:
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
         is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
@@ -116,11 +139,13 @@ def build_under_limit(path: str, nbytes: int) -> None:
     os._exit(1)
 
 
-@pytest.mark.parametrize("nbytes", [0, 100, 5_000, 100_000, 400_000])
-def test_file_size_limit(nbytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "num_workers"), [(0, 0), (100, 0), (5_000, 0), (100_000, 0), (400_000, 0), (400_000, 2)]
+)
+def test_file_size_limit(nbytes: int, num_workers: int, tmp_path: Path) -> None:
     """A limit that is met at any time is a clear error, and the build goes on where there is room."""
     child = multiprocessing.get_context("fork").Process(
-        target=build_under_limit, args=(str(tmp_path / "cache"), nbytes)
+        target=build_under_limit, args=(str(tmp_path / "cache"), nbytes, num_workers)
     )
     child.start()
     child.join()

@@ -205,6 +205,7 @@ class _Build:
         self._num_samples = len(dataset)
         self._first_bytes = _GUESSED_BYTES
         self._shapes = SeenShapes()
+        self._failed: Exception | None = None  # the error of a sample
 
     def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
         """Decide what is written and where to begin; says what is gone on with, for people."""
@@ -242,6 +243,9 @@ class _Build:
                 if self._skips:
                     return None, None
                 error.add_note("in sample 0 of the dataset")
+                error.add_note(
+                    'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
+                )
                 raise
         record = _first_record(self._probed[0])
         self._first_bytes = len(record)
@@ -289,9 +293,8 @@ class _Build:
                 for shard in shards:
                     self._write_shard(shard, numbered, answers, slots, progress)
             self._partial.publish(plan)
-        except (KeyboardInterrupt, CacheError) as error:
-            if type(error) in (KeyboardInterrupt, CacheError):  # not those of a sample, which say so already
-                error.add_note(f"{self._kept()} to go on")
+        except (Exception, KeyboardInterrupt) as error:
+            self._note_what_is_kept(error)
             raise
         finally:
             workers.stop(answers)
@@ -366,9 +369,11 @@ class _Build:
         error.add_note(f"in sample {failed.index} of the dataset")
         if error.__traceback__ is None:  # it comes from a worker
             error.add_note(f"raised in a worker process:\n{failed.trace}")
-        if not isinstance(error, UnsupportedSampleError):
-            error.add_note(f'{self._kept()} to go on, with on_error="skip" to leave such samples out')
+        self._failed = error
         return error
 
-    def _kept(self) -> str:
-        return f"What was built is kept at {self._partial.path}: build again"
+    def _note_what_is_kept(self, error: BaseException) -> None:
+        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
+            return  # the dataset has to change, or there is nothing
+        way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
+        error.add_note(f"What was built is kept at {self._partial.path}: build again to go on{way_out}")

@@ -11,6 +11,7 @@ Made by `build` in the parent, used in its workers. Rules:
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.cache.spec import flatten
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import SegmentError, UnsupportedSampleError
 from fastload.transport.segment import Segment, is_supported
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fastload.cache.disk.partial import BuildLock
+
+log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
 _SPARE_SLOTS = 2
@@ -185,11 +188,12 @@ def skipped(index: int, error: Exception) -> Skipped:
 
 def _failed(index: int, error: Exception) -> Failed:
     trace = "".join(traceback.format_exception(error))
+    if get_worker_info() is None:
+        return Failed(index, error, trace)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - torch brings the text of what cannot be brought itself
-        error.add_note(f"in sample {index} of the dataset")
-        raise error from None
+    except Exception:  # noqa: BLE001 - then its text is brought, under the type that torch's loader gives
+        error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
     return Failed(index, error, trace)
 
 
@@ -214,4 +218,8 @@ def plan_tasks(
     ]
     if not num_workers or not is_supported():
         return tasks, None
-    return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    try:
+        return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    except SegmentError as error:  # such as by a limit on the size of files, which counts for memory, too
+        log.warning("building a cache: samples go through pipes, which is slower: %s", error)
+        return tasks, None
