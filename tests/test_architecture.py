@@ -31,6 +31,7 @@ LAYERS: list[set[str]] = [
     {"delivery"},
     {"loader"},
     {"source_argument", "doctor"},
+    {"cache_commands"},
     {"cli"},
     {"__init__", "__main__"},
 ]
