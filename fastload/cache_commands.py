@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import CacheCorruptError, CacheMismatchError
@@ -85,7 +86,10 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         dataset = open_source(source, size)
         if not os.path.isdir(source):
             refuse_random(dataset)
-        return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
+        with warnings.catch_warnings():
+            # The number of workers is what the user asked for, or what there are cores.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
     except SystemExit as error:
         raise CommandError(
             f"the code of {source} ended the process with exit code {error.code!r}: keep what a script does "

@@ -99,8 +99,11 @@ def build(
         typer.Option(help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.", metavar="PIXELS"),
     ] = None,
     codec: Annotated[
-        Codec, typer.Option(help="How images are written; jpeg and webp are small, but change pixels.")
-    ] = Codec.RAW,
+        Codec | None,
+        typer.Option(
+            help="How images are written, raw unless given; jpeg and webp are small, but change pixels."
+        ),
+    ] = None,
     quality: Annotated[
         int | None, typer.Option(min=1, max=100, help="Of jpeg and webp; 95 unless given.")
     ] = None,
@@ -123,8 +126,9 @@ def build(
     DEST appears when it is complete. A build that was interrupted or killed goes on where it was when the
     same command is run again.
     """
-    if quality is not None and codec in (Codec.RAW, Codec.PNG):
-        raise CommandError(f"--quality is for jpeg and webp; {codec.value} keeps every pixel as it is")
+    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
+        kept = Codec.RAW if codec is None else codec
+        raise CommandError(f"--quality is for jpeg and webp; {kept.value} keeps every pixel as it is")
     path = cache_commands.absolute("DEST", dest)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
@@ -134,7 +138,7 @@ def build(
                 source,
                 size,
                 path,
-                codec=codec.value,
+                codec=None if codec is None else codec.value,
                 quality=95 if quality is None else quality,
                 num_workers=workers,
                 shards=shards,
@@ -172,6 +176,7 @@ def info(path: CachePath, as_json: AsJson = False) -> None:
                     ["path", cache.path],
                     ["holds", cache_commands.held(cache)],
                     ["made", made],
+                    *([["made of", ""]] if cache.parts else []),
                     *([f"  {name}", value] for name, value in (cache.parts or {}).items()),
                 ]
             )
@@ -204,7 +209,7 @@ def verify(path: CachePath, as_json: AsJson = False) -> None:
             ]
 
 
-@cache_app.command(epilog=EPILOG)
+@cache_app.command(epilog=EPILOG, short_help="List the caches in DIRECTORY, or in memory.")
 def ls(
     directory: Annotated[
         str | None,
@@ -255,7 +260,7 @@ def rm(
         answer.lines = [f"removed {path}: {readable_size(nbytes)}"]
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=EPILOG, short_help="Say what this machine offers to a data loader.")
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine offers to a data loader, and how to look for an error.
 

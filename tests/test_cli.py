@@ -210,6 +210,19 @@ class TestBuild:
         assert result.exit_code == 1
         assert json.loads(result.stdout)["type"] == "CacheMismatchError"
 
+    def test_without_a_codec_any_finished_cache_fits(self, tmp_path: Path) -> None:
+        """A command that names no codec did not ask for raw."""
+        dest = built(tmp_path / "cache", "--codec", "png")
+
+        assert run("build", "tests.cli_zoo:factory", dest).exit_code == 0
+
+    def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path) -> None:
+        """The user asked for them; torch's warning speaks of a DataLoader that is not the user's."""
+        result = start("build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "9")
+
+        assert result.returncode == 0
+        assert "Warning" not in result.stderr
+
     def test_a_random_dataset_is_refused(self, tmp_path: Path) -> None:
         """A cache would freeze one draw for ever."""
         result = run("build", "tests.cli_zoo:Random", tmp_path / "cache", "--json")
@@ -446,6 +459,7 @@ class TestInfoAndVerify:
         assert facts["parts"]["size"] == "None"
         assert "2 of 2 samples" in text
         assert "2 files, digest" in text
+        assert "\nmade of\n  dataset " in text
 
     def test_info_of_an_unfinished_build_says_so(self, tmp_path: Path) -> None:
         """It fails, and names what lies there."""
