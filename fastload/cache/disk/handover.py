@@ -220,6 +220,6 @@ def plan_tasks(
         return tasks, None
     try:
         return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
-    except SegmentError as error:  # such as by a limit on the size of files, which counts for memory, too
-        log.warning("building a cache: samples go through pipes, which is slower: %s", error)
+    except SegmentError as error:
+        log.info("values travel through torch's queue, which is slower: %s", str(error))
         return tasks, None
