@@ -1,7 +1,7 @@
 """The command line: `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
 
 Called by the `fastload` script and by `python -m fastload`, each in a process of its own; `terminal` says how
-commands answer and fail. Rules:
+commands answer and fail, `cache_commands` has what those of `fastload cache` do. Rules:
 
 1. Commands import what they need when they run: `--help` waits for nothing.
 2. A new command is a function under `@app.command(epilog=EPILOG)` that works inside `answering(...)`.
@@ -14,25 +14,13 @@ import os
 import sys
 import time
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from fastload import cache_commands
 from fastload.sizes import readable_size
-from fastload.source_argument import open_source, refuse_random
-from fastload.terminal import (
-    EPILOG,
-    Answer,
-    CommandError,
-    CommandGroup,
-    ExitCode,
-    answering,
-    table,
-)
-
-if TYPE_CHECKING:
-    from fastload.cache.disk.lmdb_cache import LMDBCache
-
+from fastload.terminal import EPILOG, CommandError, CommandGroup, ExitCode, answering, table
 
 _OPTIONS: dict[str, Any] = {
     "invoke_without_command": True,  # our own callback answers: releases of click differ in what they do
@@ -70,8 +58,14 @@ def _root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
     ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     """Fast data loading for PyTorch."""
+    if version:
+        import fastload
+
+        typer.echo(f"fastload {fastload.__version__}")
+        raise typer.Exit
     _help_without_command(context)
 
 
@@ -105,8 +99,11 @@ def build(
         typer.Option(help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.", metavar="PIXELS"),
     ] = None,
     codec: Annotated[
-        Codec, typer.Option(help="How images are written; jpeg and webp are small, but change pixels.")
-    ] = Codec.RAW,
+        Codec | None,
+        typer.Option(
+            help="How images are written, raw unless given; jpeg and webp are small, but change pixels."
+        ),
+    ] = None,
     quality: Annotated[
         int | None, typer.Option(min=1, max=100, help="Of jpeg and webp; 95 unless given.")
     ] = None,
@@ -129,18 +126,19 @@ def build(
     DEST appears when it is complete. A build that was interrupted or killed goes on where it was when the
     same command is run again.
     """
-    if quality is not None and codec in (Codec.RAW, Codec.PNG):
-        raise CommandError(f"--quality is for jpeg and webp; {codec.value} keeps every pixel as it is")
-    path = os.path.abspath(dest)
+    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
+        kept = Codec.RAW if codec is None else codec
+        raise CommandError(f"--quality is for jpeg and webp; {kept.value} keeps every pixel as it is")
+    path = cache_commands.absolute("DEST", dest)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
         start = time.monotonic()
         try:
-            cache = _build(
+            cache = cache_commands.build(
                 source,
                 size,
                 path,
-                codec=codec.value,
+                codec=None if codec is None else codec.value,
                 quality=95 if quality is None else quality,
                 num_workers=workers,
                 shards=shards,
@@ -148,47 +146,51 @@ def build(
                 progress=not quiet,
             )
         except KeyboardInterrupt as error:
-            raise CommandError(_interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt") from error
+            raise CommandError(
+                cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"
+            ) from error
         elapsed_s = time.monotonic() - start
-        answer.result = {**_facts(cache), "was_built": not was_there, "elapsed_s": round(elapsed_s, 3)}
+        answer.result = {
+            **cache_commands.facts(cache),
+            "num_shapes": cache.num_shapes,
+            "was_built": not was_there,
+            "elapsed_s": round(elapsed_s, 3),
+        }
         done = "is there already and fits" if was_there else f"built in {elapsed_s:,.1f} s"
-        answer.lines = [f"{path}: {done}: {_held(cache)}"]
-        if cache.num_cached < cache.num_samples:
+        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
+        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
+        if skipped:
             answer.exit_code = ExitCode.SKIPPED
-            answer.lines.append(_skipped(answer.result))
-        answer.lines.append(f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{path}")')
 
 
 @cache_app.command(epilog=EPILOG)
 def info(path: CachePath, as_json: AsJson = False) -> None:
     """Say what a cache holds and what it was made of."""
     with answering(as_json) as answer:
-        from fastload.cache.disk.lmdb_cache import LMDBCache
-
-        cache = LMDBCache(path)
-        answer.result = _facts(cache)
+        cache = cache_commands.opened(path)
+        answer.result = cache_commands.facts(cache)
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(cache.created_s))
         answer.lines = [
             *table(
                 [
                     ["path", cache.path],
-                    ["holds", _held(cache)],
+                    ["holds", cache_commands.held(cache)],
                     ["made", made],
+                    *([["made of", ""]] if cache.parts else []),
                     *([f"  {name}", value] for name, value in (cache.parts or {}).items()),
                 ]
             )
         ]
-        if cache.num_cached < cache.num_samples:
-            answer.lines.append(_skipped(answer.result))
+        skipped = cache_commands.skipped(cache)
+        if skipped:
+            answer.lines += [*skipped, cache_commands.training(cache)]
 
 
 @cache_app.command(epilog=EPILOG)
 def verify(path: CachePath, as_json: AsJson = False) -> None:
     """Read the whole cache and compare every record with its checksum."""
     with answering(as_json) as answer:
-        from fastload.cache.disk.lmdb_cache import LMDBCache
-
-        cache = LMDBCache(path)
+        cache = cache_commands.opened(path)
         damaged = cache.verify(progress=True)
         answer.result = {
             "path": cache.path,
@@ -207,7 +209,7 @@ def verify(path: CachePath, as_json: AsJson = False) -> None:
             ]
 
 
-@cache_app.command(epilog=EPILOG)
+@cache_app.command(epilog=EPILOG, short_help="List the caches in DIRECTORY, or in memory.")
 def ls(
     directory: Annotated[
         str | None,
@@ -223,9 +225,9 @@ def ls(
     """
     with answering(as_json) as answer:
         if directory is None:
-            _list_memory(answer)
+            cache_commands.list_memory(answer)
         else:
-            _list_disk(directory, answer)
+            cache_commands.list_disk(directory, answer)
 
 
 @cache_app.command(epilog=EPILOG)
@@ -242,19 +244,23 @@ def rm(
     with answering(as_json) as answer:
         from fastload.cache.disk import inventory
 
-        files = inventory.files_of(os.path.abspath(path))
+        path = cache_commands.absolute("PATH", path)
+        nbytes = cache_commands.removable_bytes(path)
         if not yes:
             if not sys.stdin.isatty():
-                raise CommandError(f"{path} was not removed: there is nobody to ask; say --yes")
-            size = readable_size(inventory.size_of(files))
-            if not typer.confirm(f"remove {path} with all that belongs to it, {size}?", err=True):
+                raise CommandError(
+                    f"{path} was not removed: standard input is no terminal on which to ask; add --yes"
+                )
+            if not typer.confirm(
+                f"remove {path} with all that belongs to it, {readable_size(nbytes)}?", err=True
+            ):
                 raise CommandError(f"{path} was not removed", ExitCode.FAILED, "Abort")
         removed, nbytes = inventory.remove(path)
-        answer.result = {"path": os.path.abspath(path), "removed": removed, "nbytes": nbytes}
-        answer.lines = [f"removed {os.path.abspath(path)}: {readable_size(nbytes)}"]
+        answer.result = {"path": path, "removed": removed, "nbytes": nbytes}
+        answer.lines = [f"removed {path}: {readable_size(nbytes)}"]
 
 
-@app.command(epilog=EPILOG)
+@app.command(epilog=EPILOG, short_help="Say what this machine offers to a data loader.")
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine offers to a data loader, and how to look for an error.
 
@@ -270,108 +276,3 @@ def doctor(as_json: AsJson = False) -> None:
 def main() -> None:
     """The `fastload` command."""
     app()
-
-
-# --- what the cache commands do --------------------------------------------------------------------------
-
-
-def _build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
-    from fastload.cache.disk.build import build_lmdb
-    from fastload.cache.fingerprint import fingerprint_of
-
-    dataset = open_source(source, size)
-    if not os.path.isdir(source):
-        refuse_random(dataset)
-    return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
-
-
-def _interrupted(path: str) -> str:
-    if not os.path.exists(f"{path}.partial"):
-        return "interrupted before anything was written"
-    return (
-        f"interrupted: what was decoded is kept in {path}.partial. Run the same command again to go on, "
-        f"or 'fastload cache rm {path}' to drop it"
-    )
-
-
-def _facts(cache: LMDBCache) -> dict[str, Any]:
-    """What `build` and `info` tell scripts."""
-    report = f"{cache.path}.errors.jsonl"
-    return {
-        "path": cache.path,
-        "num_samples": cache.num_samples,
-        "num_cached": cache.num_cached,
-        "num_skipped": cache.num_samples - cache.num_cached,
-        "report": report if os.path.exists(report) else None,
-        "nbytes": cache.nbytes,
-        "codec": cache.codec,
-        "quality": cache.quality,
-        "num_shards": cache.num_shards,
-        "classes": cache.classes,
-        "parts": None if cache.parts is None else dict(cache.parts),
-        "created_s": cache.created_s,
-    }
-
-
-def _held(cache: LMDBCache) -> str:
-    quality = "" if cache.quality is None else f" of quality {cache.quality}"
-    shards = "" if cache.num_shards == 1 else f" in {cache.num_shards} shards"
-    size = readable_size(cache.nbytes)
-    return f"{cache.num_cached:,} of {cache.num_samples:,} samples, {size}{shards}, {cache.codec}{quality}"
-
-
-def _skipped(facts: dict[str, Any]) -> str:
-    where = "the report is gone" if facts["report"] is None else f"see {facts['report']}"
-    return f"{facts['num_skipped']:,} of {facts['num_samples']:,} samples could not be read: {where}"
-
-
-def _list_disk(directory: str, answer: Answer) -> None:
-    from fastload.cache.disk import inventory
-
-    found = inventory.list_caches(directory)
-    rows = []
-    for item in found:
-        held = item.problem or f"run the build again to go on with {item.path}{inventory.PARTIAL}"
-        held = "a builder is at work" if item.state == "building" else held
-        rows.append(
-            [item.path, item.state, readable_size(item.nbytes), _held(item.cache) if item.cache else held]
-        )
-    answer.result = {
-        "caches": [
-            {
-                **(_facts(item.cache) if item.cache else {"path": item.path, "problem": item.problem}),
-                "state": item.state,
-                "nbytes": item.nbytes,
-            }
-            for item in found
-        ]
-    }
-    answer.lines = table(rows) if rows else [f"no caches in {os.path.abspath(directory)}"]
-
-
-def _list_memory(answer: Answer) -> None:
-    from fastload.cache.ram.registry import live_caches
-
-    live = live_caches()
-    names = (
-        "name",
-        "key",
-        "parts",
-        "owners",
-        "num_samples",
-        "num_cached",
-        "nbytes",
-        "budget_bytes",
-        "created_s",
-    )
-    answer.result = {"caches": [{name: getattr(cache, name) for name in names} for cache in live]}
-    rows = [
-        [
-            cache.key or cache.name,
-            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
-            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
-            f"held by {', '.join(map(str, cache.owners))}",
-        ]
-        for cache in live
-    ]
-    answer.lines = table(rows) if rows else ["no process of yours shares a cache in memory"]

@@ -20,7 +20,7 @@ import fastload
 from fastload.cache.workers import usable_cpus
 from fastload.device.probe import GPUCopies, GPUProcess, driver_version, gpu_processes, measure_copies
 from fastload.device.report import MemoryReport, memory_report
-from fastload.sizes import readable_size
+from fastload.sizes import readable_memory, readable_size
 from fastload.terminal import table
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Findings:
         quota = "no limit by a cgroup" if self.cpu_quota is None else f"{self.cpu_quota:g} by cgroup"
         shm = "none"
         if self.shm_bytes is not None and self.shm_free_bytes is not None:
-            shm = f"{readable_size(self.shm_bytes)}, {readable_size(self.shm_free_bytes)} free"
+            shm = f"{readable_memory(self.shm_bytes)}, {readable_memory(self.shm_free_bytes)} free"
         rows = [
             *([name, version or "not installed"] for name, version in self.versions.items()),
             ["CPUs", f"{self.num_cpus}, usable {self.num_usable_cpus}, {quota}"],
@@ -113,7 +113,7 @@ class Findings:
         if self.gpu_processes is None:
             return [*lines, f"processes on GPUs: unknown, {self.gpu_processes_note}"]
         for process in self.gpu_processes:
-            used = "unknown" if process.used_bytes is None else readable_size(process.used_bytes)
+            used = "unknown" if process.used_bytes is None else readable_memory(process.used_bytes)
             lines.append(f"process {process.pid} on GPU {process.index}: {used}")
         return lines if self.gpu_processes else [*lines, "processes on GPUs: none"]
 
@@ -121,7 +121,7 @@ class Findings:
 def _gpu_rows(gpu: GPUCopies) -> list[list[str]]:
     memory = copies = "unknown"
     if gpu.total_bytes is not None and gpu.free_bytes is not None:
-        memory = f"{readable_size(gpu.total_bytes)}, {readable_size(gpu.free_bytes)} free"
+        memory = f"{readable_memory(gpu.total_bytes)}, {readable_memory(gpu.free_bytes)} free"
     if gpu.pinned_bytes_per_s is not None and gpu.pageable_bytes_per_s is not None:
         copies = (
             f"{readable_size(gpu.pinned_bytes_per_s)}/s from pinned memory, "

@@ -7,3 +7,8 @@ def readable_size(nbytes: float) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def readable_memory(nbytes: int) -> str:
+    """``nbytes`` of memory in powers of 1024, as torch's messages and nvidia-smi have them: ``1.50 GiB``."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"

@@ -22,6 +22,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
+from fastload.system_errors import reading_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ EPILOG = """\b
 Exit codes:
     0  fine
     1  failed: a source or a file cannot be read, or damage was found
-    2  wrong usage
+    2  wrong usage, such as a path that leads to nothing
     3  finished, but samples were skipped
    75  another builder is at work: try again later
   130  interrupted: run the same command again to go on"""
@@ -102,10 +103,12 @@ def _fail(error: Exception, as_json: bool) -> int:
 def _one_line(error: Exception) -> str:
     if isinstance(error, _ClickUsageError):
         text = str(error.format_message())
+    elif isinstance(error, OSError) and error.strerror:
+        text = reading_refused(error)
     elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError says nothing more
     notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # a worker's traceback
     text = ". ".join([text, *notes]).replace('on_error="skip"', "--on-error skip")
     return " ".join(text.split())

@@ -15,7 +15,7 @@ PACKAGE = Path(fastload.__file__).parent
 
 # Rooms from the bottom up; a file may import from its own row and from rows before it, never in a circle.
 LAYERS: list[set[str]] = [
-    {"errors", "sizes", "failed_sample"},
+    {"errors", "sizes", "system_errors", "failed_sample"},
     {"failures"},
     {"terminal"},
     {
@@ -47,6 +47,7 @@ LAYERS: list[set[str]] = [
     {"delivery"},
     {"loader"},
     {"source_argument", "doctor"},
+    {"cache_commands"},
     {"cli"},
     {"__init__", "__main__"},
 ]

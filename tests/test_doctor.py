@@ -76,14 +76,21 @@ def test_a_machine_without_gpu_is_not_told_about_contexts(
     assert json.loads(run("--json").stdout)["memory"]["devices_note"]
 
 
+def test_memory_has_one_unit(without_gpu: None) -> None:
+    """/dev/shm is told in powers of 1024, as the memory report below it is."""
+    line = next(line for line in run().stdout.splitlines() if line.startswith("/dev/shm"))
+
+    assert re.fullmatch(r"/dev/shm +(none|[\d.,]+ [GM]iB, [\d.,]+ [GM]iB free)", line)
+
+
 def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that could be measured, one that could not, and who holds memory."""
-    figures = {"capability": "9.0", "total_bytes": 80 * 10**9, "free_bytes": 79 * 10**9}
+    figures = {"capability": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30}
     gpus = [
         GPUCopies(0, "Big", 50e9, 10e9, "", **figures, page_locking="works"),
         GPUCopies(1, "Full", None, None, "CUDA out of memory"),
     ]
-    processes = [GPUProcess(0, 4711, 3 * 10**9), GPUProcess(1, 4712, None)]
+    processes = [GPUProcess(0, 4711, 3 << 30), GPUProcess(1, 4712, None)]
     monkeypatch.setattr(doctor, "measure_copies", lambda: (gpus, ""))
     monkeypatch.setattr(doctor, "gpu_processes", lambda: (processes, ""))
     lines = run().stdout.splitlines()
@@ -91,7 +98,7 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
 
     assert [re.split("  +", line.strip()) for line in lines[first + 1 : second]] == [
         ["compute capability", "9.0"],
-        ["memory", "80.0 GB, 79.0 GB free"],
+        ["memory", "80.00 GiB, 79.00 GiB free"],
         ["copies", "50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory"],
         ["page-locking of shared memory", "works"],
     ]
@@ -102,7 +109,7 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
         "unknown",
     ]
     assert lines[second + 5 : second + 7] == [
-        "process 4711 on GPU 0: 3.0 GB",
+        "process 4711 on GPU 0: 3.00 GiB",
         "process 4712 on GPU 1: unknown",
     ]
     assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"

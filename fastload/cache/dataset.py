@@ -179,7 +179,17 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """The sample from its source, stored if there is room."""
         restore = mark()
-        fresh = self._source[index]
+        try:
+            fresh = self._source[index]
+        except Exception as error:
+            stored = getattr(self.cache, "slow", self.cache)  # the file behind a cache in RAM
+            if isinstance(stored, LMDBCache) and stored.is_left_out(index):
+                error.add_note(
+                    f"sample {index} could not be read when {stored.path} was built and was left out, so it "
+                    "is read from the dataset again. To train without such samples, use "
+                    f"CachedDataset.from_cache({stored.path!r}, transform=...)"
+                )
+            raise
         restore()  # a sample that was cached before has drawn nothing either
         try:
             sample = read_only(fresh)

@@ -53,6 +53,8 @@ class _Chunks(Dataset[int]):
 def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
     """Read every sample that the cache lacks and may take; stops when it takes no more.
 
+    If there is no such sample, nothing is read or drawn, and the log says so.
+
     Args:
         dataset: Has `view(index)`, which stores what it reads in the cache.
         cache: What is filled.
@@ -60,6 +62,9 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
         shown: Draw a bar, if standard error is a terminal.
     """
     missing = cache.missing().tolist()
+    if not missing:
+        _report_nothing_to_do(cache)
+        return
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
         # Workers that wanted room at the same moment went without: they get it in another round.
         rounds_left = _MOST_IDLE_ROUNDS
@@ -69,8 +74,19 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
             left = cache.missing().tolist()
             rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
             missing = left
+    log.info("cache: filled: %s", _held(cache))
+
+
+def _report_nothing_to_do(cache: SampleCache) -> None:
+    if cache.num_cached == cache.num_samples:
+        log.info("cache: nothing to fill, the cache is full already: %s", _held(cache))
+    else:
+        log.info("cache: nothing to fill, the cache takes no more samples: %s", _held(cache))
+
+
+def _held(cache: SampleCache) -> str:
     size = readable_size(cache.nbytes)
-    log.info("cache: filled: %d of %d samples in %s", cache.num_cached, cache.num_samples, size)
+    return f"{cache.num_cached:,} of {cache.num_samples:,} samples in {size}"
 
 
 def _read(

@@ -1,6 +1,10 @@
 """Progress of a build: a bar on a terminal, a log line now and then elsewhere.
 
-Called by `build` in the parent. It starts no thread: a build forks workers.
+Called by `build`, `fill` and `lmdb_cache` in the parent. It starts no thread: a build forks workers. Rules:
+
+1. The counter, the rate and the time left are always whole. The title loses its middle, and the bar gets
+   shorter, where the terminal is narrow.
+2. A title holds a user's path: it is drawn as it is, not read as markup.
 """
 
 from __future__ import annotations
@@ -8,6 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from typing import TYPE_CHECKING
+
+from fastload.sizes import readable_size
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,6 +24,10 @@ log = logging.getLogger("fastload")
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
+_LEAST_BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 40
+_LEAST_TITLE_COLUMNS = 20  # with less room the bytes are left out
+_TIME_COLUMNS = 8  # hh:mm:ss
+_GAP_COLUMNS = 3  # one between neighbours
 
 
 class BuildProgress:
@@ -38,19 +48,22 @@ class BuildProgress:
         self._start = self._last = time.monotonic()
         # Imported by builds alone: it would double the time that `import fastload` adds to torch's.
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
         self._bar: Progress | None = None
         if shown and console.is_terminal:
-            columns = (
-                "{task.description}",
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[rate]}"),
+            self._bar_column = BarColumn()
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                self._bar_column,
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeRemainingColumn(),
+                console=console,
+                auto_refresh=False,
             )
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=console, auto_refresh=False)
-            self._task = self._bar.add_task(title, total=total, completed=done, rate="")
+            self._task = self._bar.add_task("", total=total, completed=done, figures="")
+            self._draw(self._bar)
 
     def __enter__(self) -> BuildProgress:
         if self._bar is not None:
@@ -64,7 +77,7 @@ class BuildProgress:
             self._draw(self._bar)
             self._bar.stop()
         elif error is None:
-            log.info("%s: finished: %s", self._title, self._rate())
+            log.info("%s: finished: %s, %s", self._title, self._rate(), self._size())
 
     def advance(self, nbytes: int, count: int = 1) -> None:
         """So many samples more, of so many bytes together, are done."""
@@ -75,13 +88,43 @@ class BuildProgress:
             self._draw(self._bar)
             self._last = now
         elif self._bar is None and now - self._last > _LOG_EVERY_S:
-            log.info("%s: %d of %d samples: %s", self._title, self._done, self._total, self._rate())
+            done = f"{self._done:,} of {self._total:,} samples"
+            log.info("%s: %s: %s, %s", self._title, done, self._rate(), self._size())
             self._last = now
 
     def _draw(self, bar: Progress) -> None:
-        bar.update(self._task, completed=self._done, rate=self._rate())
+        figures = f"{self._done:,}/{self._total:,} {self._rate()}"
+        room = bar.console.width - _TIME_COLUMNS - _GAP_COLUMNS - _LEAST_BAR_COLUMNS - len(figures)
+        size = f", {self._size()}"
+        if room - len(size) >= _LEAST_TITLE_COLUMNS:
+            figures += size
+            room -= len(size)
+        title = shortened(self._title, max(1, room))
+        self._bar_column.bar_width = min(_MOST_BAR_COLUMNS, _LEAST_BAR_COLUMNS + room - _columns(title))
+        bar.update(self._task, description=title, completed=self._done, figures=figures)
         bar.refresh()
 
     def _rate(self) -> str:
         elapsed_s = max(time.monotonic() - self._start, 1e-9)
-        return f"{(self._done - self._first) / elapsed_s:,.0f} samples/s, {self._bytes / 1e6:,.0f} MB"
+        return f"{(self._done - self._first) / elapsed_s:,.0f} samples/s"
+
+    def _size(self) -> str:
+        return readable_size(self._bytes)
+
+
+def shortened(text: str, columns: int) -> str:
+    """The text, without as much of its middle as it takes to fit into `columns` of a terminal."""
+    if _columns(text) <= columns:
+        return text
+    start = text[: (columns - 1) // 3]  # a path's end says more than its beginning
+    for first in range(len(start), len(text) + 1):
+        candidate = f"{start}…{text[first:]}"
+        if _columns(candidate) <= columns:
+            return candidate
+    return "…"
+
+
+def _columns(text: str) -> int:
+    from rich.cells import cell_len  # characters of some scripts take two columns
+
+    return cell_len(text)

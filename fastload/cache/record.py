@@ -175,5 +175,17 @@ def spec_of(record: bytes | memoryview) -> Spec:
     return outline(record).spec
 
 
+def spec_text(record: bytes | memoryview) -> bytes:
+    """The structure of the sample in a record, as the text that the record stores; it is not parsed.
+
+    Raises:
+        CacheCorruptError: The record is shorter than its header.
+    """
+    if len(record) < _HEADER.size:
+        raise CacheCorruptError(f"a record of {len(record)} bytes is shorter than its header")
+    _, _, _, spec_bytes, _, _ = _HEADER.unpack_from(record)
+    return bytes(record[_HEADER.size : _HEADER.size + spec_bytes])
+
+
 def _alignment_bytes(leaf: Leaf) -> int:
     return ALIGNMENT_BYTES if leaf.kind in ("array", "tensor") else _WORD_BYTES

@@ -21,6 +21,7 @@ import psutil
 import torch
 
 from fastload.cache.budget import available_bytes, cgroup_limit_bytes
+from fastload.sizes import readable_memory
 
 try:
     import resource
@@ -162,10 +163,7 @@ def memory_report() -> MemoryReport:
 
 
 def _size(nbytes: int | None, without: str = "") -> str:
-    if nbytes is None:
-        return without
-    # In powers of 1024, as torch's messages and nvidia-smi have them, for comparison.
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+    return without if nbytes is None else readable_memory(nbytes)
 
 
 # --- the host ---------------------------------------------------------------------------------------------

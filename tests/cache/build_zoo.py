@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import ImageReadError
@@ -21,4 +23,30 @@ class BrokenImages(Images):
     def sample(self, index: int) -> Any:
         if index in self.bad:
             raise ImageReadError(f"{index}.jpg", "it is broken")
+        return super().sample(index)
+
+
+class OddError(Exception):
+    """Can be pickled, and not read again."""
+
+    def __init__(self, reason: str, number: int) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+class OddlyBroken(Images):
+    """Raises, at one index, what does not survive the way from a worker."""
+
+    def sample(self, index: int) -> Any:
+        if index == 7:
+            raise OddError("an odd picture", 7)
+        return super().sample(index)
+
+
+class Dying(Images):
+    """Ends the process that reads one of its samples."""
+
+    def sample(self, index: int) -> Any:
+        if index == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().sample(index)

@@ -9,12 +9,14 @@ import os
 import resource
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 import pytest
 
 from fastload.cache.disk.build import build_lmdb
+from fastload.cache.disk.writer import writing
 from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
-from tests.cache.build_zoo import BrokenImages
+from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken
 from tests.cache.zoo import Images, assert_same
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
-    """With on_error="skip" bad samples are missing, and reported with index, path, type and reason."""
+    """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
     dataset = BrokenImages(12, bad=[0, 5, 6, 11])
     cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", shards=shards)
     lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
@@ -37,6 +39,7 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
     assert cache.stored_indices.tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
     assert (cache.num_samples, cache.num_cached) == (12, 8)
     assert [line["index"] for line in lines] == [0, 5, 6, 11]
+    assert lines[1].pop("worker") in (range(num_workers) if num_workers else [None])
     assert lines[1] == {"index": 5, "path": "5.jpg", "type": "ImageReadError", "reason": "it is broken"}
     assert 5 not in cache
     assert cache.gather(np.array([4, 5]), np.empty) is None
@@ -72,12 +75,35 @@ def test_raise_names_the_sample(num_workers: int, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cache.partial"]
 
 
+@pytest.mark.parametrize(("num_workers", "kind"), [(0, OddError), (2, RuntimeError)])
+def test_an_error_that_cannot_be_pickled_is_short(
+    num_workers: int, kind: type[Exception], tmp_path: Path
+) -> None:
+    """From a worker its class and text arrive in one line, with the same notes as any other."""
+    with pytest.raises(kind, match="an odd picture") as caught:
+        build_lmdb(OddlyBroken(12), tmp_path / "cache", num_workers=num_workers)
+
+    assert "\n" not in str(caught.value)
+    assert num_workers == 0 or str(caught.value).startswith("OddError, which cannot be pickled: ")
+    assert "in sample 7 of the dataset" in caught.value.__notes__
+
+
+def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:
+    """A worker that the system kills is an error whose note says how to go on; its sample is not skipped."""
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
+
+    kept = f"What was built is kept at {tmp_path}/cache.partial: build again to go on"
+    assert caught.value.__notes__ == [kept]
+
+
 def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
-    """An error at the first sample comes before anything is written."""
+    """An error at the first sample comes before anything is written, and names the way around it."""
     with pytest.raises(ImageReadError) as caught:
         build_lmdb(BrokenImages(12, bad=[0]), tmp_path / "cache", num_workers=0)
 
     assert "in sample 0 of the dataset" in caught.value.__notes__
+    assert 'on_error="skip" leaves out' in caught.value.__notes__[-1]
     assert os.listdir(tmp_path) == []
 
 
@@ -100,21 +126,26 @@ def test_unsupported_samples_are_not_skipped(num_workers: int, tmp_path: Path) -
 # --- a system that refuses -------------------------------------------------------------------------------
 
 
-def build_under_limit(path: str, nbytes: int) -> None:
+def build_under_limit(path: str, nbytes: int, num_workers: int) -> None:
     """Run in a child: exit with 0 if a file-size limit gives a clear error."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
     try:
-        build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=0)
+        build_lmdb(Images(40, shape=(64, 64, 3)), path, num_workers=num_workers)
     except CacheError as error:
-        os._exit(0 if "cannot write the cache" in str(error) else 2)
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
+        is_kept = os.path.exists(f"{path}.partial/00000-of-00001.lmdb")
+        os._exit(0 if is_clear and ("build again to go on" in said) == is_kept else 2)
     os._exit(1)
 
 
-@pytest.mark.parametrize("nbytes", [0, 100, 5_000, 100_000, 400_000])
-def test_file_size_limit(nbytes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("nbytes", "num_workers"), [(0, 0), (100, 0), (5_000, 0), (100_000, 0), (400_000, 0), (400_000, 2)]
+)
+def test_file_size_limit(nbytes: int, num_workers: int, tmp_path: Path) -> None:
     """A limit that is met at any time is a clear error, and the build goes on where there is room."""
     child = multiprocessing.get_context("fork").Process(
-        target=build_under_limit, args=(str(tmp_path / "cache"), nbytes)
+        target=build_under_limit, args=(str(tmp_path / "cache"), nbytes, num_workers)
     )
     child.start()
     child.join()
@@ -136,7 +167,9 @@ def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
-        with pytest.raises(CacheError, match=r"cannot write the cache .*No space left"):
+        with pytest.raises(
+            CacheError, match=r"cannot write the cache .*No space left.* free in .* make room"
+        ):
             build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
 
     assert_same(build_lmdb(Images(6), tmp_path / "cache", num_workers=0).get(5), Images(6).sample(5))
@@ -153,11 +186,46 @@ def test_read_only_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(CacheError, match=r"cannot write the cache .*Permission denied"):
+    with pytest.raises(CacheError) as caught:
         build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+
+    assert str(caught.value) == (
+        f"cannot write the cache {tmp_path}/cache: Permission denied: change the permissions of {tmp_path}, "
+        "or give another path"
+    )
 
 
 def test_directory_that_is_not_there(tmp_path: Path) -> None:
     """A path below a directory that does not exist is a clear error."""
-    with pytest.raises(CacheError, match="No such file or directory"):
+    with pytest.raises(CacheError) as caught:
         build_lmdb(Images(3), tmp_path / "nowhere" / "cache", num_workers=0)
+
+    assert str(caught.value) == (
+        f"cannot write the cache {tmp_path}/nowhere/cache: No such file or directory: "
+        f"make the directory {tmp_path}/nowhere first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: give a path outside /a/b"),
+        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "Not a directory: a part of /a/b is a file"),
+        (OSError(errno.EPERM, os.strerror(errno.EPERM)), "not permitted: change the permissions of /a/b"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),
+        (OSError("something odd"), "something odd"),
+        (
+            lmdb.DiskError("mdb_txn_commit: No space left on device"),
+            "No space left on device: make room there",
+        ),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: make room there"),
+        (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
+    ],
+)
+def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
+    """Errors of Python's own calls and of LMDB are told alike, without numbers."""
+    with pytest.raises(CacheError) as caught, writing("/a/b/cache"):
+        raise error
+
+    assert said in str(caught.value)
+    assert "Errno" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import logging
 import os
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import albumentations as A
 import numpy as np
 import pytest
+import rich.console
 from torch.utils.data import default_collate
 
 import fastload
@@ -104,6 +106,47 @@ def test_fill_reports(caplog: Any) -> None:
         ds.fill(0, progress=False)
 
     assert "cache: filled: 30 of 30 samples" in caplog.text
+
+
+def test_a_second_fill_draws_nothing(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """When nothing is missing there is no bar of 0 samples, and the log says that the cache is full."""
+    ds = CachedDataset(Images(30), budget=1 << 20)
+    ds.fill(0, progress=False)
+    terminal = io.StringIO()
+    console = rich.console.Console(file=terminal, force_terminal=True)
+    monkeypatch.setattr(rich.console, "Console", lambda **_: console)
+    with caplog.at_level(logging.INFO, "fastload"):
+        info = ds.fill(0)
+
+    assert info.num_cached == 30
+    assert terminal.getvalue() == ""
+    assert [record.getMessage().partition(": 30 of 30 samples in ")[0] for record in caplog.records] == [
+        "cache: nothing to fill, the cache is full already"
+    ]
+
+
+def test_a_fill_beyond_the_budget_says_that_nothing_more_fits(caplog: Any) -> None:
+    """A second fill() of a cache that is too small neither reads nor claims that all samples are there."""
+    dataset = Images(2000)
+    ds = CachedDataset(dataset, budget=100_000)
+    ds.fill(0, progress=False)
+    before = sum(dataset.reads)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "fastload"):
+        info = ds.fill(0, progress=False)
+
+    assert sum(dataset.reads) == before
+    assert f"takes no more samples: {info.num_cached:,} of 2,000 samples" in caplog.text
+
+
+def test_fill_of_a_finished_file_has_nothing_to_do(tmp_path: Path, caplog: Any) -> None:
+    """A file takes nothing more, and the log says so in place of a bar of 0 samples."""
+    build_lmdb(Unreadable(40), tmp_path / "x", num_workers=0, progress=False, on_error="skip")
+    ds = CachedDataset.from_cache(tmp_path / "x")
+    with caplog.at_level(logging.INFO, "fastload"):
+        ds.fill(0)
+
+    assert "the cache is full already: 37 of 37 samples" in caplog.text
 
 
 def test_fill_of_a_private_cache_stays_here() -> None:
@@ -256,6 +299,35 @@ def test_a_skipped_sample_is_asked_of_the_source(tmp_path: Path) -> None:
     assert ds[4][1] == 4
     with pytest.raises(OSError, match="no such picture"):
         ds[7]
+
+
+@pytest.mark.parametrize("tier", ["lmdb", "ram, lmdb"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
+    tier: str, num_workers: int, tmp_path: Path
+) -> None:
+    """In training, too: the error's notes name the sample and from_cache, which leaves such samples out."""
+    path = tmp_path / "x"
+    build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip")
+    cache: Any = f"lmdb:{path}" if tier == "lmdb" else ["ram", f"lmdb:{path}"]
+    ds = CachedDataset(Unreadable(40), cache=cache, budget=1 << 20)
+
+    with pytest.raises(OSError, match="no such picture") as caught:
+        list(fastload.DataLoader(ds, batch_size=4, num_workers=num_workers))
+
+    notes = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert f"sample 3 could not be read when {path} was built and was left out" in notes
+    assert f"CachedDataset.from_cache({str(path)!r}, transform=...)" in notes
+
+
+def test_an_error_that_is_not_of_a_skipped_sample_has_no_such_note() -> None:
+    """A cache in RAM leaves nothing out: the dataset's error is raised as it is."""
+    ds = CachedDataset(Unreadable(40), budget=1 << 20)
+
+    with pytest.raises(OSError, match="no such picture") as caught:
+        ds[7]
+
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:

@@ -23,10 +23,16 @@ import PIL
 
 from fastload.cache import workers
 from fastload.cache.disk.codecs import LOSSY, check_codec
-from fastload.cache.disk.format import Description, Plan, runs_of
+from fastload.cache.disk.format import (
+    VALUE_HEADER_BYTES,
+    Description,
+    Plan,
+    runs_of,
+)
 from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import Partial, only_builder, source_differences
+from fastload.cache.disk.shapes import SeenShapes
 from fastload.cache.disk.writer import ShardWriter
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
@@ -98,6 +104,7 @@ def build_lmdb(
                 build.run(num_workers, progress)
                 cache = LMDBCache(path)
                 cache.reason = f"built now, as there was none{resumed}"
+                build.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
     return _opened(dataset, path, probed, codec, fingerprint)
@@ -197,6 +204,8 @@ class _Build:
         self._partial = Partial(path)
         self._num_samples = len(dataset)
         self._first_bytes = _GUESSED_BYTES
+        self._shapes = SeenShapes()
+        self._failed: Exception | None = None  # the error of a sample
 
     def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
         """Decide what is written and where to begin; says what is gone on with, for people."""
@@ -234,6 +243,9 @@ class _Build:
                 if self._skips:
                     return None, None
                 error.add_note("in sample 0 of the dataset")
+                error.add_note(
+                    'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
+                )
                 raise
         record = _first_record(self._probed[0])
         self._first_bytes = len(record)
@@ -281,6 +293,9 @@ class _Build:
                 for shard in shards:
                     self._write_shard(shard, numbered, answers, slots, progress)
             self._partial.publish(plan)
+        except (Exception, KeyboardInterrupt) as error:
+            self._note_what_is_kept(error)
+            raise
         finally:
             workers.stop(answers)
             if slots is not None:
@@ -315,7 +330,6 @@ class _Build:
             writer.finish(Description(self._plan, shard, runs_of(left_out)))
         except KeyboardInterrupt:
             writer.commit()
-            log.info("building %s: stopped: what is done is kept, build again to go on", self._path)
             raise
         finally:
             writer.close()
@@ -338,17 +352,28 @@ class _Build:
                 continue
             content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
             writer.put(index, content)
+            self._shapes.add(memoryview(content)[VALUE_HEADER_BYTES:])
             nbytes += len(content)
         progress.advance(nbytes, len(values))
+
+    def report_shapes(self, cache: LMDBCache) -> None:
+        """Log that samples differ in shape, which training would meet at its first batch; note the number."""
+        self._shapes.add_stored(cache.path, self._position)  # by an earlier build
+        cache.num_shapes = self._shapes.number
+        explanation = self._shapes.explain()
+        if explanation is not None:
+            log.info("%s: %s", cache.path, explanation)
 
     def _explained(self, failed: Failed) -> Exception:
         error = failed.error
         error.add_note(f"in sample {failed.index} of the dataset")
         if error.__traceback__ is None:  # it comes from a worker
             error.add_note(f"raised in a worker process:\n{failed.trace}")
-        if not isinstance(error, UnsupportedSampleError):
-            error.add_note(
-                f"What was built is kept at {self._partial.path}: build again to go on, with "
-                'on_error="skip" to leave such samples out'
-            )
+        self._failed = error
         return error
+
+    def _note_what_is_kept(self, error: BaseException) -> None:
+        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
+            return  # the dataset has to change, or there is nothing
+        way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
+        error.add_note(f"What was built is kept at {self._partial.path}: build again to go on{way_out}")

@@ -11,17 +11,18 @@ Made by `build` in the parent, used in its workers. Rules:
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.cache.spec import flatten
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import SegmentError, UnsupportedSampleError
 from fastload.transport.segment import Segment, is_supported
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fastload.cache.disk.partial import BuildLock
+
+log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
 _SPARE_SLOTS = 2
@@ -40,12 +43,21 @@ _TASKS_EACH = 8  # at least, so that workers finish together
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that could not be read; one line of the report."""
+    """A sample that could not be read; one line of the report.
+
+    Attributes:
+        index: In the dataset.
+        path: Of the file, if the error names one.
+        type: The class of the error.
+        reason: The error's text.
+        worker: Number of the worker process that read it; None for the builder's own process.
+    """
 
     index: int
     path: str | None
     type: str
     reason: str
+    worker: int | None = None
 
 
 @dataclass(frozen=True)
@@ -161,19 +173,27 @@ class RecordTasks(Dataset[list[Value]]):
 
 
 def skipped(index: int, error: Exception) -> Skipped:
-    """What the report says of a sample that could not be read."""
+    """What the report says of a sample that could not be read in this process."""
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     reason = getattr(error, "reason", None) or error
-    return Skipped(index, None if path is None else str(path), type(error).__name__, str(reason))
+    worker = get_worker_info()
+    return Skipped(
+        index=index,
+        path=None if path is None else str(path),
+        type=type(error).__name__,
+        reason=str(reason),
+        worker=None if worker is None else worker.id,
+    )
 
 
 def _failed(index: int, error: Exception) -> Failed:
     trace = "".join(traceback.format_exception(error))
+    if get_worker_info() is None:
+        return Failed(index, error, trace)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - torch brings the text of what cannot be brought itself
-        error.add_note(f"in sample {index} of the dataset")
-        raise error from None
+    except Exception:  # noqa: BLE001 - then its text is brought, under the type that torch's loader gives
+        error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
     return Failed(index, error, trace)
 
 
@@ -198,4 +218,8 @@ def plan_tasks(
     ]
     if not num_workers or not is_supported():
         return tasks, None
-    return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    try:
+        return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    except SegmentError as error:
+        log.info("values travel through torch's queue, which is slower: %s", str(error))
+        return tasks, None

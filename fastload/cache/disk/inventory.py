@@ -10,6 +10,7 @@ Called by the command line. Rules:
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import only_builder
 from fastload.cache.locks import try_lock
 from fastload.errors import CacheCorruptError, CacheMismatchError
+
+log = logging.getLogger("fastload")
 
 PARTIAL, REPORT, LOCK = ".partial", ".errors.jsonl", ".lock"
 _OURS = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
@@ -46,16 +49,35 @@ class Found:
 def list_caches(directory: str) -> list[Found]:
     """The caches and unfinished builds that lie in a directory, not below it, sorted by path.
 
-    A directory of shards is one cache, and is listed as that alone.
+    A directory of shards is one cache, and is listed as that alone. What this user may not read is passed
+    over, and a log line tells how many files and directories these were.
 
     Raises:
         FileNotFoundError: There is no such directory.
+        NotADirectoryError: It is something else.
+        PermissionError: It may not be read.
     """
     directory = os.path.abspath(directory)
     if _is_finished(directory):
         return [_look(directory)]
     paths = {os.path.join(directory, name.removesuffix(PARTIAL)) for name in os.listdir(directory)}
-    return [_look(path) for path in sorted(paths) if _is_finished(path) or _is_partial(path + PARTIAL)]
+    found, closed = [], []
+    for path in sorted(paths):
+        try:
+            if _is_finished(path) or _is_partial(path + PARTIAL):
+                found.append(_look(path))
+        except PermissionError:
+            closed.append(path)
+        except FileNotFoundError:
+            continue  # removed since the directory was listed
+    if closed:
+        log.warning(
+            "%s: %d files or directories may not be read by this user and are not listed, such as %s",
+            directory,
+            len(closed),
+            closed[0],
+        )
+    return found
 
 
 def is_being_built(path: str) -> bool:

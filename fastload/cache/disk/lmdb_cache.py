@@ -42,6 +42,8 @@ class LMDBCache:
     Attributes:
         path: Absolute.
         reason: Why this cache is the one in use.
+        num_shapes: How many shapes the array of a sample that varies most has, up to a thousand; None unless
+            this process built the cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -52,6 +54,7 @@ class LMDBCache:
     layout = "lmdb"
     budget_bytes: int | None = None  # the files are complete; memory is the page cache's affair
     is_shared = True
+    num_shapes: int | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -168,6 +171,10 @@ class LMDBCache:
         if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
         return self._file_of(int(index)).is_stored(int(index))
+
+    def is_left_out(self, index: int) -> bool:
+        """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
+        return not self._is_closed and not self._file_of(index).is_stored(index)
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().

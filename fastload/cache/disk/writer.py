@@ -18,6 +18,7 @@ import lmdb
 
 from fastload.cache.disk.format import Description, pack_key, write_description
 from fastload.errors import CacheError
+from fastload.system_errors import writing_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,4 +123,4 @@ def writing(path: str) -> Iterator[None]:
     except (lmdb.Error, OSError) as error:
         if isinstance(error, CacheError):
             raise
-        raise CacheError(f"cannot write the cache {path}: {error}") from error
+        raise CacheError(f"cannot write the cache {path}: {writing_refused(error, path)}") from error

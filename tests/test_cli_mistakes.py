@@ -1,0 +1,364 @@
+"""Claims of the command line about wrong arguments: one plain line that says what to change."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+import fastload
+from fastload import cli
+from tests.test_cli import built, images, run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+COMMANDS = {"info": ["info"], "verify": ["verify"], "ls": ["ls"], "rm": ["rm", "--yes"]}
+
+
+def complaint(result: Any) -> str:
+    """What a command says that failed by one plain line."""
+    assert result.exit_code in (1, 2)
+    assert result.stdout == ""
+    assert "Errno" not in result.stderr
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("fastload: error: ")
+    return lines[0].removeprefix("fastload: error: ")
+
+
+class Header(ctypes.Structure):
+    """Of capset(2)."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class Sets(ctypes.Structure):
+    """Of capget(2): capabilities as bits."""
+
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inherited", ctypes.c_uint32),
+    )
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Permissions count in this test, also where root runs it, whom they do not stop otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = Header(0x20080522, 0), (Sets * 2)()
+    assert libc.capget(ctypes.byref(header), sets) == 0
+    before = sets[0].effective
+    sets[0].effective &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    assert libc.capset(ctypes.byref(header), sets) == 0
+    try:
+        yield
+    finally:
+        sets[0].effective = before
+        assert libc.capset(ctypes.byref(header), sets) == 0
+
+
+@contextlib.contextmanager
+def closed(path: Path, mode: int = 0) -> Iterator[None]:
+    """Nobody but the superuser may read the path; with a mode, what the mode says."""
+    before = path.stat().st_mode
+    path.chmod(mode)
+    try:
+        yield
+    finally:
+        path.chmod(before)
+
+
+class TestPaths:
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_path_that_leads_to_nothing_is_wrong_usage(self, command: str, tmp_path: Path) -> None:
+        """One line names the path; the exit code is that of other wrong usage, with --json as well."""
+        result = run(*COMMANDS[command], tmp_path / "nope")
+        as_json = run(*COMMANDS[command], tmp_path / "nope", "--json")
+
+        said = complaint(result)
+        assert re.match(r"there is (no|neither) .* at ", said)
+        assert said.endswith(f" at {tmp_path}/nope")
+        assert result.exit_code == 2
+        assert json.loads(as_json.stdout) == {"error": said, "type": "UsageError"}
+        assert as_json.exit_code == 2
+
+    @pytest.mark.parametrize("command", [*COMMANDS, "build"])
+    @pytest.mark.parametrize("path", ["", b"\xff.lmdb"])
+    def test_a_path_that_cannot_be_one_is_wrong_usage(self, command: str, path: str | bytes) -> None:
+        """An empty argument is not the working directory, and LMDB opens only names in UTF-8."""
+        words = COMMANDS.get(command, ["build", "tests.cli_zoo:factory"])
+
+        result = run(*words, os.fsdecode(path))
+
+        assert result.exit_code == 2
+        assert complaint(result).endswith(("is empty: give a path", "is not valid UTF-8: give another name"))
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_path_below_a_file_is_wrong_usage(self, command: str, tmp_path: Path) -> None:
+        """A part of it is no directory."""
+        (tmp_path / "file").write_text("x")
+
+        result = run(*COMMANDS[command], tmp_path / "file" / "x")
+
+        assert result.exit_code == 2
+        assert f"{tmp_path}/file/x" in complaint(result)
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_a_foreign_file_is_named(self, command: str, tmp_path: Path) -> None:
+        """A file that is no cache is neither shown nor removed."""
+        (tmp_path / "file").write_text("x")
+
+        result = run(*COMMANDS[command], tmp_path / "file")
+
+        assert str(tmp_path / "file") in complaint(result)
+        assert (tmp_path / "file").exists()
+
+    def test_ls_of_a_file_asks_for_its_directory(self, tmp_path: Path) -> None:
+        """A file that is no cache has nothing to list."""
+        (tmp_path / "file").write_text("x")
+
+        result = run("ls", tmp_path / "file")
+
+        assert result.exit_code == 2
+        assert "is not a directory: give the directory" in complaint(result)
+
+    @pytest.mark.parametrize("command", ["info", "verify"])
+    def test_a_directory_that_is_no_cache_leads_to_ls(self, command: str, tmp_path: Path) -> None:
+        """Whoever names a directory with caches in it learns how to list them."""
+        built(tmp_path / "one.lmdb")
+        built(tmp_path / "two.lmdb")
+
+        assert f"'fastload cache ls {tmp_path}' lists" in complaint(run(command, tmp_path))
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_what_may_not_be_read_is_said_in_words(self, command: str, tmp_path: Path) -> None:
+        """A cache or a directory without permission is a failure that names it."""
+        dest = built(tmp_path / "cache")
+        with closed(dest):
+            result = run(*COMMANDS[command], dest)
+
+        assert result.exit_code == 1
+        assert f"{dest}: Permission denied: change its permissions" in complaint(result)
+
+    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_a_directory_that_may_not_be_entered_is_said_in_words(self, command: str, tmp_path: Path) -> None:
+        """It is not taken for a path at which there is nothing."""
+        (tmp_path / "locked").mkdir()
+        with closed(tmp_path / "locked"):
+            result = run(*COMMANDS[command], tmp_path / "locked" / "cache")
+
+        assert result.exit_code == 1
+        assert f"{tmp_path}/locked/cache: Permission denied" in complaint(result)
+
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_ls_passes_over_what_may_not_be_read(self, tmp_path: Path) -> None:
+        """One closed file or folder does not keep the caches beside it from being listed."""
+        built(tmp_path / "one")
+        shutil.copy(tmp_path / "one", tmp_path / "closed")
+        (tmp_path / "folder").mkdir()
+        with closed(tmp_path / "closed"), closed(tmp_path / "folder"):
+            result = run("ls", tmp_path, "--json")
+
+        assert result.exit_code == 0
+        assert [item["path"] for item in json.loads(result.stdout)["caches"]] == [f"{tmp_path}/one"]
+        assert "2 files or directories may not be read by this user" in result.stderr
+
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_rm_in_a_closed_directory_removes_nothing(self, tmp_path: Path) -> None:
+        """The line says so before a question is asked."""
+        (tmp_path / "folder").mkdir()
+        dest = built(tmp_path / "folder" / "cache")
+        with closed(tmp_path / "folder", 0o500):
+            result = run("rm", dest)
+
+        assert result.exit_code == 1
+        assert f"{dest} was not removed: files in {tmp_path}/folder may not be removed" in complaint(result)
+
+
+class TestDest:
+    def test_a_directory_that_is_not_there_is_told_before_the_source_is_read(self, tmp_path: Path) -> None:
+        """Nothing is scanned first, and no directory is made."""
+        result = run("build", "tests.no_such_module:x", tmp_path / "no" / "cache")
+
+        assert result.exit_code == 2
+        assert complaint(result).startswith(f"there is no directory at {tmp_path}/no: make it first")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_path_below_a_file_is_told(self, tmp_path: Path) -> None:
+        """A file is no directory."""
+        (tmp_path / "file").write_text("x")
+
+        result = run("build", "tests.cli_zoo:factory", tmp_path / "file" / "cache")
+
+        assert result.exit_code == 2
+        assert complaint(result) == f"DEST should lie in a directory, but {tmp_path}/file is a file"
+
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_a_directory_that_may_not_be_written_is_told(self, tmp_path: Path) -> None:
+        """The line names the directory."""
+        with closed(tmp_path, 0o500):
+            result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "0")
+
+        assert result.exit_code == 1
+        assert f"Permission denied: change the permissions of {tmp_path}, or" in complaint(result)
+
+    @pytest.mark.parametrize("kind", ["file", "folder"])
+    def test_what_is_there_already_and_is_no_cache_is_left_alone(self, kind: str, tmp_path: Path) -> None:
+        """The line asks for another path."""
+        dest = tmp_path / "dest"
+        if kind == "file":
+            dest.write_text("mine")
+        else:
+            dest.mkdir()
+
+        result = run("build", "tests.cli_zoo:factory", dest, "--workers", "0")
+
+        assert "give a path where nothing is yet" in complaint(result)
+        assert list(tmp_path.iterdir()) == [dest]
+
+
+class TestSource:
+    @pytest.fixture
+    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A working directory whose modules can be named."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("files", "said"),
+        [
+            ([], "there is no folder in photos: SOURCE should have a folder of images for each class"),
+            (["1.png"], "there is no folder in photos: SOURCE should have a folder of images for each class"),
+            (["cat/notes.txt"], "the folders in photos hold no image"),
+            (["cat/1.png", "dog/notes.txt"], "there is no image in photos/dog: remove"),
+        ],
+    )
+    def test_a_folder_without_images_is_wrong_usage(self, files: list[str], said: str, here: Path) -> None:
+        """The line says what a folder should look like."""
+        (here / "photos").mkdir()
+        for name in files:
+            (here / "photos" / name).parent.mkdir(exist_ok=True)
+            if name.endswith(".png"):
+                Image.fromarray(np.zeros((2, 2, 3), np.uint8)).save(here / "photos" / name)
+            else:
+                (here / "photos" / name).write_text("x")
+
+        result = run("build", "photos", "cache")
+
+        assert result.exit_code == 2
+        assert complaint(result).startswith(said)
+
+    @pytest.mark.usefixtures("ordinary_user")
+    def test_a_folder_that_may_not_be_read_is_a_failure(self, here: Path) -> None:
+        """It is named."""
+        images(here / "photos", "cat/1.png")
+        with closed(here / "photos" / "cat"):
+            result = run("build", "photos", "cache")
+
+        assert result.exit_code == 1
+        assert complaint(result).startswith("photos/cat: Permission denied")
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("nope", "there is no folder of that name"),
+            ("here.py", "such as here:NAME"),
+            ("here.py:data", "such as here:data"),
+            ("./here.py", "such as here:NAME"),
+            ("notes.txt", "it is a file"),
+            (".here:data", "names are as in `import`"),
+            ("https://example.org/x:1", "names are as in `import`"),
+        ],
+    )
+    def test_a_source_that_is_neither_says_why(self, source: str, said: str, here: Path) -> None:
+        """The reason is the likeliest slip."""
+        (here / "here.py").write_text("data = [1]\n")
+        (here / "notes.txt").write_text("x")
+
+        result = run("build", source, "cache")
+
+        assert result.exit_code == 2
+        assert "is neither: " in complaint(result)
+        assert said in complaint(result)
+
+    @pytest.mark.parametrize(
+        ("code", "said"),
+        [
+            ("1 / 0", "ZeroDivisionError: division by zero. while module"),
+            (
+                "import not_there_at_all",
+                "ModuleNotFoundError: No module named 'not_there_at_all'. while module",
+            ),
+            ("import os; os.nothing", "AttributeError: module 'os' has no attribute 'nothing'. while module"),
+            ("def (", "SyntaxError: "),
+            ("open('nowhere')", "nowhere: No such file or directory. while module"),
+            ("raise SystemExit(3)", "ended the process with exit code 3"),
+        ],
+    )
+    def test_a_module_that_raises_is_a_failure_that_names_it(self, code: str, said: str, here: Path) -> None:
+        """The error is told with its module; an exit of the module is no exit of the command."""
+        name = f"raising_{abs(hash(code))}"
+        (here / f"{name}.py").write_text(code + "\n")
+
+        result = run("build", f"{name}:data", "cache")
+
+        assert result.exit_code == 1
+        assert said in complaint(result)
+        assert name in complaint(result)
+
+    def test_a_function_with_arguments_is_wrong_usage(self, here: Path) -> None:
+        """It is not called."""
+        (here / "with_arguments.py").write_text("def make(root, size=3): 1 / 0\n")
+
+        result = run("build", "with_arguments:make", "cache")
+
+        assert result.exit_code == 2
+        assert complaint(result).startswith("with_arguments:make needs arguments (root, size=3): give")
+
+    def test_a_text_is_no_dataset(self, here: Path) -> None:
+        """A path in a module is not a dataset of characters."""
+        (here / "with_a_path.py").write_text("ROOT = '/data/photos'\n")
+
+        result = run("build", "with_a_path:ROOT", "cache")
+
+        assert result.exit_code == 2
+        assert complaint(result) == "with_a_path:ROOT is of type str: neither a dataset nor a function"
+
+    def test_a_sample_of_a_wrong_kind_is_named(self, here: Path) -> None:
+        """The first look at the dataset says which sample it was."""
+        (here / "with_objects.py").write_text("data = [object()]\n")
+
+        result = run("build", "with_objects:data", "cache", "--workers", "0")
+
+        assert result.exit_code == 1
+        assert complaint(result).endswith(". in sample 0 of the dataset")
+
+    def test_an_error_without_a_text_is_its_name(self, here: Path) -> None:
+        """A MemoryError has nothing more to say."""
+        (here / "without_text.py").write_text("def make(): raise MemoryError\n")
+
+        assert complaint(run("build", "without_text:make", "cache")) == "MemoryError"
+
+
+def test_version() -> None:
+    """`fastload --version` prints the name and the version, and nothing else."""
+    result = CliRunner().invoke(cli.app, ["--version"])
+
+    assert (result.exit_code, result.output) == (0, f"fastload {fastload.__version__}\n")
