@@ -1,0 +1,212 @@
+"""Faults by name and stages by name: a dataset, a transform, a collate function that has one at one place."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import default_collate, get_worker_info
+
+import fastload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZE = 40
+BATCH = 4
+FAULTY = 18  # a sample of batch 4, which worker 0 of 2 reads
+
+
+class OwnError(Exception):
+    """What user code raises."""
+
+
+class OwnBaseError(BaseException):
+    """What no `except Exception` catches."""
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _kill(number: int) -> None:
+    os.kill(os.getpid(), number)
+    threading.Event().wait(30)  # a signal may take a moment; nothing after it is to run
+
+
+def _no_memory() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, limit[1]))
+    try:
+        bytearray(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+def _no_files() -> None:
+    files = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, limit[1]))
+    try:
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for fd in files:
+            os.close(fd)
+
+
+def _no_room_in_a_file() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    fd = os.memfd_create("too-long")
+    try:
+        os.ftruncate(fd, 1 << 20)
+    finally:
+        os.close(fd)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def _fork_and_forget() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+
+
+def _start_threads() -> None:
+    for _ in range(2):
+        threading.Thread(target=threading.Event().wait, args=(0.01,)).start()
+
+
+def _leave_a_daemon_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def _own_handlers() -> None:
+    for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+
+
+def _close_stderr() -> None:
+    os.close(2)
+    sys.stderr = None
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "raises": lambda: _raise(OwnError("it is mine")),
+    "raises a BaseException": lambda: _raise(OwnBaseError("it is mine")),
+    "exits": lambda: sys.exit(3),
+    "exits at once": lambda: os._exit(4),
+    "SIGKILL": lambda: _kill(signal.SIGKILL),
+    "SIGTERM": lambda: _kill(signal.SIGTERM),
+    "SIGSEGV": lambda: _kill(signal.SIGSEGV),
+    "SIGABRT": lambda: _kill(signal.SIGABRT),
+    "no memory": _no_memory,
+    "no files": _no_files,
+    "no room in a file": _no_room_in_a_file,
+    "forks": _fork_and_forget,
+    "starts threads": _start_threads,
+    "leaves a daemon thread": _leave_a_daemon_thread,
+    "own signal handlers": _own_handlers,
+    "closes stderr": _close_stderr,
+}
+
+
+class Fault:
+    """One fault at one stage; the parent, and other stages, have none.
+
+    Args:
+        name: Of the fault.
+        stage: Where it happens.
+    """
+
+    def __init__(self, name: str, stage: str) -> None:
+        self.name = name
+        self.stage = stage
+        self.parent = os.getpid()
+
+    def at(self, stage: str, index: int = FAULTY) -> None:
+        """Have the fault, if this is its stage, its sample, and a worker."""
+        if stage == self.stage and index == FAULTY and os.getpid() != self.parent:
+            FAULTS[self.name]()
+
+
+class Samples:
+    """Sample i is full of i."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        self.fault.at("fetch", index)
+        return np.full((5, 5), index)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.fault.at("start")
+
+
+class Transform:
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __call__(self, sample: Any) -> Any:
+        self.fault.at("transform", int(sample[0, 0]))
+        return sample.copy()
+
+
+class Init:
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __call__(self, worker_id: int) -> None:
+        if worker_id == 0:
+            self.fault.at("init")
+
+
+class Collate:
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+    def __call__(self, samples: Any) -> Any:
+        for sample in samples:
+            self.fault.at("collate", int(sample[0, 0]))
+        return default_collate(samples), Packed(self.fault, int(samples[0][0, 0]))
+
+
+class Packed:
+    """Part of a batch; has the fault when it is pickled in the worker."""
+
+    def __init__(self, fault: Fault, first: int) -> None:
+        self.fault = fault
+        self.first = first
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.first <= FAULTY < self.first + BATCH and get_worker_info() is not None:
+            self.fault.at("pack")
+        return int, (self.first,)
+
+
+def make_loader(name: str, stage: str, **options: Any) -> fastload.DataLoader:
+    """A loader with two workers that has one fault at one stage."""
+    fault = Fault(name, stage)
+    dataset: Any = Samples(fault)
+    if stage == "transform":
+        dataset = fastload.CachedDataset(dataset, transform=Transform(fault))
+    return fastload.DataLoader(
+        dataset,
+        BATCH,
+        num_workers=2,
+        worker_init_fn=Init(fault),
+        collate_fn=Collate(fault),
+        prefetch_factor=1,
+        **options,
+    )
