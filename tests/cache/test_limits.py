@@ -25,6 +25,7 @@ from fastload.cache.ram import owners
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.record import encode
 from fastload.errors import SegmentError
 from fastload.transport import segment
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages, assert_same
@@ -123,6 +124,21 @@ def test_a_limit_that_is_enough_for_the_samples_costs_nothing(kind: type[Images]
 
     assert isinstance(ds.cache, SharedMemoryCache)
     assert ds.cache_info().num_cached == 30
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages])
+def test_a_limit_hardly_above_what_the_samples_need_costs_nothing(kind: type[Images], caplog: Any) -> None:
+    """What the examples show is asked for before the half of what was refused, which would be too little."""
+    dataset = kind(200)
+    sizes = [len(encode(dataset.sample(index))) for index in (0, 100, 199)]
+    needed = 8192 + 200 * (max(sizes) + 128)
+    with limited(resource.RLIMIT_FSIZE, needed + 16_384), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget="100GB")
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert ds.cache_info().num_cached == 200
     assert caplog.text == ""
 
 

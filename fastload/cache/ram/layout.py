@@ -21,7 +21,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.columns import Column, plan_columns
+from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.leaves import dtype_name, numpy_dtype
 from fastload.cache.locks import try_lock, unlock
@@ -228,6 +228,9 @@ def create(
     planned = layout = Layout.plan(num_samples, budget_bytes, examples, origin)
     example_bytes = [_ragged_bytes(*flatten(example)) for example in examples]
     least_bytes = TABLE_AT + num_samples * ENTRY_BYTES + sum(example_bytes)
+    ragged_bytes = 0 if planned.rows else num_samples * max(example_bytes, default=0)
+    padding_bytes = COLUMN_ALIGNMENT_BYTES * len(planned.columns) + PAGE_BYTES
+    needed_bytes = planned.ragged_at + padding_bytes + ragged_bytes
     segment_bytes = planned.ragged_at + planned.ragged_bytes
     refusal: SegmentError | None = None
     while True:
@@ -238,13 +241,14 @@ def create(
             refusal = refusal or error
             if segment_bytes <= least_bytes:
                 raise refusal from refusal.__cause__
-            segment_bytes = max(segment_bytes // 2, least_bytes)
+            half_bytes = max(segment_bytes // 2, least_bytes)
+            # What the samples need by the examples is worth a try of its own.
+            segment_bytes = needed_bytes if half_bytes < needed_bytes < segment_bytes else half_bytes
         layout = Layout.plan(num_samples, budget_bytes, examples, origin, segment_bytes=segment_bytes)
     if layout.spec is None:
         _check_lock(segment)
     if refusal is not None:
-        needed_bytes = num_samples * max(example_bytes, default=0)
-        is_enough = layout.rows == planned.rows and (layout.rows > 0 or layout.ragged_bytes >= needed_bytes)
+        is_enough = layout.rows == planned.rows and layout.ragged_bytes >= ragged_bytes
         log.log(
             logging.INFO if is_enough else logging.WARNING,
             "the cache has a segment of %s and not of %s: %s",
