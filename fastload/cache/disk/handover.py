@@ -11,6 +11,7 @@ Made by `build` in the parent, used in its workers. Rules:
 
 from __future__ import annotations
 
+import logging
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.utils.data import Dataset
 from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.cache.spec import flatten
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import SegmentError, UnsupportedSampleError
 from fastload.transport.segment import Segment, is_supported
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from fastload.cache.disk.partial import BuildLock
+
+log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
 _SPARE_SLOTS = 2
@@ -198,4 +201,8 @@ def plan_tasks(
     ]
     if not num_workers or not is_supported():
         return tasks, None
-    return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    try:
+        return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    except SegmentError as error:
+        log.info("values travel through torch's queue, which is slower: %s", str(error))
+        return tasks, None
