@@ -105,7 +105,7 @@ def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
 
 
 def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
-    """RLIMIT_AS less what is mapped already; without /proc nobody can say what that is."""
+    """RLIMIT_AS less what is mapped already; without /proc that is unknown."""
     write(tmp_path, {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
     with limited(resource.RLIMIT_AS, 10 * GB):
         assert available_bytes(tmp_path) == 10 * GB - 1000 * resource.getpagesize()
