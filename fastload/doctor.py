@@ -11,20 +11,16 @@ import multiprocessing
 import os
 import platform
 import shutil
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import fastload
-from fastload.cache.workers import usable_cpus
+from fastload.cache.cpus import cpu_quota, usable_cpus
 from fastload.device.probe import GPUCopies, GPUProcess, driver_version, gpu_processes, measure_copies
 from fastload.device.report import MemoryReport, memory_report
 from fastload.sizes import readable_memory, readable_size
 from fastload.terminal import table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _DISTRIBUTIONS = {  # OpenCV comes under four names
     "numpy": ("numpy",),
@@ -175,37 +171,3 @@ def _version(distributions: tuple[str, ...]) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def cpu_quota(root: str | Path = "/") -> float | None:
-    """CPUs' worth of time that the tightest cgroup of this process grants; None without a limit.
-
-    Args:
-        root: Where `proc` and `sys` are looked for; another one than `/` is for tests.
-    """
-    return min(_quotas(Path(root)), default=None)
-
-
-def _quotas(root: Path) -> Iterator[float]:
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):  # in a container the mount may show its own group as the root
-            group = mount.joinpath(*parts[:depth])
-            if controllers:
-                quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-            else:
-                quota, _, period = _read(group / "cpu.max").partition(" ")
-            if quota.strip().isdigit() and period.strip().isdigit():  # not "max", "-1" or no file
-                yield int(quota) / int(period)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""  # not on this system, or hidden from this user

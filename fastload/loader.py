@@ -27,7 +27,7 @@ from fastload.failures import report_of
 from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
 from fastload.torch_iterator import torch_iterator
-from fastload.transport import segment
+from fastload.transport import starting
 from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
                 f"memory_format should be None or torch.channels_last, but got {memory_format!r}"
             )
         if ring_bytes != "auto":
-            budget.parse_budget(ring_bytes)  # raises what is wrong with it, here and not in the first epoch
+            budget.parse_budget(ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
         if device is not None:
             check_device(device)
         if device_transform is not None and (device is None or not callable(device_transform)):
@@ -285,10 +285,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:
             return f"multiprocessing_context is a {type(context).__name__}"
-        if not segment.is_supported():
-            _warn_unsupported()
-            return "this platform has no memfd"
-        return None
+        reason = starting.why_no_processes()
+        if reason is not None:
+            _say_once(f"workers use torch's own transport: {reason}")
+        return reason
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch, for everything that has a `set_epoch()`.
@@ -341,12 +341,3 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 @functools.cache
 def _say_once(text: str) -> None:
     _log.warning("%s", text)
-
-
-@functools.cache
-def _warn_unsupported() -> None:
-    """Say once that this platform gets torch's speed."""
-    _log.warning(
-        "shared memory without a name (memfd_create) is missing on this platform: "
-        "workers use torch's own transport, and a RAM cache is private to each process"
-    )

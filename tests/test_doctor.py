@@ -249,37 +249,6 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str
 # --- the host ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, None),
-        ({"self": "0::/job\n", "job/cpu.max": "max 100000\n"}, None),
-        ({"self": "0::/job\n", "job/cpu.max": "250000 100000\n"}, 2.5),
-        ({"self": "0::/job/step\n", "job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
-        ({"self": "0::/../elsewhere\n", "cpu.max": "50000 100000\n"}, 0.5),
-        (
-            {
-                "self": "3:cpu,cpuacct:/job\n4:memory:/other\n",
-                "cpu/job/cpu.cfs_quota_us": "300000\n",
-                "cpu/job/cpu.cfs_period_us": "100000\n",
-                "cpu/cpu.cfs_quota_us": "-1\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
-    ],
-    ids=["no cgroups", "no limit", "limit", "limit of an ancestor", "container", "version 1"],
-)
-def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
-    """Of the group and those above it, in both versions of cgroups."""
-    for name, content in files.items():
-        path = tmp_path / ("proc/self/cgroup" if name == "self" else f"sys/fs/cgroup/{name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-
-    assert doctor.cpu_quota(tmp_path) == quota
-
-
 def test_what_is_not_installed_has_no_version() -> None:
     """None, under whatever names it is looked for."""
     assert doctor._version(("no-such-distribution", "neither-this")) is None

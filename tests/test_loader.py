@@ -59,6 +59,13 @@ def test_public_attributes_are_arguments_alone() -> None:
     assert {name for name in vars(loader) if not name.startswith("_")} == theirs | EXTRAS
 
 
+@pytest.mark.parametrize("ring_bytes", ["many", 0, 1.5])
+def test_a_ring_of_no_size_is_refused_under_its_own_name(ring_bytes: Any) -> None:
+    """The error names the argument that the caller gave, what came, and the ways to say a size."""
+    with pytest.raises(ValueError, match=rf'^ring_bytes={ring_bytes!r} is not .*"40GB"'):
+        fastload.DataLoader(IMAGES, ring_bytes=ring_bytes)
+
+
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1, ring_bytes=12345, seed_pipelines=False)

@@ -1,18 +1,25 @@
 """How many bytes a cache may take: what is really free, and what the user allows.
 
-Called in the parent when a cache is made. Free is the least of MemAvailable and, for this process's cgroup
-and each of its ancestors, the limit less the use; page cache that the kernel would give back counts as free.
+Called in the parent when a cache is made. Free is the least of MemAvailable; for this process's cgroup and
+each of its ancestors, the limit less the use, where page cache that the kernel would give back counts as
+free; and RLIMIT_AS less the address space in use, because every process maps the whole cache.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,38 +49,39 @@ _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
-def parse_budget(budget: str | float, *, available: int | None = None) -> int:
+def parse_budget(budget: str | float, *, name: str = "budget", available: int | None = None) -> int:
     """Bytes that a budget stands for.
 
     Args:
         budget: `"auto"` (80% of what is free), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
             40 * 2**30), or a float above 0 and up to 1 (a share of what is free).
+        name: Of the argument that the user gave, for the error.
         available: Free bytes; read from the system if None.
 
     Raises:
-        ValueError: The budget is none of these, or not above zero.
+        ValueError: The budget has another form, or is not above zero.
     """
     if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
-        raise ValueError(f"budget={budget!r} is no budget: {_USAGE}")
+        raise ValueError(f"{name}={budget!r} is not a number of bytes: {_USAGE}")
     if isinstance(budget, str):
         if budget == "auto":
             return int(AUTO_SHARE * (available_bytes() if available is None else available))
-        nbytes = _parse_size(budget)
+        nbytes = _parse_size(budget, name)
     elif isinstance(budget, int):
         nbytes = budget
     elif math.isfinite(budget) and 0 < budget <= 1:
         return int(budget * (available_bytes() if available is None else available))
     else:
-        raise ValueError(f"budget={budget!r} is no share between 0 and 1: {_USAGE}")
+        raise ValueError(f"{name}={budget!r} is not a share between 0 and 1: {_USAGE}")
     if nbytes <= 0:
-        raise ValueError(f"budget={budget!r} is not above zero: {_USAGE}")
+        raise ValueError(f"{name}={budget!r} is not above zero: {_USAGE}")
     return nbytes
 
 
-def _parse_size(text: str) -> int:
+def _parse_size(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"budget={text!r} is no size: {_USAGE}")
+        raise ValueError(f"{name}={text!r} is not a size: {_USAGE}")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
@@ -88,6 +96,7 @@ def available_bytes(root: str | Path = "/") -> int:
         return int(psutil.virtual_memory().available)
     free = [_meminfo_available(_read(root / "proc/meminfo"))]
     free += _cgroup_free(root)
+    free += _address_space_free(root)
     return max(0, min(free))
 
 
@@ -103,7 +112,20 @@ def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
 
 def _meminfo_available(meminfo: str) -> int:
     match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
-    return int(match[1]) * 1024 if match else int(psutil.virtual_memory().available)
+    if match:
+        return int(match[1]) * 1024
+    try:
+        return int(psutil.virtual_memory().available)
+    except OSError:  # /proc is not there; this figure leaves out page cache that the kernel would give back
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _address_space_free(root: Path) -> Iterator[int]:
+    """RLIMIT_AS less what this process has mapped; nothing without that limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        mapped_pages = _read(root / "proc/self/statm").partition(" ")[0]
+        yield limit - int(mapped_pages or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_free(root: Path) -> Iterator[int]:

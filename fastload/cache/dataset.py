@@ -6,6 +6,8 @@ It pickles as handles: all workers read and fill one cache. Rules:
 1. The source is read at the first access to a sample, by whoever comes first; later accesses read the cache.
 2. What the caller or the transform changes never reaches the cache.
 3. A hit and a miss give the same: same types, contiguous arrays, read-only for the transform.
+4. Attributes that the dataset inside has and this class does not are found here too, but for those that would
+   say something of this dataset that is true of the one inside alone (see `_NOT_FORWARDED`).
 """
 
 from __future__ import annotations
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.protocol import SampleCache
 
+# The samples here went through `prepare` and `transform`: under the fingerprint of the dataset inside, other
+# jobs would find a cache of them as that dataset's, and get wrong images. The state and the epoch of that
+# dataset say nothing of cached samples, and a new epoch must not change what is cached later.
+_NOT_FORWARDED = frozenset({"fingerprint", "state_dict", "load_state_dict", "set_epoch"})
+
 
 @dataclass(frozen=True)
 class CacheInfo:
@@ -56,6 +63,9 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
+    Public attributes of the dataset inside (`classes`, `targets`, `class_to_idx`) are attributes of this one,
+    but for `fingerprint`, `state_dict`, `load_state_dict` and `set_epoch`.
+
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
             numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these.
@@ -71,7 +81,7 @@ class CachedDataset(Dataset[Any]):
         budget: The most memory a cache in RAM may take: `"auto"` (80% of what is free), bytes, `"40GB"`, or a
             share of what is free. Samples that do not fit are read from the dataset at every access. Whoever
             makes a shared cache decides.
-        num_workers: Processes that build an LMDB cache; None for one a core.
+        num_workers: Processes that build an LMDB cache; None for one for each CPU that may be used.
         progress: Show the progress of that build.
 
     Attributes:
@@ -86,7 +96,7 @@ class CachedDataset(Dataset[Any]):
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A sample holds something that cannot be cached.
         CacheMismatchError: The cache was made from something else.
-        ValueError: `cache`, `key` or `budget` is none.
+        ValueError: `cache`, `key` or `budget` has none of the forms above.
     """
 
     def __init__(
@@ -124,7 +134,7 @@ class CachedDataset(Dataset[Any]):
         """A finished LMDB cache as the dataset itself: the source is not needed any more.
 
         Samples that could not be read when it was built are left out, and the others numbered anew. The
-        names of ImageFolder's classes are in `dataset.classes`.
+        names of ImageFolder's classes are in `classes`.
 
         Args:
             path: The file, or the directory of shards.
@@ -142,6 +152,19 @@ class CachedDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def __getattr__(self, name: str) -> Any:
+        # Python asks here for what it found nowhere else: for `dataset` too, while a copy is made.
+        inner = self.__dict__.get("dataset")
+        if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return getattr(inner, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither {type(self).__name__!r} nor the {type(inner).__name__!r} inside has the attribute "
+                f"{name!r}"
+            ) from error
 
     def __getitem__(self, index: int) -> Any:
         """The sample, transformed; without a transform a private, writable copy.
@@ -224,7 +247,7 @@ class CachedDataset(Dataset[Any]):
         """Read what is not cached yet, as far as the budget goes, now and not in the first epoch.
 
         Args:
-            num_workers: Processes that read; None for one a core, 0 for none.
+            num_workers: Processes that read; None for one for each CPU that may be used, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
 
         Returns:

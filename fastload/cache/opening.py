@@ -16,7 +16,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastload.cache import guard
+from fastload.cache import guard, ranks
 from fastload.cache.budget import available_bytes, parse_budget
 from fastload.cache.disk.build import build_lmdb, check_source
 from fastload.cache.disk.lmdb_cache import LMDBCache
@@ -29,7 +29,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiers import TieredCache
-from fastload.errors import CacheBusyError, CacheMismatchError
+from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
 from fastload.sizes import readable_size
 from fastload.transport import segment
 
@@ -40,6 +40,7 @@ log = logging.getLogger("fastload")
 
 _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
+_BUSY_LOG_S = 10.0
 _USAGE = 'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"] or a cache object'
 
 
@@ -93,7 +94,7 @@ class Opener:
 
     def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
-            raise ValueError(f"cache={tiers!r} are no tiers: {_USAGE}")
+            raise ValueError(f"cache={tiers!r} is not a cache in RAM before one that is not: {_USAGE}")
         slow = self._open_one(tiers[1])
         if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
             # The file vouches for its samples: ranks that read it share what they keep in RAM.
@@ -106,7 +107,7 @@ class Opener:
         if cache == "ram":
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
-            raise ValueError(f"cache={cache!r} is none: {_USAGE}")
+            raise ValueError(f"cache={cache!r} is not a cache: {_USAGE}")
         if isinstance(cache, StoredSamples) and cache is self._request.dataset:
             return cache
         self._examine()
@@ -122,13 +123,23 @@ class Opener:
     # --- in RAM -------------------------------------------------------------------------------------------
 
     def _open_ram(self) -> SampleCache:
-        if not segment.is_supported():
-            log.warning(
-                "this platform has no anonymous shared memory: each worker process decodes every sample "
-                'and keeps its own copy; cache="lmdb:PATH" is shared'
-            )
-            self._examine()
-            return PrivateCache(self._num_samples, budget=self._ram_bytes())
+        reason = segment.why_unsupported()
+        if reason is None:
+            try:
+                return self._open_shared()
+            except SegmentError as error:
+                reason = str(error)
+        self._examine()
+        budget_bytes = self._ram_bytes()
+        log.warning(
+            "cache: no shared memory for it: %s. Each process decodes every sample and keeps its own copy, "
+            'of up to %s; cache="lmdb:PATH" is shared',
+            reason,
+            readable_size(budget_bytes),
+        )
+        return PrivateCache(self._num_samples, budget=budget_bytes, reason=reason)
+
+    def _open_shared(self) -> SharedMemoryCache:
         if self.fingerprint is None:
             self._examine()
             return self._private_ram()
@@ -137,20 +148,26 @@ class Opener:
             self._examine()
             examples = list(self.examples.values())
             cache = registry.create(self.fingerprint, self._num_samples, examples, self._ram_bytes())
+            if cache.unregister is None:
+                self._warn_ranks(cache.reason)
         self._compare_first(cache)
         return cache
 
     def _private_ram(self) -> SharedMemoryCache:
         cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
         kind = type(self._request.dataset).__name__
-        what = kind if self._request.prepare is None else f"{kind} with this prepare"
+        samples = kind if self._request.prepare is None else f"{kind} with this prepare"
         cache.reason = (
-            f"private to this process and its workers, as nobody vouches for what {what} gives: add a "
-            "fingerprint() to it, or pass key='...', to share it with other ranks and jobs"
+            f"private to this process and its workers, because nothing says what the samples of {samples} "
+            "are: add a fingerprint() to the dataset, or pass key='...', to share with other ranks and jobs"
         )
-        if _has_ranks():  # each of them decodes everything and keeps its own copy
-            log.warning("cache: %s", cache.reason)
+        self._warn_ranks(cache.reason)
         return cache
+
+    def _warn_ranks(self, reason: str) -> None:
+        """Warn of a cache that is private where several ranks each decode all samples and keep a copy."""
+        if ranks.are_several():
+            log.warning("cache: %s", reason)
 
     def _ram_bytes(self) -> int:
         return max(1, min(self._allowed_bytes, available_bytes()))
@@ -174,6 +191,7 @@ class Opener:
     def _open_lmdb(self, path: str) -> LMDBCache:
         if self.fingerprint is None or not os.path.exists(path):
             self._examine()
+        builder, said_at_s = "", 0.0
         while True:
             try:
                 return build_lmdb(
@@ -186,9 +204,11 @@ class Opener:
                 )
             except CacheBusyError as error:
                 # Ranks start together and all ask for the same file: one builds it, the others wait.
-                if not _has_ranks():
+                if not ranks.are_several():
                     raise
-                log.info("cache: waiting: %s", str(error))
+                if str(error) != builder or time.monotonic() - said_at_s >= _BUSY_LOG_S:
+                    builder, said_at_s = str(error), time.monotonic()
+                    log.info("cache: waiting: %s", builder)
             time.sleep(_BUSY_POLL_S)
 
     # --- both ---------------------------------------------------------------------------------------------
@@ -224,8 +244,3 @@ class Opener:
             "none" if budget_bytes is None else readable_size(budget_bytes),
             cache.explain().partition("\n")[0],
         )
-
-
-def _has_ranks() -> bool:
-    """Whether torchrun or the like started several processes of this script on this host."""
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") != "1"

@@ -28,11 +28,15 @@ class PreparedDataset(Dataset[Any]):
     Args:
         dataset: Map-style.
         prepare: An albumentations pipeline or any callable, as CachedDataset takes them.
+
+    Attributes:
+        classes: Those of the dataset, for a file that is built from this one; None if it has none.
     """
 
     def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
         self.dataset = dataset
         self.prepare = prepare
+        self.classes = getattr(dataset, "classes", None)
 
     def __len__(self) -> int:
         return len(self.dataset)

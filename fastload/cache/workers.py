@@ -6,12 +6,13 @@ Called by `fill` and `build` in the parent. The order of answers is the order of
 from __future__ import annotations
 
 import multiprocessing
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
+
+from fastload.cache.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,18 +22,16 @@ _WORTH_WORKERS = 64  # samples; fewer are read before workers have started
 
 
 def choose_workers(num_workers: int | None, num_samples: int) -> int:
-    """As the user says, else one a core, or none where they are not worth it or not allowed."""
+    """As the user says, else one for each CPU's worth of time that this process may use.
+
+    By default there are no workers where starting them takes longer than it saves, or is not allowed.
+    """
     if num_workers is not None:
         return num_workers
     # A worker of torch's loader is a daemon, which may not have children.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
-    return min(usable_cpus(), _MOST_WORKERS)
-
-
-def usable_cpus() -> int:
-    """On how many CPUs this process may run; all of the machine where the system does not say (not Linux)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(worthwhile_cpus(), _MOST_WORKERS)
 
 
 def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:

@@ -156,14 +156,26 @@ def pickle_job(job: Job) -> PickledJob:
             error.add_note(_explain(job))
         raise
     views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    segment = Segment.create(sum(round_up(len(view), mmap.PAGESIZE) for view in views), name="fastload-job")
-    offset = 0
-    for view in views:
-        start = 0
-        while start < len(view):
-            start += os.pwrite(segment.fd, view[start:], offset + start)
-        offset += round_up(len(view), mmap.PAGESIZE)
-    return PickledJob(segment, [len(view) for view in views], fds)
+    try:
+        segment = Segment.create(
+            sum(round_up(len(view), mmap.PAGESIZE) for view in views), name="fastload-job"
+        )
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    pickled = PickledJob(segment, [len(view) for view in views], fds)
+    try:
+        offset = 0
+        for view in views:
+            start = 0
+            while start < len(view):
+                start += os.pwrite(segment.fd, view[start:], offset + start)
+            offset += round_up(len(view), mmap.PAGESIZE)
+    except BaseException:
+        pickled.close()
+        raise
+    return pickled
 
 
 def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:

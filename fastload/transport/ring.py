@@ -34,7 +34,7 @@ def limit_bytes(ring_bytes: int | float | str) -> int:
     """The loader's setting `ring_bytes` in bytes."""
     if ring_bytes == "auto":
         return int(budget.available_bytes() * _AUTO_SHARE)
-    return budget.parse_budget(ring_bytes)
+    return budget.parse_budget(ring_bytes, name="ring_bytes")
 
 
 class SlotState(enum.Enum):

@@ -12,18 +12,24 @@ Rules:
 from __future__ import annotations
 
 import errno
+import functools
 import mmap
 import os
 import sys
 from multiprocessing import context, reduction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SegmentError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 try:
     import fcntl
+    import resource
 except ImportError:  # Windows, where is_supported() is False
     fcntl = None  # type: ignore[assignment]
+    resource = None  # type: ignore[assignment]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -31,9 +37,36 @@ PAGE_BYTES = mmap.PAGESIZE
 _MADV_POPULATE_WRITE = 23
 
 
+# These refusals say that this process has used up something, not that the system lacks what segments need.
+_SCARCITIES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LIMITS = {errno.EFBIG: "RLIMIT_FSIZE", errno.ENOMEM: "RLIMIT_AS", errno.EMFILE: "RLIMIT_NOFILE"}
+
+
 def is_supported() -> bool:
-    """Whether this platform has what segments need (Linux with memfd_create)."""
-    return hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
+    """Whether segments can be made here: Linux with memfd_create, which no filter of system calls refuses."""
+    return why_unsupported() is None
+
+
+@functools.cache
+def why_unsupported() -> str | None:
+    """Why no segment can be made here, in a clause for people; None if segments work.
+
+    The function makes, seals and maps a segment of one page, once in each process: containers often have
+    memfd_create by name and refuse the call.
+    """
+    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
+        return "this platform has no anonymous shared memory (memfd_create)"
+    try:
+        trial = Segment.create(PAGE_BYTES, name="fastload-trial", sealed=True)
+        try:
+            trial.map(writable=True).close()
+        finally:
+            trial.close()
+    except SegmentError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCITIES:
+            return None  # a later segment has its own answer
+        return f"this system refuses anonymous shared memory: {error}"
+    return None
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -69,7 +102,9 @@ class Segment:
         try:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            raise SegmentError(f"cannot create a shared segment of {nbytes:,} bytes: {error}") from error
+            raise SegmentError(
+                f"cannot create a shared segment of {nbytes:,} bytes: {_refusal(error)}"
+            ) from error
         try:
             os.fchmod(fd, 0o600)  # a memfd is open to everyone who can reach its descriptor
             os.ftruncate(fd, nbytes)
@@ -77,7 +112,9 @@ class Segment:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         except OSError as error:
             os.close(fd)
-            raise SegmentError(f"cannot size a shared segment to {nbytes:,} bytes: {error}") from error
+            raise SegmentError(
+                f"cannot size a shared segment to {nbytes:,} bytes: {_refusal(error)}"
+            ) from error
         return cls(fd, nbytes)
 
     @classmethod
@@ -110,12 +147,17 @@ class Segment:
         try:
             return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
-            raise SegmentError(f"cannot map a shared segment of {self.nbytes:,} bytes: {error}") from error
+            raise SegmentError(
+                f"cannot map a shared segment of {self.nbytes:,} bytes: {_refusal(error)}"
+            ) from error
 
     def reopen(self) -> int:
         """A new descriptor with a file description of its own, which the caller closes.
 
         flock(2) locks belong to the file description: one that was inherited or duplicated excludes nobody.
+
+        Raises:
+            OSError: /proc is not there, or this process has no descriptor left.
         """
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -134,24 +176,57 @@ class Segment:
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
 
 
+def _refusal(error: OSError) -> str:
+    """What the system said, and the limit of this process that can be behind it, if that limit is set."""
+    name = _LIMITS.get(error.errno or 0)
+    if name is None:
+        return str(error)
+    allowed, _ = resource.getrlimit(getattr(resource, name))
+    return str(error) if allowed == resource.RLIM_INFINITY else f"{error} ({name} is {allowed:,})"
+
+
 def _attach_inherited(duplicate: Any) -> Segment:
     return Segment.attach(duplicate.detach())
 
 
 def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
-    path = f"/proc/{pid}/fd/{fd}"
     try:
-        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_in_process(pid, fd, lambda status, _: (status.st_dev, status.st_ino) == (device, inode))
     except OSError as error:
         raise SegmentError(
-            f"cannot attach the shared segment at {path}: {error}. "
+            f"cannot attach the shared segment at /proc/{pid}/fd/{fd}: {error}. "
             "Its owner must be alive, of the same user and in the same PID namespace."
         ) from error
-    status = os.fstat(own)
-    if (status.st_dev, status.st_ino) != (device, inode):
-        os.close(own)
-        raise SegmentError(f"{path} is no longer the shared segment it was when the handle was made")
-    return Segment.attach(own)
+
+
+def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str], bool]) -> Segment:
+    """The segment behind a descriptor of another process, with a file description of its own.
+
+    The descriptor can be anything by now, and to open a pipe, a device or a terminal would change it. An
+    O_PATH descriptor (open(2)) holds on to a file without opening it; the file is opened through that
+    descriptor, so nothing can take its place between the check and the opening.
+
+    Args:
+        pid: Of the process.
+        fd: The number of the descriptor there.
+        is_meant: Given the file's status and what the descriptor is linked to in /proc, whether it is the
+            segment that the caller means.
+
+    Raises:
+        OSError: The process or the descriptor is gone, or this process may not open descriptors there.
+        SegmentError: The descriptor is something else by now.
+    """
+    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        own = f"/proc/self/fd/{found}"
+        link = os.readlink(own)
+        if not is_meant(os.fstat(found), link):
+            raise SegmentError(
+                f"descriptor {fd} of process {pid} is {link} by now, and no longer the segment"
+            )
+        return Segment.attach(os.open(own, os.O_RDWR | os.O_CLOEXEC))
+    finally:
+        os.close(found)
 
 
 def populate(mapping: mmap.mmap) -> None:

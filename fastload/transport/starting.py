@@ -1,16 +1,55 @@
-"""What must hold before worker processes are started; called by the pool, in the parent."""
+"""What must hold before worker processes are started; called by the loader and the pool, in the parent."""
 
 from __future__ import annotations
 
+import errno
+import functools
 import multiprocessing
+import os
+import socket
 import sys
 from multiprocessing import forkserver, process
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
+from fastload.transport.segment import why_unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.transport.job import Job
+
+
+@functools.cache
+def why_no_processes() -> str | None:
+    """Why worker processes cannot use our transport here, in a clause for people; None if they can.
+
+    The function tries, once in each process, what a filter of system calls may refuse: besides segments
+    workers need socket pairs that keep messages apart, and pidfd_open, by which a process notices that
+    another one has ended.
+    """
+    reason = why_unsupported()
+    if reason is not None:
+        return reason
+    if not hasattr(os, "pidfd_open"):
+        return "this platform has no pidfd_open"
+    trials: dict[str, Callable[[], None]] = {"pidfd_open": _try_pidfd, "socketpair": _try_socket_pair}
+    for name, trial in trials.items():
+        try:
+            trial()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # the start of a worker says these itself
+                return f"this system refuses {name}: {error}"
+    return None
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_socket_pair() -> None:
+    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        end.close()
 
 
 def check_start(job: Job, method: str) -> None:

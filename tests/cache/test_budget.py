@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from fastload.cache.budget import available_bytes, cgroup_limit_bytes, parse_budget
+from tests.refusals import limited
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,6 +104,26 @@ def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
     assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
 
 
+def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
+    """RLIMIT_AS less what is mapped already; without /proc that is unknown."""
+    write(tmp_path, {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
+    with limited(resource.RLIMIT_AS, 10 * GB):
+        assert available_bytes(tmp_path) == 10 * GB - 1000 * resource.getpagesize()
+        (tmp_path / "proc/self/statm").unlink()
+        assert available_bytes(tmp_path) == 10 * GB
+
+
+def test_without_proc_the_system_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What psutil cannot read sysinfo(2) tells: the free pages."""
+
+    def fail() -> Any:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", fail)
+
+    assert 0 < available_bytes(tmp_path) <= os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+
+
 def test_this_system() -> None:
     """On this system something is free."""
     assert available_bytes() > 0
@@ -130,6 +154,8 @@ def test_budgets(budget: Any, expected: int) -> None:
     ["", "40", "GB", "40 parsecs", "-1GB", "0GB", 0, -5, 0.0, 1.5, float("nan"), True, None, "1e3MB"],
 )
 def test_nonsense_is_refused(budget: Any) -> None:
-    """What is no budget raises, showing it and the ways to say one."""
-    with pytest.raises(ValueError, match=r'budget=.*"40GB"'):
+    """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
+    with pytest.raises(ValueError, match=r'^budget=.*"40GB"'):
         parse_budget(budget, available=GB)
+    with pytest.raises(ValueError, match=r'^ring_bytes=.*"40GB"'):
+        parse_budget(budget, name="ring_bytes", available=GB)

@@ -5,20 +5,32 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
+import types
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
+import fastload
+from fastload.cache import opening
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.protocol import SampleCache
+from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.transport import segment
 from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages, assert_same
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty registry of this test's own."""
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
 
 
 def as_array(sample: Any) -> Any:
@@ -284,7 +296,7 @@ def test_pickles_as_a_handle() -> None:
 
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Where there is no anonymous memory the cache is private, one warning says so, and samples are right."""
-    monkeypatch.setattr(segment, "is_supported", lambda: False)
+    monkeypatch.setattr(segment, "why_unsupported", lambda: "this platform has no memory")
     dataset = Images(20)
     with caplog.at_level(logging.WARNING, "fastload"):
         ds = CachedDataset(dataset)
@@ -294,9 +306,180 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> 
 
     assert len(caplog.records) == 1
     assert "lmdb:PATH" in caplog.text
+    assert "this platform has no memory" in caplog.text
+    assert ds.cache.explain().endswith("this platform has no memory")
     assert ds.cache_info().layout == "private"
     assert sum(dataset.reads) == 22
     assert_same(pickle.loads(pickle.dumps(ds))[3], dataset.sample(3))
+
+
+# --- attributes of the dataset inside ----------------------------------------------------------------------
+
+
+class Labelled(Images):
+    """A dataset as torchvision's are, and with all that frameworks look for."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.classes = ["cat", "dog"]
+        self.class_to_idx = {"cat": 0, "dog": 1}
+        self._private = 1
+        self.epoch = 0
+
+    @property
+    def targets(self) -> list[int]:
+        return [index % 2 for index in range(self.num_samples)]
+
+    @property
+    def broken(self) -> int:
+        return self.no_such_thing
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        raise AssertionError("the cache was passed by")
+
+    def fingerprint(self) -> str:
+        return "labelled"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("a state of the dataset inside")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    # Names that this class has too: its own count.
+    def gather(self, indices: Any, allocate: Any) -> None:
+        raise AssertionError("the gather of the dataset inside")
+
+    view = fill = gather
+
+
+def test_attributes_of_the_dataset_are_found() -> None:
+    """classes, targets and class_to_idx are there, those of a dataset two caches below too."""
+    ds = CachedDataset(CachedDataset(Labelled(20), budget="1MB"), budget="1MB")
+
+    assert ds.classes == ["cat", "dog"]
+    assert ds.class_to_idx == {"cat": 0, "dog": 1}
+    assert ds.targets == [0, 1] * 10
+    assert ds.cache_info().num_samples == 20
+
+
+@pytest.mark.parametrize("name", ["fingerprint", "state_dict", "load_state_dict", "set_epoch", "_private"])
+def test_what_is_true_of_the_dataset_inside_alone_is_not_found(name: str) -> None:
+    """Names that say something of samples before prepare and transform are not passed on."""
+    ds = CachedDataset(Labelled(20), budget="1MB")
+
+    assert hasattr(ds.dataset, name)
+    assert not hasattr(ds, name)
+
+
+@pytest.mark.parametrize("name", ["__getitems__", "__array__", "__iter__", "__next__", "__contains__"])
+def test_special_methods_are_those_of_the_class(name: str) -> None:
+    """Python and torch look these up, and must not get those of the dataset inside."""
+    assert not hasattr(CachedDataset(Labelled(20), budget="1MB"), name)
+
+
+def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
+    """A second cache holds samples after prepare, of which the fingerprint of the source says nothing."""
+    inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), key="inner")
+    outer = CachedDataset(inner, budget="1MB")
+    plain = CachedDataset(Labelled(20), budget="1MB")
+
+    assert fingerprint_of(inner) is None
+    assert fingerprint_of(Subset(inner, [1, 2])) is None
+    assert "private to this process" in outer.cache.explain()
+    assert_same(outer[3][0], Images(20).sample(3)[0] + 1)
+    assert_same(plain[3], Images(20).sample(3))
+
+
+def test_a_cached_dataset_is_no_cache(tmp_path: Any) -> None:
+    """What is forwarded from stored samples, which are a cache too, does not make the dataset one."""
+    CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0).cache.close()
+    ds = CachedDataset.from_cache(tmp_path / "cache")
+
+    assert isinstance(ds.dataset, SampleCache)
+    assert not isinstance(ds, SampleCache)
+    with pytest.raises(ValueError, match="is not a cache: give"):
+        CachedDataset(Images(4), cache=ds)  # type: ignore[arg-type]
+
+
+def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
+    """Epochs, states and batches of a loader are those of the cached dataset."""
+    source = Labelled(20)
+    ds = CachedDataset(source, budget="1MB")
+    loader = fastload.DataLoader(ds, batch_size=5)
+    loader.set_epoch(3)
+    for _ in range(2):
+        labels = [label for _, batch in loader for label in batch.tolist()]
+    other = fastload.DataLoader(ds, batch_size=5)
+    other.load_state_dict(loader.state_dict())
+
+    assert labels == list(range(20))
+    assert source.epoch == 0
+
+
+def test_copies_and_pickles_ask_for_nothing_that_is_not_there_yet() -> None:
+    """Objects without attributes are made on the way; no question of theirs goes round in circles."""
+    ds = CachedDataset(Labelled(4), budget="1MB")
+    bare = CachedDataset.__new__(CachedDataset)
+
+    with pytest.raises(AttributeError, match="no attribute 'dataset'"):
+        bare.dataset  # noqa: B018
+    for other in (copy.copy(ds), copy.deepcopy(ds), pickle.loads(pickle.dumps(ds))):
+        assert other.classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize("name", ["no_such_thing", "broken"])
+def test_an_attribute_of_neither_is_an_error_that_names_both(name: str) -> None:
+    """The message has both classes, and the cause is the error of the dataset inside."""
+    ds = CachedDataset(Labelled(4), budget="1MB")
+    with pytest.raises(
+        AttributeError, match=f"neither 'CachedDataset' nor the 'Labelled' .*'{name}'"
+    ) as caught:
+        getattr(ds, name)
+
+    assert "no_such_thing" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("prepare", [None, as_array])
+def test_names_of_classes_go_through_a_file(prepare: Any, tmp_path: Any) -> None:
+    """A dataset from a file has the names of the classes of its source, also behind a deterministic part."""
+    CachedDataset(
+        Labelled(4), prepare=prepare, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0
+    ).cache.close()
+
+    assert CachedDataset.from_cache(tmp_path / "cache").classes == ["cat", "dog"]
+
+
+# --- what is said ------------------------------------------------------------------------------------------
+
+
+def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """One line when the wait begins, one every 10 s, and one when another process builds."""
+    now_s = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def build(*_: Any, **__: Any) -> Any:
+        if now_s < 125:
+            raise CacheBusyError("x is being built by process 1: wait until it has finished")
+        if now_s < 126:
+            raise CacheBusyError("x is being built by process 2: wait until it has finished")
+        return SharedMemoryCache(4, [Images(4).sample(0)], budget=1 << 20)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep, time=lambda: now_s)
+    monkeypatch.setattr(opening, "time", clock)
+    monkeypatch.setattr(opening, "build_lmdb", build)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with caplog.at_level(logging.INFO, "fastload"):
+        CachedDataset(Images(4), cache="lmdb:x")
+    builders = re.findall(r"waiting: x is being built by process (\d)", caplog.text)
+
+    assert builders == ["1", "1", "1", "2"]
 
 
 def test_one_line_says_what_was_decided(caplog: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -12,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.cache.ram import owners
-from fastload.cache.ram.owners import Entry, UnreachableOwnerError
+from fastload.cache.ram.layout import SEGMENT_NAME
+from fastload.cache.ram.owners import Entry, StaleEntryError, UnreachableOwnerError
+from fastload.transport.segment import Segment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,6 +159,97 @@ def test_an_owner_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_descriptor_that_is_gone() -> None:
-    """An entry whose descriptor was closed is as one whose process has ended."""
-    with pytest.raises(FileNotFoundError):
+    """An entry whose descriptor was closed is stale."""
+    with pytest.raises(StaleEntryError, match="No such file or directory"):
         registered("a", 9999).attach()
+
+
+def test_a_descriptor_of_other_memory_is_stale() -> None:
+    """Only memory of a cache is opened, not a slot of batches or a library's."""
+    slot = Segment.create(1, name="fastload-slot")
+    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is /memfd:fastload-slot"):
+        registered("a", slot.fd).attach()
+
+
+def test_the_memory_of_a_cache_is_attached() -> None:
+    """The segment that the owner holds, through a descriptor of one's own."""
+    memory = Segment.create(1, name=SEGMENT_NAME)
+    with contextlib.closing(memory), contextlib.closing(registered("a", memory.fd).attach()) as attached:
+        assert attached.fd != memory.fd
+        assert os.path.samestat(os.fstat(attached.fd), os.fstat(memory.fd))
+
+
+def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> None:
+    """A link in the place of the lock or of an entry is refused, and what it points to is left alone."""
+    registry.mkdir(0o700)
+    target = registry.parent / "target"
+    (registry / "lock").symlink_to(target)
+    with contextlib.closing(Segment.create(1)) as memory, caplog.at_level(logging.INFO, "fastload"):
+        entry = registered("a", memory.fd)
+        owners.unregister(entry)
+        (registry / entry.file_name).symlink_to(target)
+        again = owners.register("a", memory.fd)
+        with owners.creating() as is_alone:
+            pass
+
+    assert (again, is_alone) == (None, False)
+    assert caplog.text.count("Too many levels of symbolic links") == 2
+    assert not target.exists()
+
+
+def test_refused_locks_mean_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Where flock(2) is refused no process may create a shared cache, and the log says why."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
+        assert not is_alone
+
+    assert "cannot lock the registry" in caplog.text
+    assert "Function not implemented" in caplog.text
+
+
+def test_an_error_of_the_creator_is_its_own(registry: Path) -> None:
+    """An OSError from the creation of a cache is not taken for one of the lock, which is given back."""
+    with pytest.raises(OSError, match="mine"), owners.creating():
+        raise OSError("mine")
+    with owners.creating() as is_alone:
+        assert is_alone
+
+
+def test_a_registry_that_cannot_be_listed_has_no_entries(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """As in a process that has no descriptor left; the log says why."""
+    registered("a", 7)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with caplog.at_level(logging.INFO, "fastload"):
+        assert owners.entries("a") == []
+
+    assert "Too many open files" in caplog.text
+
+
+def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Nothing is registered and nothing believed, and one line says why."""
+    owners._log_once.cache_clear()
+    real = os.stat
+
+    def hide(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", hide)
+    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
+        found = owners.register("a", 7), owners.entries("a"), is_alone
+
+    assert found == (None, [], False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "cache: no registry of shared caches: /proc, which it needs, is not there"
+    ]

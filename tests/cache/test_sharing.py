@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import albumentations as A
 import numpy as np
 import pytest
+import torch.distributed
 from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
@@ -21,6 +22,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.transport.segment import Segment
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same
+from tests.refusals import OTHER_KINDS, something_else
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,13 +188,74 @@ def test_without_a_key_nothing_is_shared(start: Callable[..., Job]) -> None:
     assert "pass key=" in ds.cache.explain()
 
 
-def test_ranks_are_warned_of_private_caches(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Where several ranks run on a host, a private cache in each of them is worth a warning."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+LAUNCHERS = [
+    {"LOCAL_WORLD_SIZE": "8"},
+    {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    {"MPI_LOCALNRANKS": "4"},
+    {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
+    {"SLURM_LOCALID": "3"},
+]
+ALONE = [
+    {},
+    {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+    {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
+    {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
+]
+
+
+def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variables", LAUNCHERS)
+def test_ranks_are_warned_of_private_caches(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Where a launcher started several ranks on a host, a private cache in each is worth a warning."""
+    set_launcher(variables, monkeypatch)
     with caplog.at_level(logging.WARNING, "fastload"):
         CachedDataset(Images(30))
 
     assert "private to this process and its workers" in caplog.text
+
+
+@pytest.mark.parametrize("variables", ALONE)
+def test_one_process_alone_is_not_warned(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A private cache of the only rank on a host costs nothing."""
+    set_launcher(variables, monkeypatch)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        CachedDataset(Images(30))
+
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("world_size", "num_warnings"), [(1, 0), (2, 1)])
+def test_ranks_of_a_process_group_are_warned(
+    world_size: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Ranks that no launcher started, as by torch.multiprocessing.spawn, are seen by their process group."""
+    set_launcher({}, monkeypatch)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        CachedDataset(Images(30))
+
+    assert len(caplog.records) == num_warnings
+
+
+def test_ranks_without_a_registry_are_warned(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A cache that others should find and cannot is private too."""
+    set_launcher(LAUNCHERS[0], monkeypatch)
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
+    with caplog.at_level(logging.WARNING, "fastload"):
+        CachedDataset(KnownImages(30))
+
+    assert "so this one is private" in caplog.text
 
 
 def test_a_key_for_two_things_is_an_error(start: Callable[..., Job]) -> None:
@@ -268,6 +331,60 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
 
     assert registry.find(fingerprint, 3) is None
     segment.close()
+
+
+def hold_something_else(dataset: Images, kind: str) -> tuple[Any, Any]:
+    """Open a cache, and let its descriptor's number stand for something else, as daemonisers do."""
+    ds, pid = fill(dataset)
+    if kind == "closed":
+        os.close(ds.cache.fd)
+    else:
+        with something_else(kind) as other:
+            os.dup2(other, ds.cache.fd)
+    return ds, pid
+
+
+@pytest.mark.parametrize("kind", ["closed", *OTHER_KINDS])
+def test_a_number_that_stands_for_something_else_is_passed_over(kind: str, start: Callable[..., Job]) -> None:
+    """A process whose entry leads elsewhere is no error: the next owner is asked, else a cache is made."""
+    start(hold_something_else, KnownImages(30), kind).answer()
+    mine = CachedDataset(KnownImages(30), budget=64 * MB)
+    first = mine.cache.origin.pid
+    other = start(look, KnownImages(30)).answer()
+
+    assert first == os.getpid()
+    assert other == (os.getpid(), 3)
+    assert len(owners.entries()) == 3  # the false one too: its owner may make it true at any moment
+
+
+@pytest.mark.parametrize("kind", ["directory", "other memory", "closed"])
+def test_a_number_that_changes_hands_meanwhile_is_no_error(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner may close its cache between the moment of the listing and that of the opening."""
+    first = CachedDataset(KnownImages(3), budget=MB)
+    real = owners.entries
+
+    def list_and_close(name: str | None = None) -> list[owners.Entry]:
+        found, fd = real(name), first.cache.fd
+        if fd >= 0:
+            first.cache.close()
+            if kind != "closed":
+                other = os.open("/", os.O_RDONLY) if kind == "directory" else os.memfd_create("other")
+                numbers.append(fd)
+                if other != fd:
+                    os.dup2(other, fd)
+                    os.close(other)
+        return found
+
+    numbers: list[int] = []
+    monkeypatch.setattr(owners, "entries", list_and_close)
+    second = CachedDataset(KnownImages(3), budget=MB)
+    for fd in numbers:
+        os.close(fd)
+
+    assert second.cache.origin.created_s > first.cache.origin.created_s
+    assert second[1][1] == 1
 
 
 def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -14,25 +14,37 @@ Planned once, by the process that creates the segment; any other one reads it th
 from __future__ import annotations
 
 import json
+import logging
 import os
 import struct
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.columns import Column, plan_columns
+from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.leaves import dtype_name, numpy_dtype
+from fastload.cache.locks import try_lock, unlock
+from fastload.cache.record import ALIGNMENT_BYTES, record_parts
 from fastload.cache.spec import Spec, flatten
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, SegmentError
+from fastload.sizes import readable_size
 from fastload.transport.segment import PAGE_BYTES, Segment, round_up
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Sequence
 
+log = logging.getLogger("fastload")
+
+SEGMENT_NAME = "fastload-cache"
 CURSOR_AT = 64
 TABLE_AT = PAGE_BYTES
 ENTRY_BYTES = 8
+FRAME_BYTES = ALIGNMENT_BYTES
+
+_RAGGED_MULTIPLE = 8
+_LEAST_RAGGED_BYTES = 256 << 20
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version; crc32, length and offset of the description
 _MAGIC = b"FLcache\0"
@@ -70,8 +82,32 @@ class Layout:
     origin: Origin = field(compare=False)
 
     @classmethod
-    def plan(cls, num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin) -> Layout:
-        """Columns if the examples are all alike, else ragged records only."""
+    def plan(
+        cls,
+        num_samples: int,
+        budget_bytes: int,
+        examples: Sequence[Any],
+        origin: Origin,
+        *,
+        segment_bytes: int | None = None,
+    ) -> Layout:
+        """Columns if the examples are all alike, else ragged records only.
+
+        The ragged area is address space: pages are taken when they are written. A segment as large as the
+        budget would cost nothing, were it not for RLIMIT_AS and RLIMIT_FSIZE, which count what is not touched
+        too. So the area is eight times what `num_samples` records of the largest example take, and 256 MiB at
+        least, for few examples say little about small datasets; but never more than the budget. Samples that
+        are still larger on average are read from the dataset, which is logged (see `shared`).
+
+        Args:
+            num_samples: Of the dataset.
+            budget_bytes: The most memory that the cache may take.
+            examples: Samples that show what the others look like; without any the area is the budget.
+            origin: Who makes the cache, and of what.
+            segment_bytes: The largest segment that the system may grant; None to plan without such a limit.
+                Columns come first, and the ragged area gets what they leave.
+        """
+        budget_bytes = budget_bytes if segment_bytes is None else min(budget_bytes, segment_bytes)
         flat = [flatten(example) for example in examples]
         specs = {spec.node: spec for spec, _ in flat}
         spec = next(iter(specs.values())) if len(specs) == 1 else None
@@ -89,9 +125,16 @@ class Layout:
             ):
                 spec, columns, rows, end = None, (), 0, columns_at
         spare = max(0, left - (end - columns_at))
-        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
-        ragged_bytes = round_up(spare + (end - columns_at), PAGE_BYTES)
         at = round_up(end, PAGE_BYTES)
+        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
+        ragged_bytes = spare + (end - columns_at)
+        if flat:
+            largest_bytes = max(_ragged_bytes(*one) for one in flat)
+            needed_bytes = _RAGGED_MULTIPLE * num_samples * largest_bytes
+            ragged_bytes = min(ragged_bytes, max(_LEAST_RAGGED_BYTES, needed_bytes))
+        if segment_bytes is not None:
+            ragged_bytes = min(ragged_bytes, max(0, segment_bytes - at))
+        ragged_bytes = round_up(ragged_bytes, PAGE_BYTES)
         return cls(num_samples, budget_bytes, spec, columns, rows, at, ragged_bytes, spare, origin)
 
     @property
@@ -99,19 +142,27 @@ class Layout:
         """Bytes of one uniform sample."""
         return sum(column.row_bytes for column in self.columns)
 
-    def create_segment(self) -> Segment:
-        """A new sealed segment that says all this; most of it is never touched and takes no memory.
+    def create_segment(self) -> tuple[Segment, mmap.mmap]:
+        """A new sealed segment that says all this, and a read-only mapping of it; most of it takes no memory.
 
         Raises:
             SegmentError: The system refused the memory.
         """
         text = json.dumps(self._description()).encode("ascii")
         text_at = self.ragged_at + self.ragged_bytes
-        segment = Segment.create(text_at + len(text), name="fastload-cache", sealed=True)
-        os.pwrite(segment.fd, text, text_at)
-        header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
-        os.pwrite(segment.fd, header, 0)  # last: without it, it is no cache
-        return segment
+        segment = Segment.create(text_at + len(text), name=SEGMENT_NAME, sealed=True)
+        try:
+            mapping = segment.map(writable=False)
+            os.pwrite(segment.fd, text, text_at)
+            header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
+            os.pwrite(segment.fd, header, 0)  # last: without it, it is no cache
+        except SegmentError:
+            segment.close()
+            raise
+        except OSError as error:
+            segment.close()
+            raise SegmentError(f"cannot write to a new shared segment: {error}") from error
+        return segment, mapping
 
     def _description(self) -> dict[str, Any]:
         fingerprint = self.origin.fingerprint
@@ -157,6 +208,76 @@ class Layout:
             columns=tuple(columns),
             origin=Origin(fields["pid"], fields["created_s"], fingerprint),
         )
+
+
+def create(
+    num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin
+) -> tuple[Layout, Segment, mmap.mmap]:
+    """The layout, segment and mapping of a new cache: as planned, or half of that, and so on.
+
+    Args:
+        num_samples: As for `Layout.plan`.
+        budget_bytes: As for `Layout.plan`.
+        examples: As for `Layout.plan`.
+        origin: As for `Layout.plan`.
+
+    Raises:
+        SegmentError: The system refused even a segment that holds hardly more than the examples, or the lock
+            that samples of several sizes need.
+    """
+    planned = layout = Layout.plan(num_samples, budget_bytes, examples, origin)
+    example_bytes = [_ragged_bytes(*flatten(example)) for example in examples]
+    least_bytes = TABLE_AT + num_samples * ENTRY_BYTES + sum(example_bytes)
+    ragged_bytes = 0 if planned.rows else num_samples * max(example_bytes, default=0)
+    padding_bytes = COLUMN_ALIGNMENT_BYTES * len(planned.columns) + PAGE_BYTES
+    needed_bytes = planned.ragged_at + padding_bytes + ragged_bytes
+    segment_bytes = planned.ragged_at + planned.ragged_bytes
+    refusal: SegmentError | None = None
+    while True:
+        try:
+            segment, mapping = layout.create_segment()
+            break
+        except SegmentError as error:
+            refusal = refusal or error
+            if segment_bytes <= least_bytes:
+                raise refusal from refusal.__cause__
+            half_bytes = max(segment_bytes // 2, least_bytes)
+            # What the samples need by the examples is worth a try of its own.
+            segment_bytes = needed_bytes if half_bytes < needed_bytes < segment_bytes else half_bytes
+        layout = Layout.plan(num_samples, budget_bytes, examples, origin, segment_bytes=segment_bytes)
+    if layout.spec is None:
+        _check_lock(segment)
+    if refusal is not None:
+        is_enough = layout.rows == planned.rows and layout.ragged_bytes >= ragged_bytes
+        log.log(
+            logging.INFO if is_enough else logging.WARNING,
+            "the cache has a segment of %s and not of %s: %s",
+            readable_size(segment.nbytes),
+            readable_size(planned.ragged_at + planned.ragged_bytes),
+            str(refusal),  # the error itself would keep this frame alive in a log handler
+        )
+    return layout, segment, mapping
+
+
+def _ragged_bytes(spec: Spec, values: list[Any]) -> int:
+    """What a sample takes in the ragged area."""
+    return round_up(FRAME_BYTES + record_parts(spec, values)[1], ALIGNMENT_BYTES)
+
+
+def _check_lock(segment: Segment) -> None:
+    """Close the segment and raise SegmentError where ragged space could not be claimed."""
+    try:
+        fd = segment.reopen()
+        try:
+            if try_lock(fd):
+                unlock(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        segment.close()
+        raise SegmentError(
+            f"samples of several sizes need a lock on their shared memory, which the system refuses: {error}"
+        ) from error
 
 
 _PLAIN_FIELDS = ("num_samples", "budget_bytes", "rows", "ragged_at", "ragged_bytes", "spare_bytes")

@@ -8,16 +8,23 @@ no name: it lives as long as any process holds it. What is registered is where t
 says that descriptor FD of process PID, which began at tick STARTED, in a PID namespace, is the cache NAME; to
 attach is to open /proc/PID/fd/FD (proc(5)). Rules:
 
-1. An entry is a hint. Whoever follows it checks that the process is the one meant, and then what the
-   descriptor is; entries of processes that ended are removed by whoever meets them.
-2. The directory belongs to this user and is closed to all others; a directory that is not so is not used.
-3. Locks are held for the moment in which a cache is created, never while anything is decoded, and are never
+1. An entry is a hint. A process that follows it checks that the owner still runs, and looks at what the
+   descriptor is before it opens it: the owner may use the number for anything by now, and to open a pipe or a
+   device would change it (see `segment.open_in_process`).
+2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
+   leave an entry that is not true as it is: the owner may register the same number again at any moment.
+3. The directory belongs to this user and is closed to all others; a directory that is not so is not used. No
+   file in it is opened through a symbolic link.
+4. Locks are held for the moment in which a cache is created, never while anything is decoded, and are never
    waited for longer than a second: a stopped process delays nobody for longer.
+5. Without /proc, or where the directory cannot be used, there is no registry. That is no error: each process
+   makes a cache of its own, and one log line gives the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import stat
@@ -27,10 +34,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache.locks import try_lock, unlock
-from fastload.transport.segment import Segment
+from fastload.cache.ram.layout import SEGMENT_NAME
+from fastload.errors import SegmentError
+from fastload.transport.segment import open_in_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from fastload.transport.segment import Segment
 
 log = logging.getLogger("fastload")
 
@@ -39,10 +50,15 @@ _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
 _POLL_S = 0.002
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
+_LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # to which the descriptor of a cache is linked in /proc
 
 
 class UnreachableOwnerError(Exception):
     """A cache is registered, and its memory cannot be reached from this process."""
+
+
+class StaleEntryError(Exception):
+    """The descriptor of an entry was closed, or is something else than a cache by now."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +101,22 @@ class Entry:
         """The memory behind the entry, for the caller to check and to own.
 
         Raises:
-            UnreachableOwnerError: The process may not be asked for it.
-            FileNotFoundError: The process or its descriptor is gone.
+            UnreachableOwnerError: The system does not let this process open descriptors of the owner.
+            StaleEntryError: The descriptor is gone, or is something else.
         """
         if self.namespace != _own_namespace():
             raise UnreachableOwnerError("its owner runs in another PID namespace (container)")
         try:
-            return Segment.attach(os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC))
+            return open_in_process(
+                self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
+            )
         except PermissionError as error:
             raise UnreachableOwnerError(
                 f"process {self.pid}, which holds it, does not let this one open its descriptors: "
                 f"{error.strerror}"
             ) from error
-        except ProcessLookupError as error:
-            raise FileNotFoundError(str(error)) from error
+        except (OSError, SegmentError) as error:
+            raise StaleEntryError(str(error)) from error
 
 
 def directory() -> Path | None:
@@ -108,19 +126,21 @@ def directory() -> Path | None:
     XDG_RUNTIME_DIR are not.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
+    if _own_namespace() is None:
+        _log_once(logging.INFO, "cache: no registry of shared caches: /proc, which it needs, is not there")
+        return None
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=False)
         status = path.lstat()
     except OSError as error:
-        log.info("cache: no registry of shared caches at %s: %s", path, error.strerror)
+        _log_once(logging.INFO, f"cache: no registry of shared caches at {path}: {error.strerror}")
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        log.warning(
-            "cache: %s is not a directory of this user alone (mode 0700), so caches are not shared through "
-            "it: remove it, or set %s",
-            path,
-            DIRECTORY_VARIABLE,
+        _log_once(
+            logging.WARNING,
+            f"cache: {path} is not a directory of this user alone (mode 0700), so caches are not shared "
+            f"through it: remove it, or set {DIRECTORY_VARIABLE}",
         )
         return None
     return path
@@ -131,8 +151,13 @@ def entries(name: str | None = None) -> list[Entry]:
     path = directory()
     if path is None:
         return []
+    try:
+        file_names = sorted(os.listdir(path))
+    except OSError as error:  # removed since, or this process has no descriptor left
+        log.info("cache: cannot list the registry at %s: %s", path, error.strerror)
+        return []
     found = []
-    for file_name in sorted(os.listdir(path)):
+    for file_name in file_names:
         entry = Entry.parse(file_name)
         if entry is None or (name is not None and entry.name != name):
             continue
@@ -145,13 +170,13 @@ def entries(name: str | None = None) -> list[Entry]:
 
 def register(name: str, fd: int) -> Entry | None:
     """Say that this process holds a cache; None if there is no registry."""
-    path = directory()
-    if path is None:
+    path, namespace = directory(), _own_namespace()
+    if path is None or namespace is None:
         return None
     pid = os.getpid()
-    entry = Entry(name, pid, _start_time(pid) or 0, fd, _own_namespace())
+    entry = Entry(name, pid, _start_time(pid) or 0, fd, namespace)
     try:
-        os.close(os.open(path / entry.file_name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        os.close(_open(path / entry.file_name))
     except OSError as error:  # a full or read-only disk: others will not find this cache, no more
         log.info("cache: not registered at %s, so other jobs make their own: %s", path, error.strerror)
         return None
@@ -161,14 +186,9 @@ def register(name: str, fd: int) -> Entry | None:
 def unregister(entry: Entry) -> None:
     """Take an entry back; does nothing in a fork of the process that made it."""
     if entry.pid == os.getpid():
-        remove(entry)
-
-
-def remove(entry: Entry) -> None:
-    """Remove an entry that is no longer true."""
-    path = directory()
-    if path is not None:
-        _remove(path / entry.file_name)
+        path = directory()
+        if path is not None:
+            _remove(path / entry.file_name)
 
 
 @contextlib.contextmanager
@@ -178,24 +198,34 @@ def creating() -> Iterator[bool]:
     if path is None:
         yield False
         return
+    fd = -1
     try:
-        fd = os.open(path / _LOCK_NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
-        yield False
-        return
-    try:
+        fd = _open(path / _LOCK_NAME)
         deadline = time.monotonic() + _CREATION_WAIT_S
         while not (has_lock := try_lock(fd)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        try:
-            yield has_lock
-        finally:
-            if has_lock:
-                # A fork in another thread may have copied the descriptor: closing it would not be enough.
-                unlock(fd)
+    except OSError as error:
+        log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
+        has_lock = False
+    try:
+        yield has_lock
     finally:
-        os.close(fd)
+        if has_lock:
+            # A fork in another thread may have copied the descriptor: closing it would not be enough.
+            unlock(fd)
+        if fd >= 0:
+            os.close(fd)
+
+
+@functools.cache
+def _log_once(level: int, text: str) -> None:
+    """Log a line that would come again at every step of an opening once in this process."""
+    log.log(level, text)
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file in the registry, which is made if it is not there."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _remove(path: Path) -> None:
@@ -203,8 +233,12 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _own_namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
+def _own_namespace() -> int | None:
+    """The inode of this process's PID namespace; None where there is no /proc that says so."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
 
 
 def _start_time(pid: int) -> int | None:

@@ -1,22 +1,31 @@
 """PrivateCache: the cache in RAM where there is no anonymous shared memory: one a process, in a dict.
 
-Made by `dataset` on platforms without memfd (macOS, Windows). Pickles as an empty cache of the same budget,
-so each worker fills its own; that costs memory and decoding for every worker, and a warning says so.
+Made by `opening` where memfd is missing (macOS, Windows) or refused (a filter of system calls, a resource
+limit). It pickles as an empty cache of the same budget, so each worker fills its own; that costs memory and
+decoding for every worker, and a warning says so.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.budget import parse_budget
+from fastload.cache.budget import available_bytes, parse_budget
 from fastload.cache.record import decode, encode
+from fastload.sizes import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
+
+log = logging.getLogger("fastload")
+
+_CHECK_EVERY_BYTES = 64 << 20
+_FREE_SHARE = 0.25  # of the budget: "auto" is 80% of what is free, and the other 20% are for everything else
 
 
 class PrivateCache:
@@ -25,20 +34,26 @@ class PrivateCache:
     Args:
         num_samples: Number of samples of the dataset.
         budget: The most memory that one process may take, as in `parse_budget`.
+        reason: Why the cache is not shared, in a clause for people.
     """
 
     layout = "private"
     capacity: int | None = None
     is_shared = False
 
-    def __init__(self, num_samples: int, *, budget: str | float = "auto") -> None:
+    def __init__(
+        self, num_samples: int, *, budget: str | float = "auto", reason: str = "it was made so"
+    ) -> None:
         self.num_samples = num_samples
         self.budget_bytes = parse_budget(budget)
+        self.reason = reason
         self.nbytes = 0
         self._records: dict[int, bytes] = {}
+        self._is_full = False
+        self._checked_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.num_samples, self.budget_bytes)
+        return _empty, (self.num_samples, self.budget_bytes, self.reason)
 
     def __copy__(self) -> PrivateCache:
         return self
@@ -53,10 +68,7 @@ class PrivateCache:
 
     def explain(self) -> str:
         """Why this cache is the one in use."""
-        return (
-            f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: this platform has no "
-            "anonymous shared memory"
-        )
+        return f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: {self.reason}"
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored in this process, ascending."""
@@ -76,13 +88,36 @@ class PrivateCache:
         Raises:
             UnsupportedSampleError: Something in the sample is of no kind that is cached.
         """
-        record = encode(sample)
-        if index not in self._records:
-            if self.nbytes + len(record) > self.budget_bytes:
-                return False
-            self._records[index] = record
-            self.nbytes += len(record)
+        if index in self._records:
+            return True
+        if self._is_full:
+            return False
+        try:
+            record = encode(sample)
+        except MemoryError:  # a limit on this process that the budget knows nothing of
+            return self._stop_growing("this process gets no more memory")
+        nbytes = self.nbytes + len(record)
+        if nbytes > self.budget_bytes:
+            return False
+        if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
+            # Every worker has a cache of this budget, and together they may want more than the machine has.
+            self._checked_bytes, free_bytes = nbytes, available_bytes()
+            if free_bytes < _FREE_SHARE * self.budget_bytes:
+                return self._stop_growing(f"{readable_size(free_bytes)} of memory are free")
+        self._records[index] = record
+        self.nbytes = nbytes
         return True
+
+    def _stop_growing(self, reason: str) -> bool:
+        self._is_full = True
+        log.warning(
+            "the cache of process %d stops growing at %s of %s, the rest comes from the dataset: %s",
+            os.getpid(),
+            readable_size(self.nbytes),
+            readable_size(self.budget_bytes),
+            reason,
+        )
+        return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> None:
         """Nothing: records lie apart, each sample is read by itself."""
@@ -94,5 +129,5 @@ class PrivateCache:
         self.nbytes = self.budget_bytes = 0
 
 
-def _empty(num_samples: int, budget_bytes: int) -> PrivateCache:
-    return PrivateCache(num_samples, budget=max(1, budget_bytes))
+def _empty(num_samples: int, budget_bytes: int, reason: str) -> PrivateCache:
+    return PrivateCache(num_samples, budget=max(1, budget_bytes), reason=reason)

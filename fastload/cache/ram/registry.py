@@ -142,11 +142,11 @@ def live_caches() -> list[LiveCache]:
 
 
 def _attach(entry: Entry) -> SharedMemoryCache | None:
-    """The cache behind an entry; None, and the entry removed, if there is none any more."""
+    """The cache behind an entry; None if its descriptor is none of a sound cache of this name."""
     try:
         segment = entry.attach()
-    except FileNotFoundError:
-        owners.remove(entry)
+    except owners.StaleEntryError as error:
+        log.info("cache: passing over an entry of the registry: %s", str(error))
         return None
     try:
         cache = SharedMemoryCache.attach(segment)

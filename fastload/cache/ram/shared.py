@@ -30,10 +30,10 @@ import numpy.typing as npt
 from fastload.cache.budget import parse_budget
 from fastload.cache.columns import ColumnReader
 from fastload.cache.locks import try_lock, unlock
-from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, TABLE_AT, Layout, Origin
+from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout, Origin, create
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.spec import Spec, flatten
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, SegmentError
 from fastload.sizes import readable_size
 from fastload.transport.segment import round_up
 
@@ -53,7 +53,6 @@ _CURSOR = struct.Struct("<QQ")  # bytes of the ragged area in use; uniform rows 
 _ENTRY = struct.Struct("<Q")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
-_FRAME_BYTES = ALIGNMENT_BYTES
 _MOST_BUFFERS = 512  # a call takes 1024 (IOV_MAX)
 _LOCK_ATTEMPTS = 50  # each yields the core once; a holder needs a few microseconds
 
@@ -68,9 +67,9 @@ class SharedMemoryCache:
         fingerprint: What the samples are made of, if others shall find the cache.
 
     Raises:
-        SegmentError: The system refused the memory.
+        SegmentError: The system refused the memory, or the lock that ragged samples need.
         UnsupportedSampleError: An example holds something that cannot be cached.
-        ValueError: The budget is none.
+        ValueError: The budget has no form of `parse_budget`.
     """
 
     is_shared = True
@@ -84,8 +83,9 @@ class SharedMemoryCache:
         fingerprint: Fingerprint | None = None,
     ) -> None:
         origin = Origin(os.getpid(), time.time(), fingerprint)
-        layout = Layout.plan(num_samples, parse_budget(budget), examples, origin)
-        self._attach(layout.create_segment(), layout)
+        layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
+        self._attach(segment, layout)
+        self._use(mapping)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -99,6 +99,7 @@ class SharedMemoryCache:
         return _attached(segment, Layout.read(segment))
 
     def _attach(self, segment: Segment, layout: Layout) -> None:
+        """Own a segment; it is mapped now or at the first access."""
         self._segment = segment
         self._plan = layout
         self._mapping: mmap.mmap | None = None
@@ -106,6 +107,8 @@ class SharedMemoryCache:
         self._entries = self._memory.cast("Q")
         self._columns: ColumnReader | None = None
         self._is_full = False
+        self._is_unmappable = False
+        self._reasons_logged: set[str] = set()
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
         weakref.finalize(self, segment.close).atexit = False
@@ -182,16 +185,28 @@ class SharedMemoryCache:
     def _map(self) -> bool:
         """Map the segment if this process has not, nor its parent before the fork; False once closed."""
         if self._mapping is None:
-            if self._segment.fd < 0:
+            if self._segment.fd < 0 or self._is_unmappable:
                 return False
-            plan = self._plan
-            mapping = self._segment.map(writable=False)
-            self._memory = memoryview(mapping)
-            self._entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
-            if plan.spec is not None:
-                self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
-            self._mapping = mapping  # last: other threads look here whether the rest is there
+            try:
+                mapping = self._segment.map(writable=False)
+            except SegmentError as error:  # of this process alone: others may have other limits
+                self._is_unmappable = True
+                log.warning(
+                    "process %d reads all samples from the dataset, as it has no access to their cache: %s",
+                    os.getpid(),
+                    str(error),  # the error itself would keep this frame alive in a log handler
+                )
+                return False
+            self._use(mapping)
         return True
+
+    def _use(self, mapping: mmap.mmap) -> None:
+        plan = self._plan
+        self._memory = memoryview(mapping)
+        self._entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
+        if plan.spec is not None:
+            self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
+        self._mapping = mapping  # last: other threads look here whether the rest is there
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and self._map() and self._entries[index] != EMPTY
@@ -211,12 +226,12 @@ class SharedMemoryCache:
 
     def _ragged_sample(self, index: int, offset: int) -> Any | None:
         plan = self._plan
-        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - _FRAME_BYTES:
+        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
             return None
         magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
         if magic != _FRAME_MAGIC or owner != index:
             return None  # the entry was seen half-written: not there yet
-        start = offset + _FRAME_BYTES
+        start = offset + FRAME_BYTES
         return decode(self._memory[start : start + nbytes])
 
     def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
@@ -287,10 +302,10 @@ class SharedMemoryCache:
         ):
             return False  # the usual case of a budget that is too small: not worth taking bytes apart
         parts, nbytes = record_parts(spec, values)
-        offset = self._claim(index, round_up(_FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
+        offset = self._claim(index, round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
         if offset is None:
             return False
-        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(_FRAME_BYTES, b"\0")
+        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
         self._write([frame, *parts], offset)
         self._publish(index, offset)
         return True
@@ -298,14 +313,22 @@ class SharedMemoryCache:
     def _claim(self, index: int, nbytes: int) -> int | None:
         """The offset of space that is this caller's alone, or None."""
         plan = self._plan
-        fd = self._segment.reopen()
         try:
-            if not try_lock(fd, attempts=_LOCK_ATTEMPTS):
+            fd = self._segment.reopen()
+        except OSError as error:
+            self._leave_out(f"the lock on the cache cannot be opened: {error}")
+            return None
+        try:
+            if not self._lock(fd):
                 return None
             try:
                 used, given_up = _CURSOR.unpack(os.pread(fd, _CURSOR.size, CURSOR_AT))
                 given_up += index < plan.rows
-                if used + nbytes > min(plan.spare_bytes + given_up * plan.row_bytes, plan.ragged_bytes):
+                if used + nbytes > plan.spare_bytes + given_up * plan.row_bytes:
+                    return None
+                if used + nbytes > plan.ragged_bytes:
+                    size = readable_size(plan.ragged_bytes)
+                    self._leave_out(f"they are larger than the examples, from which {size} were planned")
                     return None
                 os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), CURSOR_AT)
                 return plan.ragged_at + int(used)
@@ -314,6 +337,19 @@ class SharedMemoryCache:
                 unlock(fd)
         finally:
             os.close(fd)
+
+    def _lock(self, fd: int) -> bool:
+        try:
+            return try_lock(fd, attempts=_LOCK_ATTEMPTS)
+        except OSError as error:
+            self._leave_out(f"the system refuses the lock on the cache: {error}")
+            return False
+
+    def _leave_out(self, reason: str) -> None:
+        """Say once in this process why samples that need ragged space are not cached."""
+        if reason not in self._reasons_logged:
+            self._reasons_logged.add(reason)
+            log.warning("cache: some samples are read from the dataset at each access: %s", reason)
 
     def _publish(self, index: int, entry: int) -> None:
         os.pwrite(self._segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)

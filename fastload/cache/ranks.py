@@ -1,0 +1,34 @@
+"""Whether several ranks of one training run share this host.
+
+Called by `opening` in the parent. Each launcher says it in its own way; a wrong answer costs a warning, or
+the wait for a builder, and never a wrong sample.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
+_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def are_several() -> bool:
+    """Whether torchrun, mpirun, srun or the script itself started several ranks.
+
+    SLURM_NTASKS_PER_NODE is set in the shell of a job too, where one process runs; SLURM_LOCALID is then not.
+    """
+    if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
+        return True
+    local_id = os.environ.get("SLURM_LOCALID", "")
+    tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
+    if local_id and (local_id != "0" or tasks_per_node not in ("", "1")):
+        return True
+    # A process whose script never imported torch.distributed is in no process group.
+    distributed = sys.modules.get("torch.distributed")
+    return (
+        distributed is not None
+        and distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )

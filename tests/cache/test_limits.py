@@ -1,0 +1,429 @@
+"""Caches in RAM where the system refuses: limits of a process, filters of system calls, no /proc."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import pickle
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.ram import owners
+from fastload.cache.ram.layout import Layout, Origin
+from fastload.cache.ram.private import PrivateCache
+from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.record import encode
+from fastload.errors import SegmentError
+from fastload.transport import segment
+from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages, assert_same
+from tests.refusals import limited, mapped_bytes
+
+ROOT = Path(__file__).parents[2]
+MB = 1 << 20
+GB = 1 << 30
+KINDS = [Images, RaggedImages, MixedImages]
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty registry of this test's own."""
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+
+
+def assert_right(ds: CachedDataset, dataset: Images) -> None:
+    """Two passes over the samples bring what the dataset holds."""
+    for _ in range(2):
+        for index in range(len(dataset)):
+            assert_same(ds[index], dataset.sample(index))
+
+
+# --- what is planned --------------------------------------------------------------------------------------
+
+
+@given(
+    num_samples=st.integers(0, 10**7),
+    budget_bytes=st.integers(1, 1 << 42),
+    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
+    segment_bytes=st.none() | st.integers(1, 1 << 42),
+)
+def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
+    num_samples: int, budget_bytes: int, sizes: list[int], segment_bytes: int | None
+) -> None:
+    """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
+    examples = [np.zeros(size, np.uint8) for size in sizes]
+    origin = Origin(1, 0.0, None)
+    plan = Layout.plan(num_samples, budget_bytes, examples, origin, segment_bytes=segment_bytes)
+    table_bytes = 4096 + -(-num_samples * 8 // 4096) * 4096
+    record_bytes = max(sizes) + 1024  # at most, with frame, header and spec
+    granted = budget_bytes if segment_bytes is None else min(budget_bytes, segment_bytes)
+
+    assert plan.budget_bytes == granted
+    assert plan.ragged_at + plan.ragged_bytes <= table_bytes + 2 * max(0, granted - table_bytes) + 2 * 4096
+    assert plan.ragged_bytes <= max(256 * MB, 8 * num_samples * record_bytes) + 4096
+    if granted > table_bytes + num_samples * record_bytes + 4096:
+        if plan.spec is None:
+            assert plan.ragged_bytes >= num_samples * max(sizes)
+        else:
+            assert plan.rows == num_samples
+    if segment_bytes is not None:
+        assert plan.ragged_at + plan.ragged_bytes <= max(segment_bytes, table_bytes) + 2 * 4096
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_small_samples_make_a_small_segment(kind: type[Images]) -> None:
+    """The address space follows the samples, not the budget."""
+    ds = CachedDataset(kind(8), budget="100GB")
+
+    assert os.fstat(ds.cache.fd).st_size < GB
+
+
+def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
+    monkeypatch.setattr("fastload.cache.ram.layout._LEAST_RAGGED_BYTES", 4096)
+
+    class Growing(Images):
+        def sample(self, index: int) -> Any:
+            small = index in (0, 10, 19)
+            return np.full(8 + index if small else 5000, index, np.uint8), index
+
+    dataset = Growing(20)
+    ds = CachedDataset(dataset, budget="1GB")
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert_right(ds, dataset)
+
+    assert 3 < ds.cache_info().num_cached < 20
+    (record,) = caplog.records
+    assert "larger than the examples" in record.getMessage()
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_that_is_enough_for_the_samples_costs_nothing(kind: type[Images], caplog: Any) -> None:
+    """Under a limit on the size of files far below the budget the cache is shared and whole: no warning."""
+    dataset = kind(30)
+    with limited(resource.RLIMIT_FSIZE, 2 * MB), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget="100GB")
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert ds.cache_info().num_cached == 30
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages])
+def test_a_limit_hardly_above_what_the_samples_need_costs_nothing(kind: type[Images], caplog: Any) -> None:
+    """What the examples show is asked for before the half of what was refused, which would be too little."""
+    dataset = kind(200)
+    sizes = [len(encode(dataset.sample(index))) for index in (0, 100, 199)]
+    needed = 8192 + 200 * (max(sizes) + 128)
+    with limited(resource.RLIMIT_FSIZE, needed + 16_384), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget="100GB")
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert ds.cache_info().num_cached == 200
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], caplog: Any) -> None:
+    """As much as the limit grants is cached, the rest is right, and a warning names sizes and limit."""
+    options = {} if kind is RaggedImages else {"shape": (64, 64, 3)}
+    dataset = kind(200, **options)
+    with limited(resource.RLIMIT_FSIZE, 50_000), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget="100GB")
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert 0 < ds.cache_info().num_cached < 200
+    assert ds.cache_info().budget_bytes < 50_000
+    assert "RLIMIT_FSIZE is 50,000" in caplog.records[0].getMessage()
+    assert "the cache has a segment of" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key", [None, "photos"])
+def test_a_limit_below_the_examples_makes_a_private_cache(
+    kind: type[Images], key: str | None, caplog: Any
+) -> None:
+    """Where not even a few samples can be shared each process caches for itself: one warning, no error."""
+    dataset = kind(30)
+    with limited(resource.RLIMIT_FSIZE, 4096), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget="1GB", key=key)
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, PrivateCache)
+    assert ds.cache_info().num_cached == 30
+    (record,) = caplog.records
+    assert "RLIMIT_FSIZE is 4,096" in record.getMessage()
+    assert "1.0 GB" in record.getMessage()
+    assert "RLIMIT_FSIZE" in ds.cache.explain()
+
+
+def test_without_descriptors_left_the_cache_is_private(caplog: Any) -> None:
+    """RLIMIT_NOFILE is named, and samples come from the process's own memory."""
+    dataset = KnownImages(4)
+    with limited(resource.RLIMIT_NOFILE, 3), caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget=MB)
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, PrivateCache)
+    assert "RLIMIT_NOFILE is 3" in caplog.text
+
+
+def test_a_limit_below_the_slots_of_a_build_is_no_error(tmp_path: Path, caplog: Any) -> None:
+    """Workers that build a file hand their values over without shared memory, which is logged."""
+    dataset = Images(100)
+    with limited(resource.RLIMIT_FSIZE, 2 * MB), caplog.at_level(logging.INFO, "fastload"):
+        ds = CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=1, progress=False)
+        assert_right(ds, dataset)
+
+    assert "RLIMIT_FSIZE is 2,097,152" in caplog.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_limit_on_address_space_makes_a_smaller_segment(kind: type[Images]) -> None:
+    """What the process may map bounds the budget, and what the system refuses is asked for by half."""
+    options = {} if kind is RaggedImages else {"shape": (64, 64, 3)}
+    dataset = kind(30, **options)
+    with limited(resource.RLIMIT_AS, mapped_bytes() + 200 * MB):
+        ds = CachedDataset(dataset)
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert ds.cache_info().num_cached == 30
+    assert os.fstat(ds.cache.fd).st_size < 200 * MB
+
+
+def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> None:
+    """In a worker with another limit nothing is cached, and one line of its own says so; no error."""
+    dataset = RaggedImages(20)
+    ds = CachedDataset(dataset, budget="10GB")
+    assert os.fstat(ds.cache.fd).st_size > 200 * MB
+    other = pickle.loads(pickle.dumps(ds))
+    with (
+        limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB),
+        caplog.at_level(logging.WARNING, "fastload"),
+    ):
+        assert_right(other, dataset)
+        assert other.gather([0, 1], np.empty) is None
+        assert other.cache_info().num_cached == 0
+        assert 3 not in other.cache
+        assert other.cache.missing().tolist() == []
+
+    (record,) = caplog.records
+    assert f"process {os.getpid()} reads all samples from the dataset" in record.getMessage()
+    assert "RLIMIT_AS" in record.getMessage()
+    assert ds.cache_info().num_cached == 3
+
+
+def test_private_caches_leave_memory_free(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Each worker has one, and their budgets together may be more than the machine has: they stop before."""
+    monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 10_000)
+    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: 24 * MB)
+    dataset = Images(20)
+    ds = CachedDataset(dataset, cache=PrivateCache(20, budget=100 * MB))
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert_right(ds, dataset)
+
+    assert 3 < ds.cache_info().num_cached < 20
+    (record,) = caplog.records
+    assert "stops growing" in record.getMessage()
+    assert "25.2 MB" in record.getMessage()
+
+
+def test_a_private_cache_that_gets_no_memory_stops_growing(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A limit that the budget knows nothing of is no error: later samples come from the dataset."""
+    cache = PrivateCache(20, budget=MB)
+    cache.put(0, "first")
+
+    def fail(sample: Any) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr("fastload.cache.ram.private.encode", fail)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert [cache.put(index, "other") for index in (1, 2)] == [False, False]
+
+    assert cache.get(0) == "first"
+    assert len(caplog.records) == 1
+
+
+def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A segment that cannot be written to is closed, and the error says what was tried."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(SegmentError, match="cannot write to a new shared segment"):
+        SharedMemoryCache(4, [1], budget=MB)
+
+
+# --- locks ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def refused_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that has no flock(2)."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_uniform_samples_need_no_lock(refused_locks: None) -> None:
+    """Where locks are refused rows are stored all the same, and odd samples come from the dataset."""
+    dataset = MixedImages(30)
+    ds = CachedDataset(dataset, budget=MB)
+    assert_right(ds, dataset)
+    odd = [index for index in range(30) if dataset.sample(index)[0].shape != (32, 24, 3)]
+
+    assert isinstance(ds.cache, SharedMemoryCache)
+    assert ds.cache.missing().tolist() == odd
+
+
+def test_samples_of_several_sizes_without_a_lock_are_cached_privately(
+    refused_locks: None, caplog: Any
+) -> None:
+    """Shared space cannot be claimed, so that each process keeps its own copies: one warning."""
+    dataset = RaggedImages(30)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        ds = CachedDataset(dataset, budget=MB)
+        assert_right(ds, dataset)
+
+    assert isinstance(ds.cache, PrivateCache)
+    assert ds.cache_info().num_cached == 30
+    (record,) = caplog.records
+    assert "Function not implemented" in record.getMessage()
+
+
+def test_a_lock_that_is_refused_later_leaves_samples_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """A process without descriptors left serves samples uncached, and caches again when it has some."""
+    dataset = RaggedImages(30)
+    ds = CachedDataset(dataset, budget=MB)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        with monkeypatch.context() as patch:
+            patch.setattr(segment.Segment, "reopen", lambda _: os.open("/no/such", os.O_RDWR))
+            assert_right(ds, dataset)
+        assert ds.cache_info().num_cached == 3
+        assert_right(ds, dataset)
+
+    assert ds.cache_info().num_cached == 30
+    assert len(caplog.records) == 1
+
+
+# --- in a process of its own ------------------------------------------------------------------------------
+
+_PROGRAM = """
+import errno, json, logging, os, sys
+import fastload
+from tests.cache.zoo import Images, RaggedImages, assert_same
+from tests.refusals import hide_proc, refuse
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+lines = []
+logging.getLogger("fastload").addHandler(Lines())
+logging.getLogger("fastload").setLevel(logging.INFO)
+PREPARE
+found = {}
+for dataset in (Images(8), RaggedImages(8)):
+    for key in (None, type(dataset).__name__):
+        cached = fastload.CachedDataset(dataset, key=key)
+        for _ in range(2):
+            for index in range(8):
+                assert_same(cached[index], dataset.sample(index))
+        assert cached.cache_info().num_cached == 8
+        found[f"{type(dataset).__name__} {key}"] = cached.cache_info().layout
+for method in METHODS:
+    loader = fastload.DataLoader(Images(8), 2, num_workers=1, multiprocessing_context=method)
+    for _ in range(2):
+        assert [labels.tolist() for _, labels in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+print(json.dumps([found, lines]))
+"""
+
+
+def run_in_process(prepare: str, methods: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Layouts of four caches and lines of the log, of a process to which something was done before."""
+    program = _PROGRAM.replace("PREPARE", prepare).replace("METHODS", repr(methods))
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    if done.returncode == 77:
+        pytest.skip("this user may not change what is mounted")
+    assert done.returncode == 0, done.stderr
+    layouts, lines = json.loads(done.stdout)
+    return layouts, lines
+
+
+filters = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64"), reason="the filter's numbers are of these machines"
+)
+
+
+@pytest.mark.slow
+@filters
+@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
+def test_a_container_without_memfd_create(error: str) -> None:
+    """Caches are private, workers use torch's transport; each cache warns once, and the loader once."""
+    layouts, lines = run_in_process(f"refuse('memfd_create', errno.{error})", ["fork"])
+
+    assert set(layouts.values()) == {"private"}
+    assert sum("Each process decodes every sample" in line for line in lines) == 4
+    assert sum("workers use torch's own transport" in line for line in lines) == 1
+    assert os.strerror(getattr(errno, error)) in lines[0]
+
+
+@pytest.mark.slow
+@filters
+def test_a_container_without_pidfd_open() -> None:
+    """Caches are shared as ever; workers use torch's transport, which is logged once with the reason."""
+    layouts, lines = run_in_process("refuse('pidfd_open', errno.ENOSYS)", ["fork", "fork"])
+    warnings = [line for line in lines if "workers use torch's own transport" in line]
+
+    assert list(layouts.values()) == ["uniform", "uniform", "ragged", "ragged"]
+    assert len(warnings) == 1
+    assert "refuses pidfd_open: [Errno 38] Function not implemented" in warnings[0]
+
+
+@pytest.mark.slow
+@filters
+def test_a_container_without_flock() -> None:
+    """Uniform caches are shared memory, others are private; workers are ours."""
+    layouts, lines = run_in_process("refuse('flock', errno.ENOSYS)", ["fork"])
+
+    assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
+    assert not any("torch's own transport" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_without_proc() -> None:
+    """No error anywhere: no registry, which is logged once; samples of several sizes are cached privately."""
+    layouts, lines = run_in_process("hide_proc() or sys.exit(77)", ["fork", "forkserver"])
+
+    assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
+    assert sum("no registry of shared caches" in line for line in lines) == 1

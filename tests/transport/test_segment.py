@@ -1,0 +1,178 @@
+"""Segments: tried and not looked up by name, errors that name a limit, and descriptors of other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fastload.errors import SegmentError
+from fastload.transport import segment, starting
+from fastload.transport.segment import Segment, open_in_process
+from tests.refusals import OTHER_KINDS, limited, something_else
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """What the system answered is asked again in each test, and after it."""
+    for answer in (segment.why_unsupported, starting.why_no_processes):
+        answer.cache_clear()
+    yield
+    for answer in (segment.why_unsupported, starting.why_no_processes):
+        answer.cache_clear()
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+# --- support ----------------------------------------------------------------------------------------------
+
+
+def test_here_segments_and_workers_are_supported() -> None:
+    """On a Linux that refuses nothing there is no reason against either."""
+    assert segment.is_supported()
+    assert starting.why_no_processes() is None
+
+
+def test_a_refused_memfd_create_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is there and the call is refused: nothing is supported, and the reason is the system's."""
+    monkeypatch.setattr(os, "memfd_create", refusing(1))
+
+    assert not segment.is_supported()
+    assert "refuses anonymous shared memory" in (segment.why_unsupported() or "")
+    assert "Operation not permitted" in (segment.why_unsupported() or "")
+    assert starting.why_no_processes() == segment.why_unsupported()
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "pidfd_open"), (socket, "socketpair")])
+def test_what_workers_alone_need_is_no_reason_against_memory(
+    module: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches are shared all the same."""
+    monkeypatch.setattr(module, call, refusing(38))
+
+    assert segment.why_unsupported() is None
+    assert starting.why_no_processes() == f"this system refuses {call}: [Errno 38] Function not implemented"
+
+
+@pytest.mark.parametrize(
+    ("module", "call"), [(os, "memfd_create"), (os, "pidfd_open"), (socket, "socketpair")]
+)
+def test_a_process_without_descriptors_left_is_no_reason(
+    module: Any, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this process has used up now says nothing of the system."""
+    monkeypatch.setattr(module, call, refusing(24))
+
+    assert starting.why_no_processes() is None
+
+
+def test_the_system_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later questions cost nothing."""
+    real, calls = os.memfd_create, []
+    monkeypatch.setattr(os, "memfd_create", lambda *args: calls.append(args) or real(*args))
+    for _ in range(3):
+        segment.is_supported()
+        starting.why_no_processes()
+
+    assert len(calls) == 1
+
+
+# --- limits -----------------------------------------------------------------------------------------------
+
+
+def test_an_error_names_the_limit_on_the_size_of_files() -> None:
+    """RLIMIT_FSIZE counts anonymous memory too."""
+    with (
+        limited(resource.RLIMIT_FSIZE, 1 << 20),
+        pytest.raises(SegmentError, match=r"size .* 2,097,152 bytes: .*RLIMIT_FSIZE is 1,048,576"),
+    ):
+        Segment.create(2 << 20)
+
+
+def test_an_error_names_the_limit_on_address_space() -> None:
+    """RLIMIT_AS counts what was never touched."""
+    memory = Segment.create(1 << 40)
+    with (
+        contextlib.closing(memory),
+        limited(resource.RLIMIT_AS, 1 << 39),
+        pytest.raises(SegmentError, match=r"map .* 1,099,511,627,776 bytes: .*RLIMIT_AS is 549,755,813,888"),
+    ):
+        memory.map(writable=False)
+
+
+def test_an_error_names_the_limit_on_descriptors() -> None:
+    """RLIMIT_NOFILE, the usual one to be met."""
+    with (
+        limited(resource.RLIMIT_NOFILE, 3),
+        pytest.raises(SegmentError, match=r"create .*Too many open files.*RLIMIT_NOFILE is 3"),
+    ):
+        Segment.create(1)
+
+
+# --- descriptors of other processes -----------------------------------------------------------------------
+
+
+def any_segment(status: os.stat_result, link: str) -> bool:
+    return link.startswith("/memfd:")
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_nothing_but_a_segment_is_opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that stands for something else is an error, and what it stands for is not opened."""
+    real, flags = os.open, []
+    monkeypatch.setattr(os, "open", lambda path, given: flags.append(given) or real(path, given))
+    with something_else(kind) as fd:
+        flags.clear()
+        with pytest.raises(SegmentError, match="by now, and no longer the segment"):
+            open_in_process(os.getpid(), fd, any_segment)
+
+    assert flags == [os.O_PATH | os.O_CLOEXEC]
+
+
+def test_a_number_that_changes_hands_after_the_look_changes_nothing() -> None:
+    """What was looked at is what is opened."""
+    memory = Segment.create(1)
+    os.pwrite(memory.fd, b"mine", 0)
+
+    def look(status: os.stat_result, link: str) -> bool:
+        with something_else("directory") as other:
+            os.dup2(other, memory.fd)
+        return any_segment(status, link)
+
+    with contextlib.closing(memory), contextlib.closing(open_in_process(os.getpid(), memory.fd, look)) as own:
+        assert os.pread(own.fd, 4, 0) == b"mine"
+
+
+def test_what_is_opened_has_a_file_description_of_its_own() -> None:
+    """Locks and offsets are not shared with the owner."""
+    with (
+        contextlib.closing(Segment.create(1)) as memory,
+        contextlib.closing(open_in_process(os.getpid(), memory.fd, any_segment)) as own,
+    ):
+        os.lseek(memory.fd, 7, os.SEEK_SET)
+        assert os.lseek(own.fd, 0, os.SEEK_CUR) == 0
+        assert os.path.samestat(os.fstat(memory.fd), os.fstat(own.fd))
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_handle_whose_number_is_reused_is_an_error(kind: str) -> None:
+    """A pickled segment whose descriptor stands for something else raises, and leaves that alone."""
+    memory = Segment.create(1)
+    handle = pickle.dumps(memory)
+    with contextlib.closing(memory), something_else(kind) as other:
+        os.dup2(other, memory.fd)
+        with pytest.raises(SegmentError, match="by now, and no longer the segment"):
+            pickle.loads(handle)
