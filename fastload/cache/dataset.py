@@ -5,7 +5,7 @@ It pickles as handles: all workers read and fill one cache. Rules:
 
 1. The source is read at the first access to a sample, by whoever comes first; later accesses read the cache.
 2. What the caller or the transform changes never reaches the cache.
-3. A hit and a miss give the same: same types, contiguous arrays, read-only for the transform.
+3. A hit and a miss give the same: same types, contiguous arrays.
 4. Attributes that the dataset inside has and this class does not are found here too, but for those that would
    say something of this dataset that is true of the one inside alone (see `_NOT_FORWARDED`).
 """
@@ -24,7 +24,7 @@ from fastload.cache.fill import fill
 from fastload.cache.nests import private_copy, read_only
 from fastload.cache.opening import Opener, Request
 from fastload.cache.sources import StoredSamples
-from fastload.cache.transform import TransformCaller
+from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
 from fastload.rng.sample_rng import mark
 
@@ -71,7 +71,9 @@ class CachedDataset(Dataset[Any]):
             numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these.
         transform: The random part, run at every access: an albumentations pipeline (given the targets of a
             dict sample, or the array that a sample is or starts with) or any callable (given the whole
-            sample). Arrays are read-only to it.
+            sample). It is given private copies of the arrays, and may write to them; a pipeline that
+            consists of albumentations' own transforms is given the cached arrays, read-only, where that
+            saves the copy.
         cache: `"ram"`, `"lmdb:PATH"` (built now if PATH is not there), `["ram", "lmdb:PATH"]` (what RAM lacks
             is read from the file, and kept), or a cache.
         prepare: The deterministic part, run once a sample, before it is cached; called as `transform` is.
@@ -86,13 +88,14 @@ class CachedDataset(Dataset[Any]):
 
     Attributes:
         dataset: As given.
-        transform: As given; may be set.
+        transform: As given; may be set. Set another pipeline instead of putting parts into this one.
         prepare: As given.
         key: As given.
         cache: The cache in use; `cache.explain()` says why it is this one.
 
     Raises:
-        TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style.
+        TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
+            `prepare` cannot be called.
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A sample holds something that cannot be cached.
         CacheMismatchError: The cache was made from something else.
@@ -112,6 +115,9 @@ class CachedDataset(Dataset[Any]):
         progress: bool = True,
     ) -> None:
         _check_map_style(dataset)
+        for role, function in (("transform", transform), ("prepare", prepare)):
+            if function is not None:
+                check_callable(role, function)
         self.dataset = dataset
         self.transform = transform
         self.prepare = prepare
@@ -172,13 +178,16 @@ class CachedDataset(Dataset[Any]):
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
             UnsupportedSampleError: The sample holds something that cannot be cached.
+            TypeError: `transform` was set to something that cannot be called.
+            Exception: What the transform raises, with a note that says what it was given.
         """
-        if self.transform is None:
+        transform = self.transform  # read once: another thread may set it
+        if transform is None:
             return private_copy(self.view(index))
         caller = self._caller
-        if caller is None or caller.transform is not self.transform:
-            caller = self._caller = TransformCaller(self.transform)
-        return caller(lambda: self.view(index))
+        if caller is None or caller.transform is not transform:
+            caller = self._caller = TransformCaller(transform)
+        return caller(lambda: self.view(index), index)
 
     def view(self, index: int) -> Any:
         """The sample before the transform, without a copy where it is cached.

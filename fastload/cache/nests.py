@@ -7,6 +7,7 @@ namedtuples, subclasses included; anything else is a leaf.
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from fastload.cache.leaves import to_bytes
 from fastload.cache.spec import flatten, is_namedtuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from fastload.cache.leaves import Array
 
 
 def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
@@ -56,6 +59,51 @@ def private_copy(sample: Any) -> Any:
     return map_leaves(sample, lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
+# Kinds of leaves whose memory is known: np.void may be a view, and any other object may hold one.
+_SEEN_THROUGH = (
+    *(np.ndarray, np.number, np.bool_, np.character, torch.Tensor),
+    *(bool, int, float, complex, str, bytes, type(None)),
+)
+
+
+def is_seen_through(nest: Any) -> bool:
+    """Whether `detached` finds all memory that a nest refers to: no leaf is an object that may hold more."""
+    return all(
+        isinstance(leaf, _SEEN_THROUGH) and not (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject)
+        for leaf in leaves(nest)
+    )
+
+
+def detached(nest: Any, arrays: Iterable[Array]) -> Any:
+    """The nest with private copies of the arrays and tensors that lie in the memory of the given arrays.
+
+    Args:
+        nest: Any; `is_seen_through` says whether all its memory is found.
+        arrays: C-contiguous.
+
+    Returns:
+        The strides of the copies are in the order of the originals' strides.
+    """
+    ranges = [(_address(array), _address(array) + array.nbytes) for array in arrays]
+
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy(order="K") if _starts_within(_address(leaf), ranges) else leaf
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
+            return leaf.clone() if _starts_within(leaf.data_ptr(), ranges) else leaf
+        return leaf
+
+    return map_leaves(nest, detach)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _starts_within(address: int, ranges: list[tuple[int, int]]) -> bool:
+    return any(start <= address < stop for start, stop in ranges)
+
+
 def read_only(sample: Any) -> Any:
     """A sample fresh from the dataset as a cache would give it: read-only arrays, private tensors.
 
@@ -72,6 +120,44 @@ def _read_only_leaf(value: Any) -> Any:
         view.flags.writeable = False
         return view
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+_OUTLINE_DEPTH = 3
+_OUTLINE_ITEMS = 8
+
+
+def outline(nest: Any) -> str:
+    """The structure of a nest in a few words, such as "a tuple of (array (8, 8, 3) uint8, int)".
+
+    It names the keys, types, shapes and dtypes, no values; three containers deep, and eight items of each.
+    """
+    text = _outline(nest, _OUTLINE_DEPTH)
+    if isinstance(nest, (dict, list, tuple)):
+        return f"a {type(nest).__name__} of {text}" if nest else f"an empty {type(nest).__name__}"
+    return f"an {text}" if text[0] in "aeiou" else f"a {text}"
+
+
+def _outline(nest: Any, depth: int) -> str:
+    if isinstance(nest, np.ndarray):
+        return f"array {nest.shape} {nest.dtype!s:.40}"
+    if isinstance(nest, torch.Tensor):
+        return f"tensor {tuple(nest.shape)} {str(nest.dtype).removeprefix('torch.')}"
+    if not isinstance(nest, (dict, list, tuple)):
+        return type(nest).__name__
+    values = itertools.islice(
+        nest.values() if isinstance(nest, dict) else nest, _OUTLINE_ITEMS if depth else 0
+    )
+    texts = [_outline(value, depth - 1) for value in values]
+    if isinstance(nest, dict):
+        texts = [f"{_outline_key(key)}: {text}" for key, text in zip(nest, texts, strict=False)]
+    if len(nest) > len(texts):
+        texts.append(f"… {len(nest)} in all" if texts else "…")
+    brackets = "{}" if isinstance(nest, dict) else "[]" if isinstance(nest, list) else "()"
+    return brackets[0] + ", ".join(texts) + brackets[1]
+
+
+def _outline_key(key: Any) -> str:
+    return f"{key!r:.40}" if isinstance(key, (str, int)) else type(key).__name__
 
 
 def first_difference(one: Any, other: Any) -> str | None:

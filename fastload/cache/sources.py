@@ -5,13 +5,14 @@ Made by `dataset` in the parent, read wherever a sample is missing in the cache.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.cache.nests import private_copy
-from fastload.cache.transform import apply
+from fastload.cache.transform import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,22 +28,30 @@ class PreparedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style.
-        prepare: An albumentations pipeline or any callable, as CachedDataset takes them.
+        prepare: An albumentations pipeline or any callable, as CachedDataset takes them; it is given the
+            dataset's own sample.
 
     Attributes:
         classes: Those of the dataset, for a file that is built from this one; None if it has none.
+
+    Raises:
+        TypeError: `prepare` cannot be called.
     """
 
     def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
         self.dataset = dataset
         self.prepare = prepare
         self.classes = getattr(dataset, "classes", None)
+        self._call = Call("prepare", prepare)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return apply(self.prepare, self.dataset[index])
+        sample = self.dataset[index]
+        # A shallow copy for the note on an error: `prepare` may take the containers apart.
+        before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
+        return self._call(before, sample, index)
 
 
 class StoredSamples(Dataset[Any]):

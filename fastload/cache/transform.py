@@ -1,170 +1,182 @@
-"""Call the random part on read-only memory: conventions, refusals, aliases.
+"""Call the random part, or the deterministic one: conventions, private copies, and what an error is told.
 
-Called by `dataset` at each access, in any process. Rules:
+Called by `dataset` at each access and by `sources` at each miss, in any process and any thread. Rules:
 
-1. The transform is given arrays over read-only memory, which costs no copy; most transforms only read.
-2. If it refuses (an error that says so), it is called again with private copies, and is given copies from
-   then on. torch refuses nothing: it would write to the read-only pages, which ends the process. So the first
-   calls are trials on private memory that says it is read-only; a transform that was seen to write to it, or
-   to make tensors over it, is given copies from then on too.
-3. Nothing that it returns lies in the cache: what does is copied.
+1. The transform is given private copies of the sample's arrays: it may write to them, and torch would write
+   even to read-only memory, which ends the process.
+2. Only an albumentations pipeline of which all code is known (see `zero_copy`) is given the cache's own
+   read-only arrays. If it refuses them all the same, or returns an object that may hide one, it is called
+   again with copies, and is given copies from then on.
+3. No part of its output lies in the cache: arrays and tensors that do are copied.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from fastload.cache.guard import is_albumentations
-from fastload.cache.nests import leaves, map_leaves, private_copy
+from fastload.cache.nests import detached, is_seen_through, leaves, outline, private_copy
 from fastload.cache.spec import is_namedtuple
-from fastload.rng.sample_rng import mark, rewind
+from fastload.cache.zero_copy import keeps_read_only
+from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from fastload.cache.leaves import Array
-
-_TRIALS = 8  # in each process; a pipeline that tosses coins shows most of its ways in these
 # NumPy: "assignment destination is read-only", "cannot set WRITEABLE flag"; OpenCV: "NumPy array marked as
-# readonly", "Layout of the output array is incompatible with cv::Mat"; torch: "array is not writable".
+# readonly", "Layout of the output array is incompatible with cv::Mat"; Python: "memoryview is read-only".
 _REFUSAL = re.compile(r"read-?only|writ(e)?able|cv::Mat", re.IGNORECASE)
-_TORCH_WARNING = "The given NumPy array is not writ"
+_MAX_KEYS = 12  # named in an error
+_MAX_CHAIN = 16  # errors in one chain; a library wraps an error once or twice
+
+
+class Call:
+    """Calls a function of the user's by its convention, and tells its errors what it was given.
+
+    Args:
+        role: The name of the argument that the function was: `"transform"` or `"prepare"`.
+        function: An albumentations pipeline, or any callable that takes a sample.
+
+    Raises:
+        TypeError: The function cannot be called.
+    """
+
+    def __init__(self, role: str, function: Callable[..., Any]) -> None:
+        check_callable(role, function)
+        self._role = role
+        self._function = function
+        self._is_albumentations = is_albumentations(function)
+
+    def __call__(self, sample: Any, given: Any, index: int) -> Any:
+        """The function's output for `given`.
+
+        Args:
+            sample: The sample, or the same without copies: what the note on an error describes.
+            given: The sample as the function gets it, which may change it.
+            index: The sample's index, for the note.
+
+        Raises:
+            Exception: What the function raises, with a note that says what it was given.
+        """
+        try:
+            if self._is_albumentations:
+                return _call_albumentations(self._function, given)
+            return self._function(given)
+        except Exception as error:
+            extent = "the image or the named targets of a" if self._is_albumentations else "the whole"
+            error.add_note(
+                f"fastload calls the {self._role} with {extent} sample; sample {index} is {outline(sample)}"
+            )
+            raise
 
 
 class TransformCaller:
-    """Calls one transform, and remembers what it needs.
+    """Calls one transform on samples of a cache.
 
     Args:
         transform: An albumentations pipeline, or any callable that takes a sample.
 
     Attributes:
         transform: The same.
-        needs_copies: Whether it is given private copies.
+        needs_copies: Whether it is given private copies. It changes once at most, from False to True, so
+            that several threads may share a caller.
+
+    Raises:
+        TypeError: The transform cannot be called.
     """
 
     def __init__(self, transform: Callable[..., Any]) -> None:
+        self._call = Call("transform", transform)
         self.transform = transform
-        self.needs_copies = False
-        self._call = _convention(transform)
-        self._trials_left = _TRIALS
+        self.needs_copies = not keeps_read_only(transform)
 
-    def __call__(self, fetch: Callable[[], Any]) -> Any:
+    def __call__(self, fetch: Callable[[], Any], index: int) -> Any:
         """The transform's output for the sample that `fetch()` gives; nothing in it lies in the cache.
 
         Args:
             fetch: Gives the sample: read-only arrays, private tensors. Called again after a refusal, because
                 the transform may have changed its containers before.
+            index: The sample's index, for the note on an error.
+
+        Raises:
+            Exception: What the transform raises, with a note that says what it was given.
         """
-        if self.needs_copies:
-            return self._call(self.transform, private_copy(fetch()))
+        if not self.needs_copies:
+            sample = fetch()
+            arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
+            try:
+                output = self._call(sample, sample, index)
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+            else:
+                if is_seen_through(output):
+                    return detached(output, arrays)
+            self.needs_copies = True
+            rewind()  # this call has drawn some numbers; the next one begins where it began
         sample = fetch()
-        # A call that is refused has drawn some numbers; the next one begins where it began.
-        restore = mark() if self._trials_left else rewind
-        try:
-            if self._trials_left:
-                self._trials_left -= 1
-                return self._try(sample)
-            arrays = _arrays(sample)
-            return _detached(self._call(self.transform, sample), arrays)
-        except Exception as error:
-            if not _REFUSAL.search(str(error)):
-                raise
-        copy = private_copy(fetch())
-        restore()
-        output = self._call(self.transform, copy)
-        self.needs_copies = True
-        return output
+        return self._call(sample, private_copy(sample), index)
 
-    def _try(self, sample: Any) -> Any:
-        originals = _arrays(sample)
-        given = map_leaves(private_copy(sample), _sealed)
-        arrays = _arrays(given)
-        with warnings.catch_warnings():
-            # An error here is a refusal above; torch would print it once, and nobody could make use of it.
-            warnings.filterwarnings("error", message=_TORCH_WARNING)
-            output = self._call(self.transform, given)
-        makes_tensors = any(
-            isinstance(leaf, torch.Tensor) and _lies_in(leaf, arrays) for leaf in leaves(output)
+
+def check_callable(role: str, function: Any) -> None:
+    """Refuse a `transform` or `prepare` that cannot be called.
+
+    Raises:
+        TypeError: It is not callable, or is a class of albumentations in place of an object of that class.
+    """
+    if isinstance(function, type) and is_albumentations(function):  # by its metaclass
+        raise TypeError(
+            f"{role} is the class {function.__name__}: give an object of it, such as "
+            f"{role}={function.__name__}(p=0.5)"
         )
-        has_written = any(new.tobytes() != old.tobytes() for new, old in zip(arrays, originals, strict=True))
-        self.needs_copies = makes_tensors or has_written
-        return _detached(output, arrays)
+    if not callable(function):
+        raise TypeError(
+            f"{role}={function!r:.80} is of type {type(function).__name__}, which cannot be called: give an "
+            "albumentations pipeline, a function that takes a sample, or None"
+        )
 
 
-# --- memory ----------------------------------------------------------------------------------------------
-
-
-def _arrays(sample: Any) -> list[Array]:
-    return [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
-
-
-def _sealed(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray):
-        leaf.flags.writeable = False
-    return leaf
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _lies_in(leaf: Any, arrays: list[Array]) -> bool:
-    """Whether an array or tensor starts within the memory of one of these C-contiguous arrays."""
-    if isinstance(leaf, np.ndarray):
-        address = _address(leaf)
-    elif isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
-        address = leaf.data_ptr()
-    else:
-        return False
-    return any(start <= address < start + array.nbytes for array in arrays for start in (_address(array),))
-
-
-def _detached(output: Any, arrays: list[Array]) -> Any:
-    """The output with copies of those leaves that lie in the arrays' memory; their strides stay in order."""
-
-    def detach(leaf: Any) -> Any:
-        if not _lies_in(leaf, arrays):
-            return leaf
-        return leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf.clone()
-
-    return map_leaves(output, detach)
+def _is_refusal(error: BaseException) -> bool:
+    """Whether an error, or one of those that led to it, says that memory is read-only."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CHAIN):
+        if link is None:
+            break
+        if _REFUSAL.search(str(link)):
+            return True
+        has_cause = link.__cause__ is not None or link.__suppress_context__
+        link = link.__cause__ if has_cause else link.__context__
+    return False
 
 
 # --- conventions -----------------------------------------------------------------------------------------
-
-
-def apply(transform: Callable[..., Any], sample: Any) -> Any:
-    """The transform's output for a sample that is the caller's own."""
-    return _convention(transform)(transform, sample)
-
-
-def _convention(transform: Callable[..., Any]) -> Callable[[Callable[..., Any], Any], Any]:
-    return _call_albumentations if is_albumentations(transform) else _call_plain
-
-
-def _call_plain(transform: Callable[..., Any], sample: Any) -> Any:
-    return transform(sample)
 
 
 def _call_albumentations(transform: Callable[..., Any], sample: Any) -> Any:
     """The named targets of albumentations: a dict is these, an array is the image, a tuple starts with it.
 
     Raises:
-        TypeError: The sample is none of these, or a tuple whose mask would miss the transform.
+        TypeError: The sample is none of these, a tuple whose mask would miss the transform, or a dict
+            without a target of the transform.
     """
     if isinstance(sample, dict):
+        targets = getattr(transform, "available_keys", None)
+        if targets and sample.keys().isdisjoint(targets):
+            raise TypeError(
+                f"the albumentations transform takes the keys {_join(sorted(targets))}; the dataset returned "
+                f"a dict with {_join(sample) or 'no key'}: use those keys for the arrays to be transformed"
+            )
         return transform(**sample)
     if isinstance(sample, np.ndarray):
         return transform(image=sample)["image"]
     if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], np.ndarray):
         raise TypeError(
             f"an albumentations transform takes an image array, a tuple that starts with one, or a dict with "
-            f'"image"; the dataset returned {_name(sample)}'
+            f'"image"; the dataset returned {outline(sample)}'
         )
     image, *rest = sample
     for position, other in enumerate(rest, start=1):
@@ -179,7 +191,6 @@ def _call_albumentations(transform: Callable[..., Any], sample: Any) -> Any:
     return tuple(values) if isinstance(sample, tuple) else values
 
 
-def _name(sample: Any) -> str:
-    if isinstance(sample, (tuple, list)) and sample:
-        return f"a {type(sample).__name__} that starts with {type(sample[0]).__name__}"
-    return f"a {type(sample).__name__}"
+def _join(keys: Iterable[Any]) -> str:
+    first = [f"{key!r:.40}" for key in itertools.islice(keys, _MAX_KEYS + 1)]
+    return ", ".join(first[:_MAX_KEYS] + ["…"] * (len(first) > _MAX_KEYS))

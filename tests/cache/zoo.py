@@ -88,6 +88,13 @@ class BareImages(Images):
         return super().sample(index)[0]
 
 
+class FloatImages(Images):
+    """A float32 array alone, which one of albumentations' normalizations divides in place."""
+
+    def sample(self, index: int) -> Any:
+        return np.random.RandomState(index).rand(8, 6, 3).astype(np.float32)
+
+
 class RaggedImages(Images):
     """Every image of another size."""
 

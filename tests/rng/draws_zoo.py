@@ -91,8 +91,15 @@ def resize() -> A.Compose:
     return A.Compose([A.Resize(SIDE, SIDE, p=1)])
 
 
+def refusing() -> A.Compose:
+    """A pipeline that draws, and in which one transform sometimes divides its input in place."""
+    return A.Compose(
+        [A.HorizontalFlip(), A.Normalize(normalization="min_max_per_channel", p=0.3), A.RandomCrop(4, 4)]
+    )
+
+
 class Jitter:
-    """A transform that draws and then writes to its input, which must be refused and called again."""
+    """A transform that draws and then writes to its input."""
 
     def __call__(self, sample: Any) -> Any:
         image, label = sample

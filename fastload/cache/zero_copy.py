@@ -1,0 +1,81 @@
+"""Which transforms may run on the cache's own read-only memory, without a copy.
+
+Called by `transform`, once for each transform. Rules:
+
+1. NumPy and OpenCV refuse to write to an array that is marked read-only. Other libraries ignore the mark and
+   write to the pages behind it, which ends the process: torch gives tensors that can be written to, and older
+   releases of stringzilla write in place. So a transform gets private copies unless all of its code is known.
+2. Known is the code of one release of albumentations; the tests run each of its transforms on sealed memory.
+   A pipeline is known if it holds nothing but objects of that library and plain data: no subclass and no
+   function of the user's. What is put into a pipeline later is not looked at.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.rng.pipelines import attributes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_RELEASE = "2.0.8"
+# Both let stringzilla write to a grayscale image in place.
+_WRITERS = frozenset({"AutoContrast", "Equalize"})
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, np.ndarray, np.random.Generator, random.Random}
+)
+
+
+def keeps_read_only(transform: Any) -> bool:
+    """Whether a transform is an albumentations pipeline of which all code respects the read-only mark.
+
+    ToTensorV2 does not count as such: it gives a read-only array to torch.from_numpy, which warns.
+    """
+    if getattr(sys.modules.get("albumentations"), "__version__", None) != _RELEASE:
+        return False
+    if not _is_known_class(type(transform)):
+        return False
+    seen = {id(transform): transform}  # holds the objects, so that their ids stay theirs
+    queue = [transform]
+    while queue:
+        parts = _parts(queue.pop())
+        if parts is None:
+            return False
+        new = {id(part): part for part in parts if id(part) not in seen}
+        seen |= new
+        queue += new.values()
+    return True
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What an object holds, or None if it may run code that is not known."""
+    cls = type(value)
+    if cls in _PLAIN or issubclass(cls, (np.generic, np.dtype)):
+        return ()
+    if isinstance(value, type):  # such as the type of the labels that a pipeline was given last
+        return () if value.__module__ in ("builtins", "numpy") else None
+    if cls is dict or cls is defaultdict:
+        return list(value.values())
+    if cls in (list, tuple, set, frozenset):
+        return list(value)
+    if cls is types.MethodType:
+        return value.__self__, value.__func__
+    if cls is types.FunctionType:
+        return () if _is_known_module(value.__module__) else None
+    return list(attributes(value).values()) if _is_known_class(cls) else None
+
+
+def _is_known_class(cls: type) -> bool:
+    return _is_known_module(cls.__module__) and cls.__name__ not in _WRITERS
+
+
+def _is_known_module(name: Any) -> bool:
+    names = name.split(".") if isinstance(name, str) else [""]
+    return names[0] == "albumentations" and names[1:2] != ["pytorch"]
