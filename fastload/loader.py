@@ -179,6 +179,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         # torch's class has one type parameter today and two in the next release; ours takes any.
         return types.GenericAlias(cls, item)
 
+    def __iter__(self) -> Any:
+        with resume.beginning(self):
+            return super().__iter__()
+
     def _get_iterator(self) -> Any:
         if self.device is None:
             return self._host_iterator()
@@ -236,7 +240,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         """Where this loader stands: a fresh small dict of plain types, to be saved with a checkpoint.
 
         What counts is what the caller has received, not what workers have fetched ahead. It costs
-        microseconds at any moment, and starts nothing.
+        microseconds at any moment, and starts nothing. JSON and `torch.load(weights_only=True)` read it, as
+        far as they read what samplers and iterable datasets give in their own `state_dict()`, of which it
+        holds copies.
         """
         return resume.state_of(self)
 
@@ -248,9 +254,12 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         Samplers need a generator (torch's own have one, or draw from torch's default one) or a state_dict().
         torch's default generator is left as it is.
 
+        Nothing in the state is unpickled or run. After an error the loader, its samplers, and all generators
+        are as they were before, and a state that was loaded stays loaded.
+
         Raises:
-            ResumeError: It is no state of such a loader. Raised by `iter(loader)`: the sampler gives other
-                indices than before, or the epoch cannot be resumed in its middle.
+            ResumeError: It is no state of such a loader, or damaged. Raised by `iter(loader)`: the sampler
+                gives other indices than before, or the epoch cannot be resumed in its middle.
         """
         resume.load(self, state_dict)
 

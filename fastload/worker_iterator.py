@@ -65,12 +65,17 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        if not first_iter:
-            self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
-            self._epoch.choose_base_seed(int(self._base_seed))
-        super()._reset(loader, first_iter)
+        before = self._epoch, self._sampler_iter, self._num_yielded
+        try:
+            if not first_iter:
+                self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
+                self._epoch.choose_base_seed(int(self._base_seed))
+            super()._reset(loader, first_iter)
+            self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+        except BaseException:
+            self._epoch, self._sampler_iter, self._num_yielded = before  # the epoch before goes on
+            raise
         self._is_prefetched = False
-        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
             number = self._epoch.number if resume.book_of(loader).has_set_epoch else None

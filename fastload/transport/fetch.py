@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
 from fastload.transport.collate import RowCollate, is_torch_default, to_channels_last
+from fastload.transport.stream_state import ENDED, StreamState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from fastload.rng.sample_rng import SampleRng
     from fastload.transport.job import Job
     from fastload.transport.memory import Arena
-
-
-# The state of a stream that has ended: its own may mean the beginning of the next epoch.
-_ENDED = b""
 
 
 class Fetcher:
@@ -50,15 +46,15 @@ class Fetcher:
         *,
         in_worker: bool,
         sample_rng: SampleRng | None,
-        dataset_state: bytes | None = None,
+        dataset_state: StreamState | None = None,
     ) -> None:
-        if dataset_state:
-            dataset.load_state_dict(pickle.loads(dataset_state))
+        if dataset_state is not None and dataset_state.progress == "begun":
+            dataset.load_state_dict(dataset_state.load())
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
         self._samples = iter(dataset) if job.is_iterable else None
-        self._has_ended = dataset_state == _ENDED
+        self._has_ended = dataset_state == ENDED
         self._auto_collation = job.auto_collation
         self._collate_fn = job.collate_fn
         self._drop_last = job.drop_last
@@ -66,9 +62,9 @@ class Fetcher:
         self._channels_last = job.channels_last
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
 
-    def dataset_state(self) -> bytes:
-        """Where an iterable dataset that has a state_dict() stands, pickled."""
-        return _ENDED if self._has_ended else pickle.dumps(self._dataset.state_dict())
+    def dataset_state(self) -> StreamState:
+        """Where an iterable dataset that has a state_dict() stands."""
+        return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
 
     def fetch(self, index: Any, draw: Draw | None = None) -> Any:
         """The batch of ``index``.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.loader import DataLoader
+    from fastload.transport.stream_state import StreamState
 
 _MAX_SEARCH_DEPTH = 6
 
@@ -44,10 +45,10 @@ class Job:
     seed_pipelines: bool
     channels_last: bool
     seeds_samples: bool  # rng="sample"
-    dataset_states: list[bytes | None] | None = None  # of a stream that can go on where it stood, by worker
+    dataset_states: list[StreamState] | None = None  # of a stream that can go on where it stood, by worker
 
     @classmethod
-    def of(cls, loader: DataLoader, base_seed: int, dataset_states: list[bytes | None] | None) -> Job:
+    def of(cls, loader: DataLoader, base_seed: int, dataset_states: list[StreamState] | None) -> Job:
         """What an epoch of this loader asks of whoever fetches it.
 
         Args:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.rng.draws import Draw
     from fastload.transport.ring import Ring, Slot
+    from fastload.transport.stream_state import StreamState
 
 # A worker may finish the sample it is at; then it is asked, then it is ended.
 _GRACE_S = 5.0
@@ -62,7 +63,7 @@ class Task:
         self.index = index
         self.draw = draw
         self.slot: Slot | None = None
-        self.dataset_state: bytes | None = None  # of the worker's stream, after this task
+        self.dataset_state: StreamState | None = None  # of the worker's stream, after this task
         self.is_stale = False  # of an epoch that was left; its answer is dropped
 
 
@@ -152,7 +153,7 @@ class Pool:
             worker.waiting.append(Task(number, index, draw))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:
@@ -289,9 +290,8 @@ class Pool:
             )
             self._send(worker, worker_id, message)
         else:
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # receive() finds out and says so
+            # receive() finds out about a worker that is gone, and says so.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 worker.channel.flush()
 
     def _send(self, worker: _WorkerHandle, worker_id: int, message: Fetch | Restart) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw
     from fastload.transport.channel import Channel, ChannelEnd
     from fastload.transport.job import Job, PickledJob
+    from fastload.transport.stream_state import StreamState
 
 
 class Fetch(NamedTuple):
@@ -55,7 +56,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
 
     epoch: int | None  # what the user set, for datasets that have a set_epoch()
-    dataset_state: bytes | None  # where a stream goes on; None: at its beginning
+    dataset_state: StreamState | None  # where a stream goes on; None: at its beginning
 
 
 class Kind(enum.IntEnum):
@@ -73,7 +74,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None
     error: bytes | None
-    dataset_state: bytes | None = None  # of a stream that has one, pickled
+    dataset_state: StreamState | None = None  # of a stream that can tell
 
 
 @dataclass
@@ -173,7 +174,7 @@ class _Worker:
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._wrap_error()
 
-    def _make_fetcher(self, job: Job, dataset_state: bytes | None) -> None:
+    def _make_fetcher(self, job: Job, dataset_state: StreamState | None) -> None:
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from fastload import DataLoader, delivery
 from fastload.errors import ResumeError
 from tests.device.fake import FakeBackend
+from tests.resume.loaders import through_json
 from tests.resume.zoo import BrokenStream, Stream
 
 
@@ -23,7 +23,7 @@ def cut(loader: DataLoader, num_batches: int) -> tuple[list[Any], Any]:
     """The first batches of an epoch, and the state after them, through a checkpoint."""
     iterator = iter(loader)
     batches = [next(iterator).tolist() for _ in range(num_batches)]
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    state = through_json(loader.state_dict())
     loader.close()
     return batches, state
 

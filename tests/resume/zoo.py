@@ -92,6 +92,48 @@ class Stream(IterableDataset[int]):
         self.position = state["position"]
 
 
+class KeepsOrder(Draws):
+    """As Stateful, but its state is the very dict that it goes on to change."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.state = {"round": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        self.state["round"] += 1
+        return iter(random.Random(self.state["round"]).sample(range(self.length), self.length))
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class Keeps(IterableDataset[int]):
+    """A stream whose state is the very dict that it goes on to change, with a list in it."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+        self.state: dict[str, Any] = {"position": 0, "seen": []}
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        step = 1 if info is None else info.num_workers
+        while self.state["position"] < self.length:
+            position = self.state["position"]
+            self.state["position"] = position + step
+            self.state["seen"].append((position, step))
+            yield position
+        self.state["position"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = {"position": state["position"], "seen": state["seen"]}
+
+
 class BrokenStream(Stream):
     """Cannot say where it stands."""
 
