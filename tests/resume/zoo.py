@@ -47,6 +47,33 @@ class Foreign(Draws):
         return iter(random.SystemRandom().sample(range(self.length), self.length))
 
 
+class Faulty(Draws):
+    """Draws from a generator of its own, and does at its next round what `fault` says."""
+
+    def __init__(self, length: int, generator: torch.Generator) -> None:
+        super().__init__(length)
+        self.generator = generator
+        self.fault: str | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.fault == "iter":
+            raise ArithmeticError("the sampler fails")
+        if self.fault == "interrupt":
+            raise KeyboardInterrupt
+        order = torch.randperm(self.length, generator=self.generator).tolist()
+        if self.fault == "other":
+            order.reverse()
+        if self.fault == "short":
+            del order[5:]
+        return self._indices(order)
+
+    def _indices(self, order: list[int]) -> Iterator[int]:
+        for number, index in enumerate(order):
+            if self.fault == "next" and number == 6:
+                raise ArithmeticError("the sampler fails")
+            yield index
+
+
 class Stateful(Draws):
     """A sampler with a state of its own, from which each epoch's order follows."""
 
