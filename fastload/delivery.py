@@ -27,8 +27,8 @@ from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
+    from fastload.epoch import Epoch
     from fastload.loader import DataLoader
-    from fastload.resume import Epoch
     from fastload.transport.stream_state import StreamState
 
 DEPTH = 2

@@ -243,6 +243,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         microseconds at any moment, and starts nothing. JSON and `torch.load(weights_only=True)` read it, as
         far as they read what samplers and iterable datasets give in their own `state_dict()`, of which it
         holds copies.
+
+        Raises:
+            Exception: What such a `state_dict()` raised within this epoch; the batches were not affected.
         """
         return resume.state_of(self)
 

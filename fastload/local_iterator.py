@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
@@ -18,6 +19,7 @@ from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
 from fastload.transport.ring import limit_bytes
+from fastload.transport.stream_state import StreamState
 
 if TYPE_CHECKING:
     from fastload.loader import DataLoader
@@ -103,8 +105,13 @@ class LocalIterator(_BaseDataLoaderIter):
         return batch
 
     def _received(self, index: Any) -> None:
-        state = self._fetcher.dataset_state() if self._keeps_state else None
-        self._epoch.fetched(index, 0, state)
+        self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
+
+    def _dataset_state(self) -> StreamState:
+        try:
+            return self._fetcher.dataset_state()
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""

@@ -6,6 +6,7 @@ Called by `resume`, in the consumer's process. A sampler's place is the path of 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,7 @@ def samplers_of(loader: DataLoader[Any]) -> dict[str, bytes]:
     return {
         place: pickle.dumps(sampler.state_dict())
         for place, sampler in samplers_by_place(loader).items()
-        if _is_stateful(sampler)
+        if keeps_state(sampler)
     } | {
         f"{place}.epoch": pickle.dumps(int(sampler.epoch))  # DistributedSampler's order follows from it
         for place, sampler in samplers_by_place(loader).items()
@@ -133,13 +134,30 @@ def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, byte
     return {
         key: state
         for key, state in states.items()
-        if (key in held and _is_stateful(held[key]))
+        if (key in held and keeps_state(held[key]))
         or (key.endswith(".epoch") and _counts_epochs(held.get(key.removesuffix(".epoch"))))
     }
 
 
-def _is_stateful(sampler: Any) -> bool:
-    return hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+def keeps_state(owner: Any) -> bool:
+    """Whether a sampler or dataset has a state_dict() and a load_state_dict() that fastload can call.
+
+    Some have methods of these names with more arguments: litdata's `state_dict()` needs three. Nothing of the
+    user's is called to find out.
+    """
+    return _accepts(getattr(owner, "state_dict", None)) and _accepts(
+        getattr(owner, "load_state_dict", None), "a state"
+    )
+
+
+def _accepts(method: Any, *arguments: Any) -> bool:
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:  # it is no callable, or needs other arguments
+        return False
+    except ValueError:  # written in C, without a signature: its call tells
+        return True
+    return True
 
 
 def _counts_epochs(sampler: Any) -> bool:

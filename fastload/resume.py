@@ -8,6 +8,8 @@ as many lists of indices are passed over; no sample is read. Rules:
 1. What counts is what the caller received, not what workers have fetched ahead.
 2. torch's default generator belongs to the user: after a return it is as it was before.
 3. A sampler that gives other indices the second time is found out by a checksum, and is an error.
+4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
+5. What a user's `state_dict()` raises costs no epoch and no batch: it is raised when a state is asked for.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-import zlib
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
+from fastload.epoch import Epoch
 from fastload.errors import ResumeError
 from fastload.order import (
     DEFAULT,
     check_generators,
     fitting,
     generators_of,
+    keeps_state,
     samplers_by_place,
     samplers_of,
     set_generators,
@@ -40,125 +42,9 @@ from fastload.saved_state import SavedState
 from fastload.transport.stream_state import ENDED, NOT_BEGUN
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
-
-    from fastload.rng.draws import Draw
-    from fastload.transport.stream_state import StreamState
-
-
-@dataclass
-class Epoch:
-    """One epoch of one loader, from before its first draw to the batch that the caller received last.
-
-    Attributes:
-        number: As the user set it, or counted.
-        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent ones); None:
-            it has not begun.
-        generators: States before anything was drawn, by where the generator is held.
-        samplers: As `order.samplers_of` gives them.
-        base_seed: From which torch seeds its workers.
-        sample_seed: From which `rng="sample"` seeds each sample.
-        num_received: Batches that the caller has received.
-        checksum: Of their indices.
-        is_finished: Whether the caller has seen the end.
-        obstacle: Why this epoch cannot be resumed in its middle; None if it can.
-        dataset_states: Of an iterable dataset that has a state_dict(): where each worker's copy stood after
-            its last batch that the caller received.
-        next_worker: Whose batch is due next.
-        ahead: What was fetched and waits for the caller; None where the caller fetches.
-    """
-
-    number: int
-    beginning: str | None
-    generators: dict[str, bytes]
-    samplers: dict[str, bytes]
-    base_seed: int = 0
-    sample_seed: int = 0
-    num_received: int = 0
-    checksum: int = 0
-    is_finished: bool = False
-    obstacle: str | None = None
-    dataset_states: list[StreamState] | None = None
-    next_worker: int = 0
-    ahead: deque[tuple[Any, int, StreamState | None]] | None = None
-    _replayed: SavedState | None = field(default=None, repr=False)
-    _default_state: torch.Tensor | None = field(default=None, repr=False)
-    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
-
-    def draw(self, index: Any) -> tuple[Any, Draw | None]:
-        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
-        return (index, None) if self._draws is None else self._draws.count(index)
-
-    def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
-        if self.ahead is None:
-            self.received(index, worker, dataset_state)
-        else:
-            self.ahead.append((index, worker, dataset_state))
-
-    def ended(self) -> None:
-        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
-        self.is_finished = self.ahead is None
-
-    def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
-        self.num_received += 1
-        self.checksum = _checksum(index, self.checksum)
-        if self.dataset_states is not None and dataset_state is not None:
-            self.dataset_states[worker] = dataset_state
-            self.next_worker = (worker + 1) % len(self.dataset_states)
-
-    def choose_base_seed(self, drawn: int) -> int:
-        """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
-        self.base_seed = drawn if self._replayed is None else self._replayed.base_seed
-        return self.base_seed
-
-    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
-        """The iterator over indices: the one just made, or that of the epoch that is resumed, at its place.
-
-        Raises:
-            ResumeError: The sampler has other indices than it had.
-        """
-        state = self._replayed
-        if state is None:
-            return drawn
-        self._replayed = None
-        set_generators(loader, self.generators)
-        set_samplers(loader, self.samplers)
-        indices: Iterator[Any] = iter(loader._index_sampler)
-        if self.beginning != "again":
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if self.beginning == "workers":
-                indices = iter(loader._index_sampler)  # torch begins twice where there are workers
-        self._skip(indices, state)
-        if self._default_state is not None:
-            torch.default_generator.set_state(self._default_state)
-        return indices
-
-    def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
-        count = state.num_yielded
-        checked, expected = state.checksum
-        if self.dataset_states is not None:  # torch's sampler of a stream has no end and says nothing
-            self.num_received, self.checksum = count, expected
-            return
-        for _ in range(count):
-            try:
-                self.received(self.draw(next(indices))[0])
-            except StopIteration:
-                raise ResumeError(
-                    f"the epoch to be resumed had at least {count} batches, now the sampler has "
-                    f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
-                ) from None
-        if count == checked and self.checksum != expected:
-            raise ResumeError(
-                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
-                "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
-                "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
-                "default one, or have state_dict() and load_state_dict()"
-            )
 
 
 class Book:
@@ -218,7 +104,11 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     book = book_of(loader)
     state, book.loaded = book.loaded, None
-    epoch = Epoch(book.next_number, beginning, generators_of(loader), samplers_of(loader), obstacle=obstacle)
+    epoch = Epoch(book.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    try:
+        epoch.samplers = samplers_of(loader)
+    except Exception:  # noqa: BLE001  # it costs no epoch: it is raised when the loader's state is asked for
+        epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
     if keeps_dataset_state(loader):
         epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
     if state is not None and state.is_within_epoch:
@@ -235,20 +125,21 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
 
 def obstacle(loader: DataLoader[Any]) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if isinstance(loader.dataset, IterableDataset) and not keeps_dataset_state(loader):
-        return (
-            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
-            "give it state_dict() and load_state_dict()"
-        )
-    return None
+    dataset = loader.dataset
+    if not isinstance(dataset, IterableDataset) or keeps_dataset_state(loader):
+        return None
+    reason = "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+    if not callable(getattr(dataset, "state_dict", None)):
+        return reason + "give it state_dict() and load_state_dict()"
+    return reason + (
+        "let it have methods that fastload can call: it calls state_dict() without arguments and "
+        f"load_state_dict() with the state alone, and those of {type(dataset).__name__} need others"
+    )
 
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
-    dataset = loader.dataset
-    return isinstance(dataset, IterableDataset) and all(
-        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    return isinstance(loader.dataset, IterableDataset) and keeps_state(loader.dataset)
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
@@ -295,11 +186,17 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A fresh dict of plain types that says where the loader stands; starts nothing."""
+    """A fresh dict of plain types that says where the loader stands; starts nothing.
+
+    Raises:
+        Exception: What a sampler's or a dataset's `state_dict()` raised within this epoch.
+    """
     book = book_of(loader)
     if book.loaded is not None:
         return book.loaded.to_plain()
     epoch = book.current
+    if epoch is not None and not epoch.is_finished:
+        _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
         # Between epochs: the generators that are the loader's own go on from here.
         generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
@@ -325,6 +222,22 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         dataset_states=states,
         next_worker=epoch.next_worker,
     ).to_plain()
+
+
+def _raise_errors(epoch: Epoch) -> None:
+    """Raise what was raised by a `state_dict()` that this epoch's state needs."""
+    try:
+        if epoch.error is not None:
+            epoch.error.reraise()
+        for state in epoch.dataset_states or ():
+            state.raise_error()
+    except Exception as error:
+        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        error.add_note(
+            f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
+            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch"
+        )
+        raise
 
 
 def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
@@ -359,12 +272,3 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)
-
-
-def _checksum(index: Any, checksum: int) -> int:
-    """Of one more index or list of indices; the same in every process."""
-    try:
-        numbers = np.asarray(index, np.int64)
-    except (TypeError, ValueError, OverflowError):  # keys of another kind
-        return zlib.crc32(repr(index).encode("utf-8", "surrogatepass"), checksum)
-    return zlib.crc32(numbers.tobytes(), checksum)

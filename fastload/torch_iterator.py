@@ -22,6 +22,7 @@ from fastload.transport.collate import to_channels_last
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.epoch import Epoch
     from fastload.loader import DataLoader
 
 
@@ -65,7 +66,7 @@ class TorchIterator:
     """
 
     owner: weakref.ref[Any]
-    epoch: resume.Epoch
+    epoch: Epoch
     reason: str
 
     def _next_data(self) -> Any:
@@ -104,7 +105,7 @@ class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
     pass
 
 
-def _epoch_of(owner: weakref.ref[Any]) -> resume.Epoch:
+def _epoch_of(owner: weakref.ref[Any]) -> Epoch:
     return resume.current_epoch(owner())
 
 

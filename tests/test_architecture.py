@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"transport.pool"},
     {"transport.threads"},
     {"order"},
-    {"saved_state"},
+    {"saved_state", "epoch"},
     {"resume"},
     {"local_iterator", "worker_iterator", "torch_iterator"},
     {"delivery"},

@@ -8,7 +8,10 @@ comes from a checkpoint is never unpickled: the consumer's process pickles the p
 from __future__ import annotations
 
 import pickle
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from torch._utils import ExceptionWrapper
 
 
 class StreamState(NamedTuple):
@@ -17,11 +20,14 @@ class StreamState(NamedTuple):
     Attributes:
         progress: Whether the copy was read at all in this epoch, and whether it has ended. A copy that has
             ended is not asked for its state, which may already mean the beginning of the next epoch.
+            "unknown": its `state_dict()` raised, or gave something that cannot be pickled.
         data: With progress "begun": what the dataset's `state_dict()` gave, pickled.
+        error: With progress "unknown": what was raised, as torch sends errors; from a worker it is pickled.
     """
 
-    progress: Literal["not begun", "begun", "ended"]
+    progress: Literal["not begun", "begun", "ended", "unknown"]
     data: bytes = b""
+    error: bytes | ExceptionWrapper | None = None
 
     @classmethod
     def of(cls, state: Any) -> StreamState:
@@ -31,6 +37,12 @@ class StreamState(NamedTuple):
     def load(self) -> Any:
         """A fresh object that is equal to what `state_dict()` gave, with progress "begun"."""
         return pickle.loads(self.data)
+
+    def raise_error(self) -> None:
+        """Raise anew what `state_dict()` raised, with progress "unknown"; else do nothing."""
+        wrapper = pickle.loads(self.error) if isinstance(self.error, bytes) else self.error
+        if wrapper is not None:
+            wrapper.reraise()
 
 
 NOT_BEGUN = StreamState("not begun")

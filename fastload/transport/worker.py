@@ -33,12 +33,12 @@ from fastload.transport.fetch import Fetcher
 from fastload.transport.memory import Arena, Memory
 from fastload.transport.packing import Packed, pack
 from fastload.transport.segment import Segment, populate
+from fastload.transport.stream_state import StreamState
 
 if TYPE_CHECKING:
     from fastload.rng.draws import Draw
     from fastload.transport.channel import Channel, ChannelEnd
     from fastload.transport.job import Job, PickledJob
-    from fastload.transport.stream_state import StreamState
 
 
 class Fetch(NamedTuple):
@@ -230,8 +230,8 @@ class _Worker:
     def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
             return reply._replace(dataset_state=fetcher.dataset_state())
-        except Exception:  # noqa: BLE001  # as above
-            return Reply(reply.task, Kind.ERROR, None, self._wrap_error())
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return reply._replace(dataset_state=StreamState("unknown", error=self._wrap_error()))
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")

@@ -166,3 +166,72 @@ class BrokenStream(Stream):
 
     def state_dict(self) -> dict[str, Any]:
         raise ArithmeticError("no idea")
+
+
+class BrokenTwice(BrokenStream):
+    """Fails in its second batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 4:
+                raise ZeroDivisionError
+            yield number
+
+
+class MuteAtTimes(Stream):
+    """Cannot say where it stands after each other batch."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked % 2:
+            raise ArithmeticError("not now")
+        return super().state_dict()
+
+
+class OddState(Stream):
+    """Says where it stands with something that cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": lambda: self.position}
+
+
+class NeedsArguments(Stream):
+    """As litdata's StreamingDataset: its loader has to say how much was read."""
+
+    def state_dict(  # type: ignore[override]
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        return {}
+
+
+class LoadNeedsArguments(Stream):
+    """Wants to know more when it goes on."""
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+class HasDefaults(Stream):
+    """Its methods take more arguments than they need."""
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        super().load_state_dict(state)
+
+
+class MuteSampler(Stateful):
+    """Cannot say where it stands."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise ArithmeticError("no idea")
+
+
+class SamplerOfArguments(Stateful):
+    """Its state_dict() needs an argument."""
+
+    def state_dict(self, epoch: int) -> dict[str, int]:  # type: ignore[override]
+        raise AssertionError
