@@ -64,8 +64,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         ring_bytes: Upper bound for the memory that batches travel in: bytes, ``"2GB"``, a share of free
             memory such as 0.5, or ``"auto"`` (a quarter of what is free when an epoch starts).
         seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
-            each worker. False leaves them as torch does: albumentations 2.0.8 then draws the same
-            "random" numbers in all workers.
+            each worker, and without workers the streams that worker 0 would have: for each batch, after
+            which the pipelines are as they were. False leaves them as torch does: albumentations 2.0.8
+            then draws the same "random" numbers in all workers, and without workers no seed decides.
         rng: What random numbers follow from. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: those of `random`, `numpy.random`, torch, albumentations
             and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the

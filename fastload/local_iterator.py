@@ -5,6 +5,7 @@ Built on torch's own base iterator, as `worker_iterator` is.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError
+from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
@@ -22,6 +24,8 @@ from fastload.transport.ring import limit_bytes
 from fastload.transport.stream_state import StreamState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from fastload.loader import DataLoader
     from fastload.rng.draws import Draw
 
@@ -57,14 +61,18 @@ class LocalIterator(_BaseDataLoaderIter):
         if job.seeds_samples:
             sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
         self._keeps_state = job.dataset_states is not None
-        self._fetcher = Fetcher(
-            job,
-            job.dataset,
-            self._buffers.arena,
-            in_worker=False,
-            sample_rng=sample_rng,
-            dataset_state=None if job.dataset_states is None else job.dataset_states[0],
-        )
+        self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
+        if job.seed_pipelines and not job.seeds_samples:
+            self._pipelines = local_pipelines(job.dataset, job.base_seed)
+        with self._pipelines:  # iter() of a stream may draw
+            self._fetcher = Fetcher(
+                job,
+                job.dataset,
+                self._buffers.arena,
+                in_worker=False,
+                sample_rng=sample_rng,
+                dataset_state=None if job.dataset_states is None else job.dataset_states[0],
+            )
 
     def _take_buffers(self, loader: DataLoader) -> Buffers:
         buffers, user = _warm.get(loader, (None, None))
@@ -93,7 +101,8 @@ class LocalIterator(_BaseDataLoaderIter):
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
         self._buffers.begin()
         try:
-            batch = self._fetcher.fetch(index, draw)
+            with self._pipelines:
+                batch = self._fetcher.fetch(index, draw)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except Exception:

@@ -6,6 +6,7 @@ which a state knows that it lies within an epoch. Such an epoch cannot be resume
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -16,11 +17,13 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from fastload import resume
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.seeding import seed_worker
 from fastload.transport.collate import to_channels_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from fastload.epoch import Epoch
     from fastload.loader import DataLoader
@@ -53,6 +56,9 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
     iterator.owner = weakref.ref(loader)
     iterator.epoch = epoch
     iterator.reason = reason
+    if loader.seed_pipelines and loader.num_workers == 0:
+        base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
+        iterator.pipelines = local_pipelines(loader.dataset, base_seed)
     return iterator
 
 
@@ -63,15 +69,18 @@ class TorchIterator:
         owner: The loader that the user has; torch's iterator was made for a copy of it.
         epoch: The epoch that it is in; another iterator of the loader may be in a later one.
         reason: Why the batches are torch's to bring.
+        pipelines: The block in which batches are fetched here, without workers.
     """
 
     owner: weakref.ref[Any]
     epoch: Epoch
     reason: str
+    pipelines: AbstractContextManager[None] = contextlib.nullcontext()
 
     def _next_data(self) -> Any:
         try:
-            data = super()._next_data()  # type: ignore[misc]  # torch's
+            with self.pipelines:
+                data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.epoch.ended()
             raise

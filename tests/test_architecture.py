@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"terminal"},
     {"transport.segment", "transport.schedule", "rng.pipelines", "transport.obituary", "cache.budget"},
     {"transport.worker_info", "transport.thread_copy", "transport.stream_state"},
-    {"rng.seeding", "rng.draws", "rng.sample_rng", "rng.keyed"},
+    {"rng.seeding", "rng.draws", "rng.loans", "rng.local_pipelines", "rng.sample_rng", "rng.keyed"},
     {"transport.memory", "transport.packing", "transport.ring", "cache.*", "device.*", "images.*"},
     {"transport.collate", "transport.fetch", "transport.channel", "transport.job"},
     {"transport.worker", "transport.preload", "transport.starting"},
