@@ -27,6 +27,7 @@ from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
 from fastload.torch_iterator import torch_iterator
 from fastload.transport import segment
+from fastload.transport.loader_collate import LoaderCollate, own_collate
 from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
@@ -179,6 +180,31 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter today and two in the next release; ours takes any.
         return types.GenericAlias(cls, item)
+
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """What makes a batch of samples: as given, or torch's default.
+
+        With arguments that torch's loader does not have it is a callable around that, which warns if a loader
+        of torch's uses it; `vars(loader)["collate_fn"]` is always what was given.
+        """
+        try:
+            own: Callable[[list[Any]], Any] = self.__dict__["collate_fn"]
+        except KeyError:
+            raise AttributeError("this loader has no collate_fn yet") from None
+        known = self.__dict__.get
+        lost = {
+            'rng="sample"': known("rng") == "sample",
+            "device": known("device") is not None,
+            "device_transform": known("device_transform") is not None,
+        }
+        names = tuple(name for name, is_set in lost.items() if is_set)
+        channels_last = known("memory_format") is torch.channels_last
+        return LoaderCollate(own, names, channels_last=channels_last) if names or channels_last else own
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.__dict__["collate_fn"] = own_collate(collate_fn)
 
     def __iter__(self) -> Any:
         with resume.beginning(self):

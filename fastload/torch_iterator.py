@@ -20,6 +20,7 @@ from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.seeding import seed_worker
 from fastload.transport.collate import to_channels_last
+from fastload.transport.loader_collate import own_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +46,10 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
         # Past torch's own guard: this loader is seen by its iterator alone.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
+    # What torch's loader does not know is done here: its iterator is to see the collate_fn as it is.
+    vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:
-        twin.collate_fn = functools.partial(_collate_channels_last, loader.collate_fn)
+        twin.collate_fn = functools.partial(_collate_channels_last, own_collate(loader.collate_fn))
     if loader.seed_pipelines and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)

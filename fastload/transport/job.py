@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
+from fastload.transport.loader_collate import own_collate
 from fastload.transport.segment import Segment, round_up
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Job:
             dataset=loader.dataset,
             is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
             auto_collation=loader._auto_collation,
-            collate_fn=loader.collate_fn,
+            collate_fn=own_collate(loader.collate_fn),
             drop_last=loader.drop_last,
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,
