@@ -27,8 +27,9 @@ from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
+    from fastload.epoch import Epoch
     from fastload.loader import DataLoader
-    from fastload.resume import Epoch
+    from fastload.transport.stream_state import StreamState
 
 DEPTH = 2
 
@@ -131,7 +132,7 @@ class _Counted(Iterator[Any]):
         # At each batch, or error, that was fetched: how many the caller will have received with it.
         self._marks: collections.deque[int] = collections.deque()
         self.register_slots = getattr(source, "register_slots", None)
-        self._waiting: collections.deque[tuple[Any, int, bytes | None]] = collections.deque()
+        self._waiting: collections.deque[tuple[Any, int, StreamState | None]] = collections.deque()
         epoch.ahead = self._waiting
 
     def __next__(self) -> Any:

@@ -28,6 +28,7 @@ from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
 from fastload.torch_iterator import torch_iterator
 from fastload.transport import starting
+from fastload.transport.loader_collate import LoaderCollate, own_collate
 from fastload.worker_iterator import WorkerIterator
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         ring_bytes: Upper bound for the memory that batches travel in: bytes, ``"2GB"``, a share of free
             memory such as 0.5, or ``"auto"`` (a quarter of what is free when an epoch starts).
         seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
-            each worker. False leaves them as torch does: albumentations 2.0.8 then draws the same
-            "random" numbers in all workers.
+            each worker, and without workers the streams that worker 0 would have: for each batch, after
+            which the pipelines are as they were. False leaves them as torch does: albumentations 2.0.8
+            then draws the same "random" numbers in all workers, and without workers no seed decides.
         rng: What random numbers follow from. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: those of `random`, `numpy.random`, torch, albumentations
             and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
@@ -230,6 +232,35 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         # torch's class has one type parameter today and two in the next release; ours takes any.
         return types.GenericAlias(cls, item)
 
+    @property
+    def collate_fn(self) -> Callable[[list[Any]], Any]:
+        """What makes a batch of samples: as given, or torch's default.
+
+        With arguments that torch's loader does not have it is a callable around that, which warns if a loader
+        of torch's uses it; `vars(loader)["collate_fn"]` is always what was given.
+        """
+        try:
+            own: Callable[[list[Any]], Any] = self.__dict__["collate_fn"]
+        except KeyError:
+            raise AttributeError("this loader has no collate_fn yet") from None
+        known = self.__dict__.get
+        lost = {
+            'rng="sample"': known("rng") == "sample",
+            "device": known("device") is not None,
+            "device_transform": known("device_transform") is not None,
+        }
+        names = tuple(name for name, is_set in lost.items() if is_set)
+        channels_last = known("memory_format") is torch.channels_last
+        return LoaderCollate(own, names, channels_last=channels_last) if names or channels_last else own
+
+    @collate_fn.setter
+    def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.__dict__["collate_fn"] = own_collate(collate_fn)
+
+    def __iter__(self) -> Any:
+        with resume.beginning(self):
+            return super().__iter__()
+
     def _get_iterator(self) -> Any:
         if self.device is None:
             return self._host_iterator()
@@ -302,7 +333,12 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         """Where this loader stands: a fresh small dict of plain types, to be saved with a checkpoint.
 
         What counts is what the caller has received, not what workers have fetched ahead. It costs
-        microseconds at any moment, and starts nothing.
+        microseconds at any moment, and starts nothing. JSON and `torch.load(weights_only=True)` read it, as
+        far as they read what samplers and iterable datasets give in their own `state_dict()`, of which it
+        holds copies.
+
+        Raises:
+            Exception: What such a `state_dict()` raised within this epoch; the batches were not affected.
         """
         return resume.state_of(self)
 
@@ -314,9 +350,12 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         Samplers need a generator (torch's own have one, or draw from torch's default one) or a state_dict().
         torch's default generator is left as it is.
 
+        Nothing in the state is unpickled or run. After an error the loader, its samplers, and all generators
+        are as they were before, and a state that was loaded stays loaded.
+
         Raises:
-            ResumeError: It is no state of such a loader. Raised by `iter(loader)`: the sampler gives other
-                indices than before, or the epoch cannot be resumed in its middle.
+            ResumeError: It is no state of such a loader, or damaged. Raised by `iter(loader)`: the sampler
+                gives other indices than before, or the epoch cannot be resumed in its middle.
         """
         resume.load(self, state_dict)
 

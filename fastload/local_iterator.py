@@ -6,24 +6,30 @@ buffers are the iterator's; others that ask for a batch wait for their turn.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError
 from fastload.failures import FailureCount, num_samples_of
+from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
 from fastload.transport.job import Job
 from fastload.transport.memory import Buffers
 from fastload.transport.replacing import Place
 from fastload.transport.ring import limit_bytes
+from fastload.transport.stream_state import StreamState
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from fastload.loader import DataLoader
     from fastload.rng.draws import Draw
 
@@ -64,14 +70,18 @@ class LocalIterator(_BaseDataLoaderIter):
         if job.seeds_samples:
             sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
         self._keeps_state = job.dataset_states is not None
-        self._fetcher = Fetcher(
-            job,
-            job.dataset,
-            self._buffers.arena,
-            in_worker=False,
-            sample_rng=sample_rng,
-            dataset_state=None if job.dataset_states is None else job.dataset_states[0],
-        )
+        self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
+        if job.seed_pipelines and not job.seeds_samples:
+            self._pipelines = local_pipelines(job.dataset, job.base_seed)
+        with self._pipelines:  # iter() of a stream may draw
+            self._fetcher = Fetcher(
+                job,
+                job.dataset,
+                self._buffers.arena,
+                in_worker=False,
+                sample_rng=sample_rng,
+                dataset_state=None if job.dataset_states is None else job.dataset_states[0],
+            )
 
     def _take_buffers(self, loader: DataLoader) -> Buffers:
         buffers, user = _warm.get(loader, (None, None))
@@ -111,7 +121,8 @@ class LocalIterator(_BaseDataLoaderIter):
             at = None
             if self._replaces:
                 at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
-            batch = self._fetcher.fetch(index, draw, at)
+            with self._pipelines:
+                batch = self._fetcher.fetch(index, draw, at)
         except StopIteration:
             raise  # a stream has ended: there is no such batch
         except BaseException as error:
@@ -128,8 +139,13 @@ class LocalIterator(_BaseDataLoaderIter):
         return batch
 
     def _received(self, index: Any) -> None:
-        state = self._fetcher.dataset_state() if self._keeps_state else None
-        self._epoch.fetched(index, 0, state)
+        self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
+
+    def _dataset_state(self) -> StreamState:
+        try:
+            return self._fetcher.dataset_state()
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""

@@ -8,146 +8,43 @@ as many lists of indices are passed over; no sample is read. Rules:
 1. What counts is what the caller received, not what workers have fetched ahead.
 2. torch's default generator belongs to the user: after a return it is as it was before.
 3. A sampler that gives other indices the second time is found out by a checksum, and is an error.
+4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
+5. What a user's `state_dict()` raises costs no epoch and no batch: it is raised when a state is asked for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import weakref
-import zlib
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
+from fastload.epoch import Epoch
 from fastload.errors import ResumeError
 from fastload.order import (
     DEFAULT,
+    check_generators,
+    fitting,
     generators_of,
+    keeps_state,
     samplers_by_place,
     samplers_of,
     set_generators,
     set_samplers,
+    unchanged_on_error,
 )
 from fastload.rng.draws import Draws
+from fastload.saved_state import SavedState
+from fastload.transport.stream_state import ENDED, NOT_BEGUN
 
 if TYPE_CHECKING:
-    from collections import deque
     from collections.abc import Iterator
 
     from torch.utils.data import DataLoader
-
-    from fastload.rng.draws import Draw
-
-VERSION = 1
-
-
-@dataclass
-class Epoch:
-    """One epoch of one loader, from before its first draw to the batch that the caller received last.
-
-    Attributes:
-        number: As the user set it, or counted.
-        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent ones).
-        generators: States before anything was drawn, by where the generator is held.
-        samplers: States of samplers that have a state_dict(), by where they are held.
-        base_seed: From which torch seeds its workers.
-        sample_seed: From which `rng="sample"` seeds each sample.
-        num_received: Batches that the caller has received.
-        checksum: Of their indices.
-        is_finished: Whether the caller has seen the end.
-        obstacle: Why this epoch cannot be resumed in its middle; None if it can.
-        dataset_states: Of an iterable dataset that has a state_dict(): that of each worker's copy after its
-            last batch that the caller received, pickled; None for one that has not begun.
-        next_worker: Whose batch is due next.
-        ahead: What was fetched and waits for the caller; None where the caller fetches.
-    """
-
-    number: int
-    beginning: str
-    generators: dict[str, bytes]
-    samplers: dict[str, Any]
-    base_seed: int = 0
-    sample_seed: int = 0
-    num_received: int = 0
-    checksum: int = 0
-    is_finished: bool = False
-    obstacle: str | None = None
-    dataset_states: list[bytes | None] | None = None
-    next_worker: int = 0
-    ahead: deque[tuple[Any, int, bytes | None]] | None = None
-    _replayed: dict[str, Any] | None = field(default=None, repr=False)
-    _default_state: torch.Tensor | None = field(default=None, repr=False)
-    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
-
-    def draw(self, index: Any) -> tuple[Any, Draw | None]:
-        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
-        return (index, None) if self._draws is None else self._draws.count(index)
-
-    def fetched(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
-        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
-        if self.ahead is None:
-            self.received(index, worker, dataset_state)
-        else:
-            self.ahead.append((index, worker, dataset_state))
-
-    def ended(self) -> None:
-        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
-        self.is_finished = self.ahead is None
-
-    def received(self, index: Any, worker: int = 0, dataset_state: bytes | None = None) -> None:
-        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
-        self.num_received += 1
-        self.checksum = _checksum(index, self.checksum)
-        if self.dataset_states is not None and dataset_state is not None:
-            self.dataset_states[worker] = dataset_state
-            self.next_worker = (worker + 1) % len(self.dataset_states)
-
-    def choose_base_seed(self, drawn: int) -> int:
-        """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
-        self.base_seed = drawn if self._replayed is None else int(self._replayed["base_seed"])
-        return self.base_seed
-
-    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
-        """The iterator over indices: the one just made, or that of the epoch that is resumed, at its place.
-
-        Raises:
-            ResumeError: The sampler has other indices than it had.
-        """
-        state = self._replayed
-        if state is None:
-            return drawn
-        self._replayed = None
-        set_generators(loader, self.generators)
-        set_samplers(loader, self.samplers)
-        indices: Iterator[Any] = iter(loader._index_sampler)
-        if self.beginning != "again":
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if self.beginning == "workers":
-                indices = iter(loader._index_sampler)  # torch begins twice where there are workers
-        self._skip(indices, int(state["_num_yielded"]), state)
-        if self._default_state is not None:
-            torch.default_generator.set_state(self._default_state)
-        return indices
-
-    def _skip(self, indices: Iterator[Any], count: int, state: dict[str, Any]) -> None:
-        checked, expected = state["index_checksum"]
-        for _ in range(count):
-            try:
-                self.received(self.draw(next(indices))[0])
-            except StopIteration:
-                raise ResumeError(
-                    f"the epoch to be resumed had at least {count} batches, now the sampler has "
-                    f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
-                ) from None
-        if count == checked and self.checksum != expected:
-            raise ResumeError(
-                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
-                "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
-                "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
-                "default one, or have state_dict() and load_state_dict()"
-            )
 
 
 class Book:
@@ -157,7 +54,7 @@ class Book:
         self.next_number = 0
         self.has_set_epoch = False
         self.current: Epoch | None = None
-        self.loaded: dict[str, Any] | None = None
+        self.loaded: SavedState | None = None
         self.sample_seed: int | None = None  # of the run that is gone on with
 
 
@@ -177,6 +74,23 @@ def current_epoch(loader: Any) -> Epoch:
     return epoch
 
 
+@contextlib.contextmanager
+def beginning(loader: DataLoader[Any]) -> Iterator[None]:
+    """If no iterator can be made in the block, the loader stands where it stood before.
+
+    A state that was loaded stays loaded then, and all that an order follows from is put back, so that another
+    `iter(loader)` begins at the same place. Without one the loader's generator stays where torch leaves it.
+    """
+    book = book_of(loader)
+    before = book.next_number, book.current, book.loaded
+    with contextlib.nullcontext() if book.loaded is None else unchanged_on_error(loader):
+        try:
+            yield
+        except BaseException:
+            book.next_number, book.current, book.loaded = before
+            raise
+
+
 def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
     """A new epoch, before anything is drawn for it; the one that a loaded state names, if there is one.
 
@@ -190,11 +104,15 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     book = book_of(loader)
     state, book.loaded = book.loaded, None
-    epoch = Epoch(book.next_number, beginning, generators_of(loader), samplers_of(loader), obstacle=obstacle)
+    epoch = Epoch(book.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    try:
+        epoch.samplers = samplers_of(loader)
+    except Exception:  # noqa: BLE001  # it costs no epoch: it is raised when the loader's state is asked for
+        epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
     if keeps_dataset_state(loader):
-        epoch.dataset_states = [None] * max(1, loader.num_workers)
-    if state is not None and _is_within_epoch(state):
-        _return_to(epoch, state)
+        epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
+    if state is not None and state.is_within_epoch:
+        _return_to(loader, epoch, state)
     epoch.sample_seed = _sample_seed(loader)
     if getattr(loader, "rng", "worker") == "sample":
         epoch._draws = Draws(
@@ -207,20 +125,21 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
 
 def obstacle(loader: DataLoader[Any]) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    if isinstance(loader.dataset, IterableDataset) and not keeps_dataset_state(loader):
-        return (
-            "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
-            "give it state_dict() and load_state_dict()"
-        )
-    return None
+    dataset = loader.dataset
+    if not isinstance(dataset, IterableDataset) or keeps_dataset_state(loader):
+        return None
+    reason = "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+    if not callable(getattr(dataset, "state_dict", None)):
+        return reason + "give it state_dict() and load_state_dict()"
+    return reason + (
+        "let it have methods that fastload can call: it calls state_dict() without arguments and "
+        f"load_state_dict() with the state alone, and those of {type(dataset).__name__} need others"
+    )
 
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
-    dataset = loader.dataset
-    return isinstance(dataset, IterableDataset) and all(
-        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    return isinstance(loader.dataset, IterableDataset) and keeps_state(loader.dataset)
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
@@ -238,20 +157,20 @@ def _num_samples(loader: DataLoader[Any]) -> int:
         return 0
 
 
-def _is_within_epoch(state: dict[str, Any]) -> bool:
-    return state["beginning"] is not None and not state["_iterator_finished"]
-
-
-def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
+def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
     """Make an epoch that which the state names."""
-    epoch.number = state["epoch"]
-    reason = state["obstacle"] or epoch.obstacle
+    epoch.number = state.epoch
+    reason = state.obstacle or epoch.obstacle
     if reason is not None:
-        if state["_num_yielded"]:
-            raise ResumeError(f"this epoch cannot be resumed after {state['_num_yielded']} batches: {reason}")
+        if state.num_yielded:
+            raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
+        # At its beginning it needs no replay; torch's own generator is the user's, and stays as it is.
+        set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
+        set_samplers(loader, state.samplers)
+        epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
         return
-    theirs, ours = state["dataset_states"], epoch.dataset_states
-    if state["_num_yielded"] and (None if theirs is None else len(theirs)) != (
+    theirs, ours = state.dataset_states, epoch.dataset_states
+    if state.num_yielded and (None if theirs is None else len(theirs)) != (
         None if ours is None else len(ours)
     ):
         raise ResumeError(
@@ -259,83 +178,93 @@ def _return_to(epoch: Epoch, state: dict[str, Any]) -> None:
             f"{0 if theirs is None else len(theirs)} workers, and this loader has "
             f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
         )
-    if theirs is not None:
-        epoch.dataset_states, epoch.next_worker = list(theirs), state["next_worker"]
-    epoch.beginning = state["beginning"]
-    epoch.generators, epoch.samplers = state["generators"], state["samplers"]
+    if theirs is not None and state.num_yielded:
+        epoch.dataset_states, epoch.next_worker = list(theirs), state.next_worker
+    epoch.beginning = state.beginning
+    epoch.generators, epoch.samplers = state.generators, state.samplers
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A fresh dict of plain types that says where the loader stands; costs nothing and starts nothing."""
+    """A fresh dict of plain types that says where the loader stands; starts nothing.
+
+    Raises:
+        Exception: What a sampler's or a dataset's `state_dict()` raised within this epoch.
+    """
     book = book_of(loader)
     if book.loaded is not None:
-        return dict(book.loaded)
+        return book.loaded.to_plain()
     epoch = book.current
+    if epoch is not None and not epoch.is_finished:
+        _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
         # Between epochs: the generators that are the loader's own go on from here.
         generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
         samplers = samplers_of(loader)
     else:
-        generators, samplers = dict(epoch.generators), dict(epoch.samplers)
-    num_received = 0 if epoch is None else epoch.num_received
-    return {
-        "version": VERSION,
-        "epoch": book.next_number if epoch is None else epoch.number,
-        "_num_yielded": num_received,  # these three as torchdata and Accelerate spell them
-        "_sampler_iter_yielded": num_received,
-        "_iterator_finished": epoch is not None and epoch.is_finished,
-        "beginning": None if epoch is None else epoch.beginning,
-        "base_seed": 0 if epoch is None else epoch.base_seed,
-        "sample_seed": _sample_seed(loader) if epoch is None else epoch.sample_seed,
-        "index_checksum": [num_received, 0 if epoch is None else epoch.checksum],
-        "generators": generators,
-        "samplers": samplers,
-        "obstacle": None if epoch is None else epoch.obstacle,
-        "dataset_states": None if epoch is None or epoch.dataset_states is None else [*epoch.dataset_states],
-        "next_worker": 0 if epoch is None else epoch.next_worker,
-    }
+        generators, samplers = epoch.generators, epoch.samplers
+    if epoch is None:
+        epoch = Epoch(book.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
+    states = epoch.dataset_states
+    if states is not None and epoch.is_finished:
+        states = [ENDED] * len(states)
+    return SavedState(
+        epoch=epoch.number,
+        num_yielded=epoch.num_received,
+        is_finished=epoch.is_finished,
+        beginning=epoch.beginning,
+        base_seed=epoch.base_seed,
+        sample_seed=epoch.sample_seed,
+        checksum=(epoch.num_received, epoch.checksum),
+        generators=generators,
+        samplers=samplers,
+        obstacle=epoch.obstacle,
+        dataset_states=states,
+        next_worker=epoch.next_worker,
+    ).to_plain()
+
+
+def _raise_errors(epoch: Epoch) -> None:
+    """Raise what was raised by a `state_dict()` that this epoch's state needs."""
+    try:
+        if epoch.error is not None:
+            epoch.error.reraise()
+        for state in epoch.dataset_states or ():
+            state.raise_error()
+    except Exception as error:
+        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        error.add_note(
+            f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
+            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch"
+        )
+        raise
 
 
 def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """The loader's next epoch goes on where the state stands.
 
     Raises:
-        ResumeError: It is no state of this release's loader.
+        ResumeError: It is no state of this release's loader. Nothing is changed then.
     """
-    missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
-    if missing:
-        raise ResumeError(f"this is no state of a fastload.DataLoader: it lacks {', '.join(missing)}")
-    if state["version"] != VERSION:
-        raise ResumeError(f"a state of version {state['version']}, this release reads version {VERSION}")
+    saved = SavedState.parse(state)
+    check_generators(loader, saved.generators)
+    if not saved.is_within_epoch:  # at once, so that a later set_epoch() has the last word
+        with unchanged_on_error(loader):
+            set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
+            set_samplers(loader, fitting(loader, saved.samplers))
     book = book_of(loader)
-    book.loaded = dict(state)
-    book.sample_seed = state["sample_seed"]
-    book.next_number = state["epoch"] + bool(state["_iterator_finished"])
-    if not _is_within_epoch(state):  # at once, so that a later set_epoch() has the last word
-        set_generators(loader, {k: v for k, v in state["generators"].items() if k != DEFAULT})
-        set_samplers(loader, state["samplers"])
-
-
-_KEYS = {
-    "version",
-    "epoch",
-    "_num_yielded",
-    "_iterator_finished",
-    "beginning",
-    "base_seed",
-    "sample_seed",
-    "index_checksum",
-    "generators",
-    "samplers",
-    "obstacle",
-    "dataset_states",
-    "next_worker",
-}
+    book.loaded = saved
+    book.sample_seed = saved.sample_seed
+    book.next_number = saved.epoch + saved.is_finished
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Give the next epoch this number, also in samplers and datasets that can be told."""
+    """Give the next epoch this number, also in samplers and datasets that can be told.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    number = operator.index(number)
     book = book_of(loader)
     book.next_number = number
     book.has_set_epoch = True
@@ -343,12 +272,3 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)
-
-
-def _checksum(index: Any, checksum: int) -> int:
-    """Of one more index or list of indices; the same in every process."""
-    try:
-        numbers = np.asarray(index, np.int64)
-    except (TypeError, ValueError, OverflowError):  # keys of another kind
-        return zlib.crc32(repr(index).encode("utf-8", "surrogatepass"), checksum)
-    return zlib.crc32(numbers.tobytes(), checksum)

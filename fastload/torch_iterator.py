@@ -6,6 +6,7 @@ which a state knows that it lies within an epoch. Such an epoch cannot be resume
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -16,12 +17,16 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from fastload import resume
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.seeding import seed_worker
 from fastload.transport.collate import to_channels_last
+from fastload.transport.loader_collate import own_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
+    from fastload.epoch import Epoch
     from fastload.loader import DataLoader
 
 
@@ -41,8 +46,10 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
         # Past torch's own guard: this loader is seen by its iterator alone.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
+    # What torch's loader does not know is done here: its iterator is to see the collate_fn as it is.
+    vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:
-        twin.collate_fn = functools.partial(_collate_channels_last, loader.collate_fn)
+        twin.collate_fn = functools.partial(_collate_channels_last, own_collate(loader.collate_fn))
     if loader.seed_pipelines and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
@@ -52,6 +59,9 @@ def torch_iterator(loader: DataLoader, reason: str) -> TorchIterator:
     iterator.owner = weakref.ref(loader)
     iterator.epoch = epoch
     iterator.reason = reason
+    if loader.seed_pipelines and loader.num_workers == 0:
+        base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
+        iterator.pipelines = local_pipelines(loader.dataset, base_seed)
     return iterator
 
 
@@ -62,15 +72,18 @@ class TorchIterator:
         owner: The loader that the user has; torch's iterator was made for a copy of it.
         epoch: The epoch that it is in; another iterator of the loader may be in a later one.
         reason: Why the batches are torch's to bring.
+        pipelines: The block in which batches are fetched here, without workers.
     """
 
     owner: weakref.ref[Any]
-    epoch: resume.Epoch
+    epoch: Epoch
     reason: str
+    pipelines: AbstractContextManager[None] = contextlib.nullcontext()
 
     def _next_data(self) -> Any:
         try:
-            data = super()._next_data()  # type: ignore[misc]  # torch's
+            with self.pipelines:
+                data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.epoch.ended()
             raise
@@ -104,7 +117,7 @@ class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
     pass
 
 
-def _epoch_of(owner: weakref.ref[Any]) -> resume.Epoch:
+def _epoch_of(owner: weakref.ref[Any]) -> Epoch:
     return resume.current_epoch(owner())
 
 

@@ -82,17 +82,23 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._reset(loader, first_iter=True)
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        with self._turn, self._closing_if_interrupted():
-            self._begin_epoch(loader, first_iter)
+        before = self._epoch, self._sampler_iter, self._num_yielded
+        with self._turn:
+            try:
+                if not first_iter:
+                    self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
+                    self._epoch.choose_base_seed(int(self._base_seed))
+                super()._reset(loader, first_iter)
+                self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+            except BaseException:
+                self._epoch, self._sampler_iter, self._num_yielded = before  # the epoch before goes on
+                raise
+            with self._closing_if_interrupted():
+                self._begin_epoch(loader, first_iter)
 
     def _begin_epoch(self, loader: DataLoader, first_iter: bool) -> None:
-        if not first_iter:
-            self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
-            self._epoch.choose_base_seed(int(self._base_seed))
-        super()._reset(loader, first_iter)
         self._is_prefetched = False
         self._failed_sampler = ""
-        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         if not first_iter:
             self._drop_pinned()
             number = self._epoch.number if resume.book_of(loader).has_set_epoch else None

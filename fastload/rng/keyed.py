@@ -16,7 +16,7 @@ from fastload.rng.sample_rng import SampleRng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.resume import Epoch
+    from fastload.epoch import Epoch
     from fastload.rng.draws import Draw
 
 

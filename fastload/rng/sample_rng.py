@@ -23,13 +23,11 @@ import numpy as np
 import torch
 
 from fastload.rng.draws import STREAM_BYTES, Draw, index_key, stream_bytes
+from fastload.rng.loans import Loan, Returns, library_generators, places
 from fastload.rng.pipelines import attributes, find_random, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-# Where albumentations' transforms keep their pair, and MONAI's their RandomState.
-_PLACES = ("random_generator", "py_random", "R")
 
 
 class _Current(threading.local):
@@ -64,7 +62,8 @@ class SampleRng:
         self._bits = np.random.PCG64(0)
         self._pair = (np.random.Generator(self._bits), random.Random(0))
         self._state = np.random.RandomState(0)
-        self._restore: contextlib.ExitStack | None = None
+        self._loan: Loan | None = None
+        self._outer: tuple[SampleRng | None, bytes, np.random.Generator | None] = (None, b"", None)
         if not is_guest:
             self._take_over()
 
@@ -81,18 +80,22 @@ class SampleRng:
 
     def begin(self, draw: Draw, index: Any, occurrence: int) -> None:
         """Set all generators for the sample of this index."""
-        if self._is_guest and self._restore is None:
-            self._restore = self._borrow()
+        if self._is_guest and self._loan is None:
+            self._loan = Loan(self._borrowed, self._take_over)
+        if _current.rng is not self:
+            # A dataset that is itself being read for a sample may iterate a loader.
+            self._outer = _current.rng, _current.stream, _current.generator
         _current.rng = self
         _current.stream = stream_bytes(draw, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
         """No sample is being fetched any more; what belongs to the user is as it was before."""
-        _current.rng = _current.generator = None
-        if self._restore is not None:
-            restore, self._restore = self._restore, None
-            restore.close()
+        if _current.rng is self:
+            _current.rng, _current.stream, _current.generator = self._outer
+        if self._loan is not None:
+            loan, self._loan = self._loan, None
+            loan.end()
 
     def set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
@@ -114,7 +117,8 @@ class SampleRng:
         """See `mark`."""
         stack = contextlib.ExitStack()
         if self._with_globals:
-            _save_globals(stack)
+            for put_back in library_generators().values():
+                stack.callback(put_back)
         stack.callback(self._pair[1].setstate, self._pair[1].getstate())
         stack.callback(self._state.set_state, self._state.get_state())
         stack.callback(setattr, self._bits, "state", self._bits.state)
@@ -139,18 +143,13 @@ class SampleRng:
         for randomizable in self._randomizables:
             randomizable.R = self._state  # a composition gave its parts states of their own
 
-    def _borrow(self) -> contextlib.ExitStack:
-        """Take over what is the user's; closing gives it back."""
-        stack = contextlib.ExitStack()
-        if self._with_globals:
-            _save_globals(stack)
-        for owner in [*self._transforms, *self._randomizables]:
-            own = attributes(owner)
-            for name in _PLACES:
-                if name in own:
-                    stack.callback(setattr, owner, name, own[name])
-        self._take_over()
-        return stack
+    def _borrowed(self) -> Returns:
+        """What is the user's and is set for a batch."""
+        return (
+            (library_generators() if self._with_globals else {})
+            | places(self._transforms, ("random_generator", "py_random"))
+            | places(self._randomizables, ("R",))
+        )
 
 
 def sample_generator() -> np.random.Generator:
@@ -186,12 +185,6 @@ def mark() -> Callable[[], None]:
 
 def _nothing() -> None:
     pass
-
-
-def _save_globals(stack: contextlib.ExitStack) -> None:
-    stack.callback(random.setstate, random.getstate())
-    stack.callback(np.random.set_state, np.random.get_state())
-    stack.callback(torch.default_generator.set_state, torch.default_generator.get_state())
 
 
 def _user_seed(pipeline: Any) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -85,20 +85,43 @@ def seed_everything(seed: int) -> torch.Generator:
 def seed_pipelines(root: Any, seed: int) -> int:
     """Give each albumentations pipeline that ``root`` holds its own stream, drawn from ``seed``.
 
-    The stream depends on ``seed``, on the pipeline's place in `find_pipelines`, and on the seed that the
-    user gave to Compose, if any. All transforms of one pipeline share one pair of generators.
-
     Returns:
         How many pipelines were seeded.
     """
-    pipelines = find_pipelines(root)
-    for ordinal, pipeline in enumerate(pipelines):
-        generator, py_random = _generators(seed, ordinal, attributes(pipeline).get("seed"))
+    streams = pipeline_streams(root, seed)
+    for stream in streams:
+        stream.take_over()
+    return len(streams)
+
+
+class PipelineStream(NamedTuple):
+    """What one pipeline draws from: all its transforms share one pair of generators."""
+
+    transforms: list[Any]
+    generator: np.random.Generator
+    py_random: random.Random
+
+    def take_over(self) -> None:
+        """Let all transforms draw from the pair, from where it stands."""
         # A Compose hands the pair on to its children. Transforms that a transform keeps in an attribute of
         # its own are known only to us.
-        for transform in parts_of([pipeline]).values():
-            transform.set_random_state(generator, py_random)
-    return len(pipelines)
+        for transform in self.transforms:
+            transform.set_random_state(self.generator, self.py_random)
+
+
+def pipeline_streams(root: Any, seed: int) -> list[PipelineStream]:
+    """A stream for each albumentations pipeline that ``root`` holds; the pipelines are not changed.
+
+    A stream depends on ``seed``, on the pipeline's place in `find_pipelines`, and on the seed that the
+    user gave to Compose, if any.
+    """
+    return [
+        PipelineStream(
+            list(parts_of([pipeline]).values()),
+            *_generators(seed, ordinal, attributes(pipeline).get("seed")),
+        )
+        for ordinal, pipeline in enumerate(find_pipelines(root))
+    ]
 
 
 def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Generator, random.Random]:

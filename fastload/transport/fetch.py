@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from fastload.transport.collate import RowCollate, to_channels_last
 from fastload.transport.obituary import short
 from fastload.transport.replacing import Replacer
 from fastload.transport.stacking import is_torch_default, stacking_into
+from fastload.transport.stream_state import ENDED, StreamState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from fastload.transport.replacing import Place
 
 
-# The state of a stream that has ended: its own may mean the beginning of the next epoch.
-_ENDED = b""
 _NOTHING = object()  # no index: None may be one
 
 
@@ -60,16 +58,16 @@ class Fetcher:
         *,
         in_worker: bool,
         sample_rng: SampleRng | None,
-        dataset_state: bytes | None = None,
+        dataset_state: StreamState | None = None,
         worker_id: int | None = None,
     ) -> None:
-        if dataset_state:
-            dataset.load_state_dict(pickle.loads(dataset_state))
+        if dataset_state is not None and dataset_state.progress == "begun":
+            dataset.load_state_dict(dataset_state.load())
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
         self._samples = iter(dataset) if job.is_iterable else None
-        self._has_ended = dataset_state == _ENDED
+        self._has_ended = dataset_state == ENDED
         self._auto_collation = job.auto_collation
         self._collate_fn = job.collate_fn
         self._drop_last = job.drop_last
@@ -81,9 +79,9 @@ class Fetcher:
             self.replacer = Replacer(job.on_error, job.replacements, worker_id)
         self._reading: Any = _NOTHING  # the index of the sample that is being read
 
-    def dataset_state(self) -> bytes:
-        """Where an iterable dataset that has a state_dict() stands, pickled."""
-        return _ENDED if self._has_ended else pickle.dumps(self._dataset.state_dict())
+    def dataset_state(self) -> StreamState:
+        """Where an iterable dataset that has a state_dict() stands."""
+        return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
 
     def fetch(self, index: Any, draw: Draw | None = None, place: Place | None = None) -> Any:
         """The batch of ``index``.

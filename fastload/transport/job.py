@@ -20,12 +20,14 @@ import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.dataloader import _DatasetKind
 
+from fastload.transport.loader_collate import own_collate
 from fastload.transport.segment import Segment, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.loader import DataLoader
+    from fastload.transport.stream_state import StreamState
 
 _MAX_SEARCH_DEPTH = 6
 
@@ -47,10 +49,10 @@ class Job:
     seeds_samples: bool  # rng="sample"
     on_error: Any = "raise"  # "replace", or a function; see `replacing`
     replacements: Sequence[Any] = ()  # for samples that cannot be read; empty: those of the same batch
-    dataset_states: list[bytes | None] | None = None  # of a stream that can go on where it stood, by worker
+    dataset_states: list[StreamState] | None = None  # of a stream that can go on where it stood, by worker
 
     @classmethod
-    def of(cls, loader: DataLoader, base_seed: int, dataset_states: list[bytes | None] | None) -> Job:
+    def of(cls, loader: DataLoader, base_seed: int, dataset_states: list[StreamState] | None) -> Job:
         """What an epoch of this loader asks of whoever fetches it.
 
         Args:
@@ -62,7 +64,7 @@ class Job:
             dataset=loader.dataset,
             is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
             auto_collation=loader._auto_collation,
-            collate_fn=loader.collate_fn,
+            collate_fn=own_collate(loader.collate_fn),
             drop_last=loader.drop_last,
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from fastload.transport.channel import Received
     from fastload.transport.replacing import Place
     from fastload.transport.ring import Ring, Slot
+    from fastload.transport.stream_state import StreamState
 
 _log = logging.getLogger("fastload")
 
@@ -150,7 +151,7 @@ class Pool:
             worker.waiting.append(Task(number, index, draw, at))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:

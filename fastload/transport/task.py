@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw
     from fastload.transport.replacing import Place
     from fastload.transport.ring import Slot
+    from fastload.transport.stream_state import StreamState
     from fastload.transport.worker import Kind, Reply
 
 
@@ -67,5 +68,5 @@ class Task:
         self.payload: Any = None
         self.place = ""
         self.notes: tuple[str, ...] = ()
-        self.dataset_state: bytes | None = None
+        self.dataset_state: StreamState | None = None
         self.is_stale = False

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw
     from fastload.transport.job import Job
     from fastload.transport.replacing import Place
+    from fastload.transport.stream_state import StreamState
 
 _log = logging.getLogger("fastload")
 
@@ -108,7 +109,7 @@ class ThreadPool:
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
 
-    def restart(self, epoch: int | None, dataset_states: list[bytes | None] | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks are dropped.
 
         Args:

@@ -42,6 +42,7 @@ from fastload.transport.memory import Arena, Memory
 from fastload.transport.packing import Packed, pack
 from fastload.transport.segment import Segment, populate
 from fastload.transport.stacking import install_slot_rule
+from fastload.transport.stream_state import StreamState
 
 if TYPE_CHECKING:
     from fastload.failed_sample import FailedSample
@@ -66,7 +67,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
 
     epoch: int | None  # what the user set, for datasets that have a set_epoch()
-    dataset_state: bytes | None  # where a stream goes on; None: at its beginning
+    dataset_state: StreamState | None  # where a stream goes on; None: at its beginning
 
 
 class Kind(enum.IntEnum):
@@ -91,7 +92,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: bytes | None = None
-    dataset_state: bytes | None = None  # of a stream that has one, pickled
+    dataset_state: StreamState | None = None  # of a stream that can tell
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
 
@@ -231,7 +232,7 @@ class _Worker:
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._wrap_error()
 
-    def _make_fetcher(self, job: Job, dataset_state: bytes | None) -> None:
+    def _make_fetcher(self, job: Job, dataset_state: StreamState | None) -> None:
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
@@ -297,8 +298,10 @@ class _Worker:
     def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
             return reply._replace(dataset_state=fetcher.dataset_state())
-        except Exception:  # noqa: BLE001  # as above
-            return Reply(Kind.ERROR, error=self._wrap_error())
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return reply._replace(
+                dataset_state=StreamState("unknown", error=pickle.dumps(self._error_parts().wrapper))
+            )
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")
@@ -314,16 +317,19 @@ class _Worker:
         return Memory(mapping, shared=True)
 
     def _wrap_error(self, place: str = "") -> bytes:
+        """The current exception, ready for a reply."""
+        return pickle.dumps(self._error_parts(place))
+
+    def _error_parts(self, place: str = "") -> ErrorParts:
         """The current exception as torch sends it, or its text if it cannot be pickled; and its place."""
         notes = _take_own_notes(sys.exc_info()[1])
         wrapper = ExceptionWrapper(where=_where(self._id))
         try:
-            data = pickle.dumps(ErrorParts(wrapper, place, notes))
-            pickle.loads(data)
+            pickle.loads(pickle.dumps(wrapper))
         except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
             text = f"{wrapper.exc_msg}\n(the exception itself could not be pickled: {error!r})"
-            data = pickle.dumps(ErrorParts(_wrap_text(text, self._id), place, notes))
-        return data
+            wrapper = _wrap_text(text, self._id)
+        return ErrorParts(wrapper, place, notes)
 
     def _short_error(self, reply: Reply, error: Exception) -> bytes:
         """What stands for a reply that could not be sent: short enough for the pipe itself."""

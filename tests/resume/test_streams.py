@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from fastload import DataLoader, delivery
 from fastload.errors import ResumeError
 from tests.device.fake import FakeBackend
-from tests.resume.zoo import BrokenStream, Stream
+from tests.resume.loaders import through_json
+from tests.resume.zoo import (
+    BrokenStream,
+    BrokenTwice,
+    HasDefaults,
+    LoadNeedsArguments,
+    MuteAtTimes,
+    MuteSampler,
+    NeedsArguments,
+    Numbers,
+    OddState,
+    SamplerOfArguments,
+    Stream,
+)
 
 
 def loader_of(num_workers: int, **options: Any) -> DataLoader:
@@ -23,7 +36,7 @@ def cut(loader: DataLoader, num_batches: int) -> tuple[list[Any], Any]:
     """The first batches of an epoch, and the state after them, through a checkpoint."""
     iterator = iter(loader)
     batches = [next(iterator).tolist() for _ in range(num_batches)]
-    state = pickle.loads(pickle.dumps(loader.state_dict()))
+    state = through_json(loader.state_dict())
     loader.close()
     return batches, state
 
@@ -68,11 +81,126 @@ def test_another_number_of_workers_is_refused() -> None:
         iter(loader)
 
 
-def test_a_stream_that_cannot_say_where_it_stands() -> None:
-    """Its error comes at the batch, with and without workers."""
-    for num_workers in (0, 1):
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_stream_that_cannot_say_where_it_stands(num_workers: int) -> None:
+    """It brings all batches; its error comes when the loader's state is asked for, each time, with a note."""
+    whole = [batch.tolist() for batch in loader_of(num_workers)]
+    with DataLoader(BrokenStream(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        loader.state_dict()  # nothing was read yet
+        found = [next(iterator).tolist() for _ in range(2)]
+        for _ in range(2):
+            with pytest.raises(ArithmeticError, match="no idea") as caught:
+                loader.state_dict()
+            assert "in the first 2 batches of epoch 0; the loader kept the error" in caught.value.__notes__[0]
+        found += [batch.tolist() for batch in iterator]
+
+        assert found == whole
+        assert loader.state_dict()["_iterator_finished"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_is_forgotten_when_the_stream_can_say_it_again(num_workers: int) -> None:
+    """A stream that cannot say it after one batch can be resumed after the next one of the same worker."""
+    whole = [batch.tolist() for batch in loader_of(num_workers)]
+    with DataLoader(MuteAtTimes(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        asked = []
+        for number in range(6):
+            next(iterator)
+            try:
+                asked.append((number, loader.state_dict()))
+            except ArithmeticError:
+                continue
+    assert 0 < len(asked) < 6
+    for number, state in asked:
+        with DataLoader(MuteAtTimes(), 3, num_workers=num_workers) as resumed:
+            resumed.load_state_dict(state)
+            assert [batch.tolist() for batch in resumed] == whole[number + 1 :]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_cannot_be_pickled(num_workers: int) -> None:
+    """It costs no batch; the error comes when the loader's state is asked for."""
+    with DataLoader(OddState(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+            loader.state_dict()
+        assert len(list(iterator)) == 13
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_s_own_error_is_the_error(num_workers: int) -> None:
+    """A stream that fails, and whose state_dict() fails then, too, gives the batch's error."""
+    with DataLoader(BrokenTwice(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
         with pytest.raises(ArithmeticError, match="no idea"):
-            next(iter(DataLoader(BrokenStream(), 3, num_workers=num_workers)))
+            loader.state_dict()
+
+
+@pytest.mark.parametrize("kind", [NeedsArguments, LoadNeedsArguments])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "in_order": False}], ids=str)
+def test_a_stream_whose_methods_need_arguments(kind: Any, options: dict[str, Any]) -> None:
+    """It is iterated like any stream; a state says why the epoch cannot be resumed in its middle."""
+    whole = [batch.tolist() for batch in loader_of(**{"num_workers": 0} | options)]
+    with DataLoader(kind(), 3, **options) as loader:
+        assert [batch.tolist() for batch in loader] == whole
+        next(iter(loader))
+        state = through_json(loader.state_dict())
+        assert state["dataset_states"] is None or "in_order" in options
+        loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match=r"after 1 batches: .*(without arguments|in_order=False)"):
+            iter(loader)
+
+
+def test_arguments_with_defaults_are_none_that_fastload_must_give() -> None:
+    """A stream whose methods take more, but need no more, is resumed."""
+    loader = DataLoader(HasDefaults(), 3)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    loader.load_state_dict(state)
+
+    assert [batch.tolist() for batch in loader] == rest
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samplers_are_asked_the_same_way(num_workers: int) -> None:
+    """A sampler whose state_dict() raises costs no batch, and one that needs arguments is not asked."""
+    with DataLoader(Numbers(12), 4, sampler=MuteSampler(12), num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ArithmeticError, match="no idea"):
+            loader.state_dict()
+        assert len(list(iterator)) == 2
+        with pytest.raises(ArithmeticError, match="no idea"):
+            loader.state_dict()
+    with DataLoader(Numbers(12), 4, sampler=SamplerOfArguments(12), num_workers=num_workers) as loader:
+        assert len(list(loader)) == 3
+        assert loader.state_dict()["samplers"] == {}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_copies_ahead_keeps_the_error_of_what_was_received(
+    num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With device= an error after a batch that was fetched ahead is raised once the caller has the batch."""
+    fake = FakeBackend()
+    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: fake)
+    with DataLoader(BrokenStream(), 3, num_workers=num_workers, device="cuda") as loader:
+        iterator = iter(loader)
+        loader.state_dict()
+        next(iterator)
+        with pytest.raises(ArithmeticError, match="no idea"):
+            loader.state_dict()
+        assert len(list(iterator)) == 13
+        fake.drain()
+    fake.check()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

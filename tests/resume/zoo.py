@@ -47,6 +47,33 @@ class Foreign(Draws):
         return iter(random.SystemRandom().sample(range(self.length), self.length))
 
 
+class Faulty(Draws):
+    """Draws from a generator of its own, and does at its next round what `fault` says."""
+
+    def __init__(self, length: int, generator: torch.Generator) -> None:
+        super().__init__(length)
+        self.generator = generator
+        self.fault: str | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.fault == "iter":
+            raise ArithmeticError("the sampler fails")
+        if self.fault == "interrupt":
+            raise KeyboardInterrupt
+        order = torch.randperm(self.length, generator=self.generator).tolist()
+        if self.fault == "other":
+            order.reverse()
+        if self.fault == "short":
+            del order[5:]
+        return self._indices(order)
+
+    def _indices(self, order: list[int]) -> Iterator[int]:
+        for number, index in enumerate(order):
+            if self.fault == "next" and number == 6:
+                raise ArithmeticError("the sampler fails")
+            yield index
+
+
 class Stateful(Draws):
     """A sampler with a state of its own, from which each epoch's order follows."""
 
@@ -92,8 +119,119 @@ class Stream(IterableDataset[int]):
         self.position = state["position"]
 
 
+class KeepsOrder(Draws):
+    """As Stateful, but its state is the very dict that it goes on to change."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.state = {"round": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        self.state["round"] += 1
+        return iter(random.Random(self.state["round"]).sample(range(self.length), self.length))
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = state
+
+
+class Keeps(IterableDataset[int]):
+    """A stream whose state is the very dict that it goes on to change, with a list in it."""
+
+    def __init__(self, length: int = 20) -> None:
+        self.length = length
+        self.state: dict[str, Any] = {"position": 0, "seen": []}
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        step = 1 if info is None else info.num_workers
+        while self.state["position"] < self.length:
+            position = self.state["position"]
+            self.state["position"] = position + step
+            self.state["seen"].append((position, step))
+            yield position
+        self.state["position"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = {"position": state["position"], "seen": state["seen"]}
+
+
 class BrokenStream(Stream):
     """Cannot say where it stands."""
 
     def state_dict(self) -> dict[str, Any]:
         raise ArithmeticError("no idea")
+
+
+class BrokenTwice(BrokenStream):
+    """Fails in its second batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 4:
+                raise ZeroDivisionError
+            yield number
+
+
+class MuteAtTimes(Stream):
+    """Cannot say where it stands after each other batch."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked % 2:
+            raise ArithmeticError("not now")
+        return super().state_dict()
+
+
+class OddState(Stream):
+    """Says where it stands with something that cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": lambda: self.position}
+
+
+class NeedsArguments(Stream):
+    """As litdata's StreamingDataset: its loader has to say how much was read."""
+
+    def state_dict(  # type: ignore[override]
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        return {}
+
+
+class LoadNeedsArguments(Stream):
+    """Wants to know more when it goes on."""
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+class HasDefaults(Stream):
+    """Its methods take more arguments than they need."""
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        super().load_state_dict(state)
+
+
+class MuteSampler(Stateful):
+    """Cannot say where it stands."""
+
+    def state_dict(self) -> dict[str, int]:
+        raise ArithmeticError("no idea")
+
+
+class SamplerOfArguments(Stateful):
+    """Its state_dict() needs an argument."""
+
+    def state_dict(self, epoch: int) -> dict[str, int]:  # type: ignore[override]
+        raise AssertionError

@@ -152,3 +152,7 @@ class Alone(Dice):
         image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_generator()
         numbers = [generator.integers(1 << 40), image[0, 0, 0], self.part.R.randint(1 << 30)]
         return torch.tensor([int(number) for number in (index, *numbers)])
+
+
+class SharedState(Alone):
+    """What is random in it has its state on the class, as MONAI's Randomizable."""

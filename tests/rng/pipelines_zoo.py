@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
+import threading
 from typing import Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
@@ -11,7 +13,9 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network
 import albumentations as A  # the name its own documentation uses
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import fastload
 
 # A crop of a picture whose pixels are their own positions tells where it was taken.
 SIDE = 256
@@ -110,3 +114,189 @@ class Calls(Dataset[Any]):
 
     def __getitem__(self, index: int) -> list[tuple[str, float]]:
         return self.calls
+
+
+class Corners(Dataset[int]):
+    """Each sample: the position of a random crop. The pipeline is the only thing that is random."""
+
+    def __init__(self, num_samples: int = 12, seed: int | None = None) -> None:
+        self.num_samples = num_samples
+        self.transform = crop(seed)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return corner(self.transform)
+
+    def stand(self) -> Any:
+        """Which generators the pipeline has, and where they stand."""
+        parts = [self.transform, *self.transform.transforms]
+        return [
+            (
+                id(part.random_generator),
+                id(part.py_random),
+                part.py_random.getstate(),
+                str(part.random_generator.bit_generator.state),
+            )
+            for part in parts
+        ]
+
+
+class CornersAtOnce(Corners):
+    """Fetches many samples with one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class WithCrop(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
+    """A user's transform that keeps a pipeline in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(p=1.0)
+        self.inner = crop()
+
+    def apply(self, img: Any, **params: Any) -> Any:
+        return self.inner(image=img)["image"]
+
+
+class ManyCorners(Corners):
+    """Three pipelines; one is in another, and one is alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [A.Compose([WithCrop()]), A.RandomCrop(4, 4)]
+
+    def __getitem__(self, index: int) -> Any:
+        return [corner(pipeline) for pipeline in (self.transform, *self.more)]
+
+
+class CornerStream(IterableDataset[int]):
+    """A stream of positions."""
+
+    def __init__(self) -> None:
+        self.transform = crop()
+
+    def __iter__(self) -> Any:
+        for _ in range(10):
+            yield corner(self.transform)
+
+
+class EagerCornerStream(CornerStream):
+    """Draws all when iter() is called."""
+
+    def __iter__(self) -> Any:
+        return iter([corner(self.transform) for _ in range(10)])
+
+
+class CornerOf:
+    """A function for a datapipe."""
+
+    def __init__(self) -> None:
+        self.transform = crop()
+
+    def __call__(self, number: int) -> int:
+        return corner(self.transform)
+
+
+_of_sample = A.RandomCrop(4, 4)
+
+
+def corner_of_sample(sample: Any) -> Any:
+    image, label = sample
+    return int(_of_sample(image=image)["image"][0, 0, 0]), label
+
+
+class InnerLoader(Corners):
+    """Reads its samples through a loader of its own, over a dataset that draws from the same pipeline."""
+
+    def __getitem__(self, index: int) -> Any:
+        inner = Corners(2)
+        inner.transform = self.transform
+        first = corner(self.transform)
+        found = [int(value) for value in fastload.DataLoader(inner, None)]
+        return [first, *found, corner(self.transform)]
+
+
+class Recursive(Corners):
+    """Iterates a loader over itself in its middle."""
+
+    depth = 0
+
+    def __getitem__(self, index: int) -> Any:
+        if self.depth:
+            return super().__getitem__(index)
+        self.depth = 1
+        rng: Any = "sample" if index % 2 else "worker"
+        try:
+            list(itertools.islice(fastload.DataLoader(self, None, rng=rng), 2))
+        finally:
+            self.depth = 0
+        return super().__getitem__(index)
+
+
+class DrawsAroundALoader(Corners):
+    """Draws from the sample's generator before and after it iterates a loader that has samples of its own."""
+
+    def __init__(self, *, iterates: bool) -> None:
+        super().__init__()
+        self.iterates = iterates
+
+    def __getitem__(self, index: int) -> Any:
+        before = fastload.sample_generator().integers(1 << 40)
+        if self.iterates:
+            list(fastload.DataLoader(Corners(2), None, rng="sample"))
+        return [int(before), int(fastload.sample_generator().integers(1 << 40)), corner(self.transform)]
+
+
+class DrawsAndCrops(Draws):
+    """As Draws, with a pipeline that is called and whose result is not used."""
+
+    def __init__(self) -> None:
+        self.transform = crop()
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        self.transform(image=POSITIONS)
+        return super().__getitem__(index)
+
+
+class FailsOnce(Corners):
+    """Fails in the middle of its first batch."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = error
+
+    def __getitem__(self, index: int) -> Any:
+        error, self.error = self.error, None if index == 2 else self.error
+        if index == 2 and error is not None:
+            raise error
+        return super().__getitem__(index)
+
+
+class Stubborn(A.RandomCrop):  # type: ignore[misc]  # albumentations has no types
+    """A transform that cannot be seeded."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def set_random_state(self, *generators: Any) -> None:
+        raise ZeroDivisionError
+
+
+class Waits(Corners):
+    """Waits in the middle of each sample until it may go."""
+
+    is_blocking = True
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.is_in = [threading.Event() for _ in range(2)]
+        self.may_go = [threading.Event() for _ in range(2)]
+
+    def __getitem__(self, index: int) -> Any:
+        self.is_in[index].set()
+        if self.is_blocking and not self.may_go[index].wait(30):
+            raise TimeoutError
+        return super().__getitem__(index)

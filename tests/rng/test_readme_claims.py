@@ -16,6 +16,7 @@ import fastload
 from fastload import CachedDataset, DataLoader
 from tests import zoo
 from tests.rng.draws_zoo import Alone, Dice, Jitter, Pictures
+from tests.rng.pipelines_zoo import Corners
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -60,6 +61,16 @@ def test_the_default_is_torch_s() -> None:
             random.seed(1), np.random.seed(1), torch.manual_seed(1)
             runs.append(run(zoo.Made(zoo.draws), 2, cls, num_workers=num_workers))
         assert runs[0] == runs[1]
+
+
+def test_pipelines_draw_the_same_without_workers_as_with_one() -> None:
+    """Two epochs of random crops, shuffled, and the pipeline's own generators before and after them."""
+    dataset = Corners()
+    before = dataset.stand()
+    alone = run(dataset, 2)
+
+    assert dataset.stand() == before
+    assert alone == run(Corners(), 2, num_workers=1)
 
 
 def test_the_same_pixels_for_any_number_of_workers() -> None:

@@ -1,0 +1,393 @@
+"""The dict that a loader's state is: plain, a snapshot, harmless to load, and checked when it comes back."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import itertools
+import os
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from fastload import DataLoader
+from fastload.errors import ResumeError
+from fastload.order import generators_of, samplers_of
+from tests.resume.loaders import (
+    LENGTH,
+    SAMPLERS,
+    labels,
+    make,
+    seeded,
+    through_json,
+    through_torch_save,
+)
+from tests.resume.zoo import Keeps, KeepsOrder, Numbers, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def state_after(loader: DataLoader, num_batches: int) -> dict[str, Any]:
+    list(itertools.islice(loader, num_batches))
+    state = loader.state_dict()
+    loader.close()
+    return state
+
+
+# --- no code runs from it --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: {"progress": "begun", "state": data}])
+def test_bytes_in_a_state_are_never_unpickled(num_workers: int, wrap: Any, tmp_path: Any) -> None:
+    """A pickle in the place of a stream's state is refused, or is given to the dataset as the bytes it is."""
+    marker = tmp_path / "unpickled"
+    state = state_after(DataLoader(Keeps(), 4, num_workers=num_workers), 1)
+    state["dataset_states"] = [wrap(pickle.dumps(Evil(str(marker)))) for _ in state["dataset_states"]]
+    loader = DataLoader(Keeps(), 4, num_workers=num_workers)
+    try:
+        loader.load_state_dict(state)
+        next(iter(loader))
+    except (ResumeError, TypeError):
+        pass  # the dataset finds no position in bytes
+    loader.close()
+
+    assert not marker.exists()
+
+
+# --- a snapshot ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_stream_returned_is_a_snapshot(num_workers: int) -> None:
+    """A stream that returns the dict that it goes on to change does not change a state that was taken."""
+    loader = DataLoader(Keeps(), 4, num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    before = copy.deepcopy(state)
+    list(iterator)
+
+    assert state == before
+    step = max(1, num_workers)
+    assert state["dataset_states"][0] == {
+        "progress": "begun",
+        "state": {"position": 4 * step, "seen": [(place * step, step) for place in range(4)]},
+    }
+
+
+def test_what_a_sampler_returned_is_a_snapshot() -> None:
+    """A sampler that returns the dict that it goes on to change is resumed where it began its epoch."""
+    loader = DataLoader(Numbers(LENGTH), 4, sampler=KeepsOrder(LENGTH))
+    list(loader)
+    iterator = iter(loader)
+    seen = labels(itertools.islice(iterator, 3))
+    state = loader.state_dict()
+    rest = labels(iterator)
+    resumed = DataLoader(Numbers(LENGTH), 4, sampler=KeepsOrder(LENGTH))
+    resumed.load_state_dict(state)
+
+    assert labels(resumed) == rest
+    assert len(seen) + len(rest) == 13
+
+
+def test_the_caller_may_change_a_state() -> None:
+    """Changes by the caller reach neither the loader that gave it nor the one that was given it."""
+    loader = DataLoader(Numbers(LENGTH), 4, sampler=KeepsOrder(LENGTH))
+    state = state_after(loader, 3)
+    again = loader.state_dict()
+    resumed = DataLoader(Numbers(LENGTH), 4, sampler=KeepsOrder(LENGTH))
+    resumed.load_state_dict(state)
+    for part in (state["samplers"]["sampler"], state["samplers"], state["generators"], state):
+        part.clear()
+
+    assert loader.state_dict() == again
+    assert resumed.state_dict() == again
+    given = resumed.state_dict()
+    given["samplers"]["sampler"]["round"] = 99
+    assert len(labels(resumed)) == 10
+
+
+# --- every kind of loader, through every kind of file ----------------------------------------------------
+
+
+@pytest.mark.parametrize("through", [through_json, through_torch_save])
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_every_loader_resumes_from_a_file(kind: str, num_workers: int, through: Any) -> None:
+    """In the second epoch, after JSON and after torch.load(weights_only=True)."""
+    torch.manual_seed(11)
+    with make(kind, num_workers) as loader:
+        list(loader)
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        state = through(loader.state_dict())
+        rest = labels(iterator)
+    with make(kind, num_workers) as resumed:
+        resumed.load_state_dict(state)
+
+        assert labels(resumed) == rest
+
+
+@pytest.mark.parametrize("through", [through_json, through_torch_save])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_batches", [0, 2, 4, 8])
+def test_every_stream_resumes_from_a_file(num_workers: int, num_batches: int, through: Any) -> None:
+    """Copies that have not begun, that are in their middle, and that have ended."""
+    with DataLoader(Stream(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        for _ in range(num_batches):
+            next(iterator)
+        state = through(loader.state_dict())
+        rest = [batch.tolist() for batch in iterator]
+    with DataLoader(Stream(), 3, num_workers=num_workers) as resumed:
+        resumed.load_state_dict(state)
+
+        assert [batch.tolist() for batch in resumed] == rest
+
+
+def test_numbers_of_other_libraries_do_not_reach_a_state() -> None:
+    """An epoch that was set as a NumPy int is an int in the state."""
+    loader = DataLoader(Numbers(8), 4, sampler=DistributedSampler(range(8), 2, 0))
+    loader.set_epoch(np.int64(3))
+    list(loader)
+
+    assert through_json(loader.state_dict())["epoch"] == 3
+    with pytest.raises(TypeError, match="float"):
+        loader.set_epoch(1.5)  # type: ignore[arg-type]
+
+
+def test_a_stream_s_state_before_the_first_batch_fits_any_number_of_workers() -> None:
+    """Nothing was read, so another number of workers begins at the beginning."""
+    with DataLoader(Stream(), 3, num_workers=1) as loader:
+        iter(loader)
+        state = loader.state_dict()
+    with DataLoader(Stream(), 3, num_workers=2) as resumed:
+        resumed.load_state_dict(state)
+
+        assert len(list(resumed)) == 14
+
+
+# --- damaged states --------------------------------------------------------------------------------------
+
+
+def _states() -> list[Any]:
+    """Loaders of all kinds, each with a state of one like it: before, within, at the end of an epoch."""
+    makers: list[Any] = [
+        lambda: make("shuffle, generator"),
+        lambda: make("shuffle"),
+        lambda: make("distributed"),
+        lambda: make("sampler's own generator"),
+        lambda: DataLoader(Stream(), 3),
+    ]
+    found = []
+    for maker in makers:
+        for num_batches in (None, 0, 2, 99):
+            loader = maker()
+            if num_batches is not None:
+                list(itertools.islice(loader, num_batches))
+            found.append((maker, loader.state_dict()))
+    return found
+
+
+STATES = _states()
+WRONG = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(10**25), 10**25),
+    st.floats(),
+    st.text(max_size=8),
+    st.binary(max_size=8),
+    st.lists(st.integers(-3, 3), max_size=3),
+    st.dictionaries(st.text(max_size=3) | st.integers(0, 3), st.integers(-3, 3), max_size=2),
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values but those of the user's own states."""
+    found = [path] if path else []
+    if isinstance(value, (dict, list)) and "state" not in path[-1:]:
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, part in parts:
+            found += _places(part, (*path, name))
+    return found
+
+
+def _refusal(step: Callable[[], Any]) -> str | None:
+    """The text of the ResumeError that it raises, if it does."""
+    try:
+        step()
+    except ResumeError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
+    """One value replaced or removed gives a ResumeError, with nothing changed, or else a state that works."""
+    maker, real = data.draw(st.sampled_from(STATES))
+    state = copy.deepcopy(real)
+    path = data.draw(st.sampled_from([p for p in _places(state) if p[-1] != "state"]))
+    inner = state
+    for name in path[:-1]:
+        inner = inner[name]
+    if data.draw(st.booleans()):
+        inner[path[-1]] = data.draw(WRONG)
+    else:
+        del inner[path[-1]]
+    loader = maker()
+    for step in (lambda: loader.load_state_dict(state), lambda: iter(loader)):
+        before = loader.state_dict(), generators_of(loader), samplers_of(loader)
+        refusal = _refusal(step)
+        if refusal is not None:
+            assert len(refusal.split()) > 5
+            assert (loader.state_dict(), generators_of(loader), samplers_of(loader)) == before
+            return
+
+
+def _mt19937(size: int) -> str:
+    return base64.b64encode(bytes(size)).decode()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("epoch", "3", "'epoch' should be an int"),
+        ("epoch", True, "'epoch' should be an int"),
+        ("_num_yielded", -1, "'_num_yielded' should be an int from 0"),
+        ("_num_yielded", 2.0, "but got 2.0"),
+        ("_iterator_finished", 0, "'_iterator_finished' should be a bool"),
+        ("beginning", "later", "'beginning' should be one of"),
+        ("beginning", [], "'beginning' should be one of"),
+        ("base_seed", -5, "'base_seed' should be"),
+        ("sample_seed", 1 << 64, "'sample_seed' should be"),
+        ("index_checksum", [1], "'index_checksum' should be a list of two ints"),
+        ("index_checksum", [2, 1 << 32], r"index_checksum\[1\]"),
+        ("generators", None, "'generators' should be a dict"),
+        ("generators", {}, "'default'"),
+        ("generators", {"default": b"raw"}, "base64 text"),
+        ("generators", {"default": "no base64!"}, "base64 text"),
+        ("generators", {"default": "QUJD\n"}, "base64 text"),
+        ("generators", {"default": "grün"}, "base64 text"),
+        ("generators", {"default": "QUJD"}, "generator of the default is damaged: torch refuses 3 bytes"),
+        ("generators", {"default": _mt19937(5056)}, "generator of the default is damaged"),
+        ("samplers", [], "'samplers' should be a dict"),
+        ("samplers", {1: 2}, "keys are str"),
+        ("samplers", {"sampler.epoch": "x"}, r"sampler\.epoch"),
+        ("samplers", {"sampler": lambda: 0}, "cannot be copied"),
+        ("obstacle", 3, "'obstacle' should be None or a str"),
+        ("dataset_states", [], "'dataset_states' should be None or a list"),
+        ("dataset_states", [{"progress": "begun"}], "'progress' is"),
+        ("dataset_states", [{"progress": "begun", "state": lambda: 0}], "cannot be copied"),
+        ("next_worker", 1, "'next_worker' should be below 1"),
+        ("version", 2.0, "'version' should be the int 2"),
+    ],
+)
+def test_the_error_names_what_is_wrong(key: str, value: Any, text: str) -> None:
+    """The key, what was expected, and what came."""
+    state = state_after(make("shuffle, generator"), 2) | {key: value}
+    loader = make("shuffle, generator")
+    before = loader.state_dict()
+
+    with pytest.raises(ResumeError, match=text):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+def test_numbers_that_cannot_be_written() -> None:
+    """Python writes no int of 5,000 digits; the error says its type."""
+    state = state_after(make("shuffle"), 2)
+    for key in ("version", "epoch"):
+        with pytest.raises(ResumeError, match=f"{key}.*a value of type int that cannot be shown"):
+            make("shuffle").load_state_dict(state | {key: 10**5000})
+
+
+def test_all_generators_are_set_or_none() -> None:
+    """One damaged generator among two, in a state between epochs, leaves the other one as it was."""
+
+    def both() -> DataLoader:
+        sampler = torch.utils.data.RandomSampler(range(8), generator=seeded(3))
+        return DataLoader(Numbers(8), 4, sampler=sampler, generator=seeded(4))
+
+    loader = both()
+    list(loader)
+    state = loader.state_dict()
+    state["generators"]["sampler"] = _mt19937(5056)
+    fresh = both()
+    before = generators_of(fresh)
+
+    with pytest.raises(ResumeError, match="generator of the sampler is damaged"):
+        fresh.load_state_dict(state)
+    assert generators_of(fresh) == before
+
+
+def test_a_sampler_s_own_error_changes_nothing() -> None:
+    """It keeps its type, gets a note that names the sampler, and what was set before it is put back."""
+    loader = make("stateful")
+    list(loader)
+    state = loader.state_dict()
+    state["samplers"]["sampler"] = {}
+    options: dict[str, Any] = SAMPLERS["stateful"]()
+    fresh = DataLoader(Numbers(LENGTH), 4, generator=seeded(), **options)
+    before = generators_of(fresh), samplers_of(fresh), fresh.state_dict()
+
+    with pytest.raises(KeyError, match="round") as caught:
+        fresh.load_state_dict(state)
+    assert "raised by the sampler when it was given its part" in caught.value.__notes__[0]
+    assert (generators_of(fresh), samplers_of(fresh), fresh.state_dict()) == before
+
+
+def test_a_sampler_that_is_missing_within_an_epoch() -> None:
+    """A state of a loader with a stateful sampler is none for a loader without, even before a first batch."""
+    loader = make("stateful")
+    iter(loader)
+    resumed = make("in order")
+    resumed.load_state_dict(loader.state_dict())
+
+    with pytest.raises(ResumeError, match="holds 'sampler', and this loader has no such sampler"):
+        iter(resumed)
+
+
+def test_a_stream_of_any_length_is_not_counted_through() -> None:
+    """How many batches a stream has brought is taken from its state, whatever the number."""
+    state = state_after(DataLoader(Stream(), 3), 2) | {"_num_yielded": 10**15}
+    loader = DataLoader(Stream(), 3)
+    loader.load_state_dict(state)
+    next(iter(loader))
+
+    assert loader.state_dict()["_num_yielded"] == 10**15 + 1
+
+
+def test_a_state_of_the_release_before_is_refused_by_its_version() -> None:
+    """A state of version 1, with bytes in it, is not read."""
+    state = state_after(make("shuffle"), 2)
+    old = state | {"version": 1, "generators": {"default": bytes(5056)}}
+
+    with pytest.raises(ResumeError, match="a state of version 1, this release reads version 2"):
+        make("shuffle").load_state_dict(old)
+
+
+def test_a_later_version_may_have_other_keys() -> None:
+    """The version is looked at before the keys."""
+    with pytest.raises(ResumeError, match="a state of version 7"):
+        make("shuffle").load_state_dict({"version": 7, "something": random.random()})

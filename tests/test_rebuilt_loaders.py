@@ -1,0 +1,253 @@
+"""Loaders that frameworks build from ours: nothing that is lost on the way is lost in silence."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data as tud
+
+import fastload
+from fastload import DataLoader
+from fastload.transport import loader_collate
+from fastload.transport.loader_collate import LoaderCollate
+from tests import zoo
+
+IMAGES = zoo.Made(zoo.image, 12)
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+LOST: dict[str, dict[str, Any]] = {
+    'rng="sample"': {"rng": "sample"},
+    "device": {"device": "cpu"},
+    "device, device_transform": {"device": "cpu", "device_transform": zoo.mixed_up},
+    'rng="sample", device': {"rng": "sample", "device": "auto", **CHANNELS_LAST},
+}
+
+
+@pytest.fixture(autouse=True)
+def _new_process() -> Any:
+    """As if nothing had been warned of in this process."""
+    loader_collate._warn.cache_clear()
+    yield
+    loader_collate._warn.cache_clear()
+
+
+def prepared_as_accelerate_does(loader: Any, **options: Any) -> Any:
+    """accelerate/data_loader.py, prepare_data_loader, version 1.15: torch's loader, with these attributes."""
+    names = (
+        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+        *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+    )
+    arguments = {name: getattr(loader, name, None) for name in names}
+    return tud.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, **arguments | options)
+
+
+def prepared_as_ray_does(loader: Any) -> Any:
+    """ray/train/torch/train_loop_utils.py, prepare_data_loader: torch's loader, with a sampler of its own."""
+    names = (
+        "batch_size",
+        "num_workers",
+        "collate_fn",
+        "pin_memory",
+        "drop_last",
+        "timeout",
+        "worker_init_fn",
+    )
+    arguments = {name: getattr(loader, name) for name in (*names, "generator")}
+    sampler = tud.DistributedSampler(loader.dataset, 1, 0, shuffle=False)
+    return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
+
+
+def warned(loader: Any) -> tuple[list[Any], list[str]]:
+    """The batches, and the texts of the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return list(loader), [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
+@pytest.mark.parametrize("names", LOST)
+def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
+    """Once, with the names of the arguments that have no effect, and what to do."""
+    batches, texts = warned(prepare(DataLoader(IMAGES, 4, **LOST[names])))
+
+    assert len(batches) == 3
+    assert len(texts) == 1
+    assert f"have no effect on its batches: {names}. Iterate the fastload.DataLoader itself" in texts[0]
+
+
+def test_once_for_each_process_and_loss() -> None:
+    """A second loader that loses the same is not worth a second warning; one that loses something else is."""
+    loader = DataLoader(IMAGES, 4, rng="sample")
+    counts = [len(warned(prepared_as_accelerate_does(loader))[1]) for _ in range(2)]
+    other = warned(prepared_as_accelerate_does(DataLoader(IMAGES, 4, device="cpu")))[1]
+
+    assert counts == [1, 0]
+    assert len(other) == 1
+
+
+def test_one_of_torch_s_workers_warns() -> None:
+    """Of two workers the first writes the warning to stderr, once in two epochs of persistent workers."""
+    program = (
+        "import fastload, tests.test_rebuilt_loaders as these\n"
+        "loader = fastload.DataLoader(range(8), 2, num_workers=2, persistent_workers=True, rng='sample')\n"
+        "prepared = these.prepared_as_accelerate_does(loader)\n"
+        "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
+    )
+
+    assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_memory_format_is_not_lost(num_workers: int) -> None:
+    """Torch's loader gives the batches of ours, in shape, strides and values, without a warning."""
+    loader = DataLoader(IMAGES, 4, num_workers=num_workers, **CHANNELS_LAST)
+    batches, texts = warned(prepared_as_accelerate_does(loader))
+
+    assert texts == []
+    for (images, labels), (ours, our_labels) in zip(batches, loader, strict=True):
+        assert (images.shape, images.stride()) == (ours.shape, ours.stride())
+        assert torch.equal(images, ours)
+        assert torch.equal(labels, our_labels)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 1, "in_order": False},
+        {"num_workers": 1, "worker_method": "thread"},
+    ],
+    ids=["local", "workers", "torch's", "threads"],
+)
+def test_our_own_iterators_use_the_collate_fn_itself(options: dict[str, Any]) -> None:
+    """Nothing is lost here, and nothing is warned of."""
+    names: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _first, **CHANNELS_LAST}
+    batches, texts = warned(DataLoader(IMAGES, 4, collate_fn=_collate, **names, **options))
+
+    assert texts == []
+    assert [tuple(batch.shape) for batch in batches] == [(4, 3, 8, 8)] * 3
+
+
+def _collate(samples: Any) -> Any:
+    info = tud.get_worker_info()
+    assert info is None or type(info.dataset).__name__ in ("Made", "KeyedDataset")
+    return tud.default_collate(samples)
+
+
+def _first(batch: Any) -> Any:
+    return batch[0]
+
+
+# --- the callable itself ---------------------------------------------------------------------------------
+
+
+def test_without_such_arguments_it_is_the_user_s() -> None:
+    """The attribute is what was given, or torch's default."""
+    assert DataLoader(IMAGES, 4, collate_fn=_collate).collate_fn is _collate
+    assert DataLoader(IMAGES, 4).collate_fn is tud.default_collate
+    assert DataLoader(IMAGES, None).collate_fn is tud.DataLoader(IMAGES, None).collate_fn
+
+
+def test_arguments_that_are_set_later_count() -> None:
+    """The attribute follows from the arguments as they are now."""
+    loader = DataLoader(IMAGES, 4, collate_fn=_collate)
+    loader.device_transform = _first
+    texts = warned(prepared_as_accelerate_does(loader))[1]
+    loader.device_transform = None
+
+    assert "device_transform" in texts[0]
+    assert loader.collate_fn is _collate
+
+
+class Mixup:
+    """As timm's collate function, which training switches off through the loader."""
+
+    mixup_enabled = True
+
+    def __call__(self, samples: Any) -> Any:
+        return self.mixup_enabled, len(samples)
+
+
+def test_called_by_hand_it_only_collates() -> None:
+    """No warning, and the result of the user's own function."""
+    loader = DataLoader(IMAGES, 2, rng="sample", **CHANNELS_LAST)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        images, _ = loader.collate_fn([IMAGES[0], IMAGES[1]])
+        again, _ = functools.partial(loader.collate_fn)([IMAGES[0], IMAGES[1]])
+
+    assert images.shape == again.shape == (2, 8, 8, 3)
+
+
+def test_it_looks_like_the_user_s_own() -> None:
+    """Attributes are read, set and deleted on the inner one; equality, hash and signature are its own."""
+    mixup = Mixup()
+    loader = DataLoader(IMAGES, 2, rng="sample", collate_fn=mixup)
+    collate: Any = loader.collate_fn
+    collate.mixup_enabled = False
+
+    assert loader.collate_fn.mixup_enabled is mixup.mixup_enabled is False  # type: ignore[attr-defined]
+    del collate.mixup_enabled
+    assert mixup.mixup_enabled
+    assert collate == mixup
+    assert mixup == collate
+    assert collate == loader.collate_fn
+    assert collate != Mixup()
+    assert len({collate, mixup}) == 1
+    assert repr(mixup) in repr(collate)
+    assert inspect.signature(collate) == inspect.signature(mixup)
+    assert DataLoader(IMAGES, 2, rng="sample", collate_fn=_collate).collate_fn.__name__ == "_collate"
+    with pytest.raises(AttributeError, match="nothing"):
+        collate.nothing  # noqa: B018
+
+
+def test_it_can_be_pickled() -> None:
+    """With what it knows of its loader."""
+    loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate, **CHANNELS_LAST)  # type: ignore[arg-type]
+    twin = pickle.loads(pickle.dumps(loader.collate_fn))
+    batches, texts = warned(tud.DataLoader(IMAGES, 4, collate_fn=twin))
+
+    assert twin == _collate
+    assert batches[0][0].shape == (4, 3, 8, 8)
+    assert len(texts) == 1
+
+
+def test_a_loader_of_ours_takes_the_inner_one() -> None:
+    """Frameworks that build our class again (Lightning, ignite), by attributes or by vars, nest nothing."""
+    loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate)
+    assert type(loader.collate_fn) is LoaderCollate
+    again = DataLoader(IMAGES, 4, collate_fn=loader.collate_fn)
+    public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    for name in ("sampler", "batch_sampler"):
+        del public[name]
+    rebuilt = fastload.DataLoader(**public)
+
+    assert again.collate_fn is _collate
+    assert public["collate_fn"] is _collate
+    assert vars(rebuilt)["collate_fn"] is _collate
+    assert type(rebuilt.collate_fn) is LoaderCollate
+    assert warned(rebuilt)[1] == []
+
+
+def test_a_subclass_may_have_a_method_of_this_name() -> None:
+    """As with torch's class, a collate_fn that is a method of the loader can be given to the constructor."""
+
+    class Own(DataLoader):
+        def __init__(self, dataset: Any) -> None:
+            super().__init__(dataset, 4, collate_fn=self.collate_fn, rng="sample")
+
+        def collate_fn(self, samples: Any) -> Any:
+            return len(samples)
+
+    assert list(Own(IMAGES)) == [4, 4, 4]
