@@ -349,7 +349,7 @@ _SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an e
 
 def _take_own_notes(error: BaseException | None) -> tuple[str, ...]:
     notes = getattr(error, "__notes__", [])
-    own = tuple(note for note in notes if note.startswith("fastload: "))
+    own = tuple(note for note in notes if note.startswith("fastload"))
     for note in own:
         notes.remove(note)
     return own
