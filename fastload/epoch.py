@@ -5,6 +5,7 @@ Made by `resume`, in the consumer's process, and kept up to date by the iterator
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,11 @@ class Epoch:
                 indices = iter(loader._index_sampler)  # torch begins twice where there are workers
         self._skip(indices, state)
         if self._default_state is not None:
+            has_drawn = state.num_yielded or self.dataset_states is not None
+            if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
+                # A sampler may draw its order when it is asked for the first index. That must be before
+                # torch's default generator goes back to the user, who has not brought it to where it was.
+                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
         return indices
 

@@ -364,3 +364,30 @@ def test_a_million_samples_are_passed_over() -> None:
 
     assert len(rest) == 1
     assert dataset.reads == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_received", [0, 1])
+def test_a_state_brings_back_an_order_of_torchs_default_generator(
+    num_workers: int, num_received: int
+) -> None:
+    """Also one from before the first batch: torch's sampler draws its order when that is asked for."""
+
+    def make() -> DataLoader:
+        return DataLoader(Numbers(12), 4, shuffle=True, num_workers=num_workers)
+
+    torch.manual_seed(0)
+    loader = make()
+    iterator = iter(loader)
+    first = [next(iterator).tolist() for _ in range(num_received)]
+    state = loader.state_dict()
+    expected = first + [batch.tolist() for batch in iterator]
+    torch.manual_seed(1)  # as in another process
+    before = torch.get_rng_state()
+
+    resumed = make()
+    resumed.load_state_dict(state)
+    got = first + [batch.tolist() for batch in resumed]
+
+    assert got == expected
+    assert torch.equal(torch.get_rng_state(), before)
