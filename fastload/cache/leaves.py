@@ -41,6 +41,7 @@ _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # of any length
 _FLOAT = struct.Struct("<d")
+_MOST_BYTES = (1 << 63) - 1  # of an array
 _INT_BYTES = 8  # the least that an int takes; longer ones take what they need
 
 
@@ -221,10 +222,13 @@ def fixed_nbytes(leaf: Leaf) -> int | None:
     """Bytes of the payload where the leaf alone tells; None for int, str and bytes.
 
     Raises:
-        ValueError: The leaf's dtype is unknown.
+        ValueError: The leaf's dtype is unknown, or no array can have its shape.
     """
     if leaf.kind in ("array", "tensor", "scalar"):
-        return prod(leaf.shape) * storage_dtype(leaf).itemsize
+        itemsize = storage_dtype(leaf).itemsize
+        if prod(filter(None, leaf.shape)) * itemsize > _MOST_BYTES:  # NumPy leaves zeros out, too
+            raise ValueError(f"no array has the shape {leaf.shape}")
+        return prod(leaf.shape) * itemsize
     return {"float": 8, "bool": 1, "none": 0}.get(leaf.kind)
 
 
@@ -237,6 +241,8 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
         CacheCorruptError: The payload is not one of this leaf.
     """
     kind = leaf.kind
+    if kind in TEXT_KINDS:
+        return text_value(kind, bytes(memory[offset : offset + nbytes]))
     try:
         if kind == "array":
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
@@ -253,8 +259,6 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
             return _FLOAT.unpack(payload)[0]
         if kind == "bool":
             return payload != b"\x00"
-        if kind in TEXT_KINDS:
-            return text_value(kind, payload)
     except (ValueError, TypeError, OverflowError, MemoryError, struct.error) as error:
         raise CacheCorruptError(f"a record's {kind} of {nbytes:,} bytes cannot be read: {error}") from error
     return None
@@ -264,11 +268,16 @@ def text_value(kind: str, payload: bytes) -> Any:
     """The value of a text kind.
 
     Raises:
-        ValueError: The payload is no UTF-8 text.
+        CacheCorruptError: The payload is no UTF-8 text.
     """
     if kind in ("bytes", "bytes_"):
         return payload if kind == "bytes" else np.bytes_(payload)
-    text = payload.decode("utf-8", "surrogatepass")
+    try:
+        text = payload.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise CacheCorruptError(
+            f"a record's {kind} of {len(payload):,} bytes cannot be read: {error}"
+        ) from error
     return text if kind == "str" else np.str_(text)
 
 

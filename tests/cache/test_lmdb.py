@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
-from fastload.cache.disk import format as lmdb_format
+from fastload.cache.disk import description as lmdb_description
 from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import Fingerprint
@@ -63,10 +63,11 @@ def directory(tmp_path: Path) -> Path:
 # --- opening ---------------------------------------------------------------------------------------------
 
 
-def test_one_environment_a_file(path: Path) -> None:
-    """Two caches of one file share an environment, also through another name of the file."""
+def test_one_open_file(path: Path) -> None:
+    """Two caches of one file share what is open, also through another name of the file."""
     os.link(path, path.with_name("other"))
     one, other = LMDBCache(path), LMDBCache(path.with_name("other"))
+    assert one._opened()[0] is other._opened()[0]
     one.close()
 
     assert_same(other.get(3), Images(20).sample(3))
@@ -118,7 +119,7 @@ def test_foreign_lmdb_file(tmp_path: Path) -> None:
 
 def test_other_format_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of another format version raises, with both versions."""
-    monkeypatch.setattr(lmdb_format, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(lmdb_description, "FORMAT_VERSION", 2)
 
     with pytest.raises(CacheMismatchError, match="format 1, this release reads 2"):
         LMDBCache(path)

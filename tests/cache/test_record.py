@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 from collections import OrderedDict
 from enum import IntEnum
@@ -17,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fastload.cache.disk.gather import stack_records
 from fastload.cache.leaves import TENSOR_DTYPES
 from fastload.cache.record import ALIGNMENT_BYTES, decode, encode
+from fastload.cache.spec import Spec
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from tests.cache.zoo import Pair, Triple, assert_same
 
@@ -90,6 +93,47 @@ def test_damage_raises_at_worst(data: st.DataObject) -> None:
     end = data.draw(st.integers(0, len(record)))
     with contextlib.suppress(CacheError):
         decode(bytes(record[:end]))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_damage_raises_at_worst_in_a_batch(data: st.DataObject) -> None:
+    """Records of which one was overwritten or cut off make a batch, or none, or raise a cache error."""
+    record = encode(data.draw(_SAMPLES))
+    damaged = bytearray(record)
+    for _ in range(data.draw(st.integers(0, 4))):
+        damaged[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.integers(0, len(record)))
+    records = data.draw(st.permutations([record, record, bytes(damaged[:end])]))
+    with contextlib.suppress(CacheError):
+        stack_records([memoryview(text) for text in records], np.empty)
+
+
+def test_a_short_record_is_no_part_of_a_batch() -> None:
+    """A record that begins as the first one does, and ends before its payloads do, raises."""
+    record = memoryview(encode((np.arange(100), "text")))
+
+    with pytest.raises(CacheCorruptError, match="claims"):
+        stack_records([record, record[:-1]], np.empty)
+
+
+@pytest.mark.parametrize("read", [decode, lambda record: stack_records([record], np.empty)])
+def test_text_that_is_no_text_is_damage(read: Any) -> None:
+    """Bytes that are no UTF-8 where a str should be raise a cache error, from a batch as from a sample."""
+    record = encode("text").replace(b"text", b"\xff\xfe\xfd\xfc")
+
+    with pytest.raises(CacheCorruptError, match="a record's str"):
+        read(memoryview(record))
+
+
+@pytest.mark.parametrize("shape", [(0, 1 << 47, 1 << 47), (1, 0, 1 << 63), (1,) * 70, (0,) * 65])
+@pytest.mark.parametrize("kind", ["array", "tensor"])
+def test_a_shape_that_no_array_has_is_damage(kind: str, shape: tuple[int, ...]) -> None:
+    """A shape of no bytes that NumPy cannot make either raises a cache error."""
+    spec = json.dumps([kind, "|u1" if kind == "array" else "uint8", shape])
+
+    with pytest.raises(CacheCorruptError, match="description cannot be read"):
+        Spec.parse(spec.encode())
 
 
 @pytest.mark.parametrize("name", TENSOR_DTYPES)

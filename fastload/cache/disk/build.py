@@ -23,12 +23,8 @@ import PIL
 
 from fastload.cache import workers
 from fastload.cache.disk.codecs import LOSSY, check_codec
-from fastload.cache.disk.format import (
-    VALUE_HEADER_BYTES,
-    Description,
-    Plan,
-    runs_of,
-)
+from fastload.cache.disk.description import Description, Plan, runs_of
+from fastload.cache.disk.format import VALUE_HEADER_BYTES
 from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import Partial, only_builder, source_differences

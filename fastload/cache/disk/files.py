@@ -1,122 +1,24 @@
-"""Open LMDB files: one environment a file and process, whoever opens it, and which records were verified.
+"""Which files a cache consists of, and the files that this process has open, whoever opened them.
 
-Called by `lmdb_cache` in any process. Rules:
-
-1. Only finished files are opened, so nobody writes: no lock file, no reader table.
-2. One environment a file and process, as LMDB demands; opened again after a fork.
-3. LMDB sees a file only after its index was compared with its checksum; the checksum of a record is verified
-   at its first read in each process. Damage is an error, never a wrong sample.
+Called by `lmdb_cache` in any process. A file is opened once a process, under all its names; a forked child
+goes on with the open files of its parent.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-import lmdb
-
-from fastload.cache.disk.format import VALUE_HEADER_BYTES, pack_key, read_description, unpack_value
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from fastload.cache.disk.open_file import OpenFile
+from fastload.errors import CacheCorruptError, CacheMismatchError
 
 SHARD_SUFFIX = ".lmdb"
-_UNREAD, _VERIFIED, _MISSING = 0, 1, 2  # what a process knows of a record
+_MOST_NAMED = 10  # of lost shards, in an error
 
-
-class OpenFile:
-    """An open environment and what it says of itself, for one process.
-
-    Attributes:
-        pid: Of the process.
-        path: By which it was opened first.
-        nbytes: Size of the file.
-        description: As the file has it.
-        indices: Of its samples, those that are left out too.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.pid = os.getpid()
-        self.path = path
-        self.nbytes = os.path.getsize(path)
-        self.description = read_description(path)
-        self.indices = self.description.indices
-        self._states = bytearray(len(self.indices))
-        for first, count in self.description.missing:
-            start = first - self.indices.start
-            self._states[start : start + count] = bytes([_MISSING]) * count
-        try:
-            self.environment = lmdb.open(
-                path, subdir=False, readonly=True, create=False, lock=False, readahead=False, meminit=False
-            )
-        except lmdb.Error as error:
-            raise lmdb_error(path, error) from error
-
-    @contextlib.contextmanager
-    def reading(self, *, buffers: bool) -> Iterator[Any]:
-        """A read transaction.
-
-        Args:
-            buffers: Give values as views of the file's pages, valid in the transaction only.
-        """
-        begin: Any = self.environment.begin  # its types ask for a literal
-        try:
-            with begin(buffers=buffers) as transaction:
-                yield transaction
-        except lmdb.Error as error:
-            raise lmdb_error(self.path, error) from error
-
-    def is_stored(self, index: int) -> bool:
-        """Whether the sample was not left out."""
-        return self._states[index - self.indices.start] != _MISSING
-
-    def record(self, transaction: Any, index: int, *, verify: bool = False) -> memoryview:
-        """The record of a stored sample, verified if this process had not read it yet, or if `verify`.
-
-        Raises:
-            CacheCorruptError: The record is damaged or missing.
-        """
-        return self._checked(transaction.get(pack_key(index)), index, verify)
-
-    def records(self, transaction: Any, indices: Sequence[int]) -> list[memoryview]:
-        """The same for many samples, in a transaction with buffers: views of the file's pages.
-
-        Raises:
-            CacheCorruptError: A record is damaged or missing.
-        """
-        get, states, start = transaction.get, self._states, self.indices.start
-        found = []
-        for index in indices:
-            value = get(pack_key(index))
-            is_known = states[index - start] == _VERIFIED  # then it is there, and whole
-            found.append(value[VALUE_HEADER_BYTES:] if is_known else self._checked(value, index, False))
-        return found
-
-    def _checked(self, value: Any, index: int, verify: bool) -> memoryview:
-        place = index - self.indices.start
-        try:
-            if value is None:
-                raise CacheCorruptError("its record is missing")
-            record = unpack_value(value, index, verify=verify or self._states[place] == _UNREAD)
-        except CacheCorruptError as error:
-            raise damaged(self.path, index, error) from error
-        self._states[place] = _VERIFIED
-        return record
-
-
-def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
-    """The error that tells a user where the damage is and what to do."""
-    return CacheCorruptError(
-        f"{path}: sample {index}: {error}. The file is damaged: delete it and build it again"
-    )
-
-
-# By process, device and inode. A forked child finds nothing of its own here and opens the file again.
-_open_files: weakref.WeakValueDictionary[tuple[int, int, int], OpenFile] = weakref.WeakValueDictionary()
+# By device and inode; a forked child shares those of its parent.
+_open_files: weakref.WeakValueDictionary[tuple[int, int], OpenFile] = weakref.WeakValueDictionary()
 # By process: a lock that was held at the time of a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
@@ -144,23 +46,37 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
         file = _open_file(os.path.join(path, name))
         number = file.description.shard
         first = next(iter(shards.values()), file)
-        if file.description.plan.build_id != first.description.plan.build_id:
-            raise CacheMismatchError(
-                f"{file.path} and {first.path} are shards of two caches: take out what does not belong here"
-            )
+        _check_same_cache(file, first)
         if number in shards:
             raise CacheMismatchError(
                 f"{file.path} and {shards[number].path} are the same shard: take one out"
             )
         shards[number] = file
     num_shards = first.description.plan.num_shards
-    lost = sorted(set(range(num_shards)) - set(shards))
-    if lost:
+    if len(shards) < num_shards:
+        lost = (number for number in range(num_shards) if number not in shards)
+        named = [str(number) for number, _ in zip(lost, range(_MOST_NAMED), strict=False)]
+        if num_shards - len(shards) > len(named):
+            named.append("...")
         raise CacheMismatchError(
-            f"{path}: of {num_shards} shards, number {', '.join(map(str, lost))} (from 0) is not there: "
-            "put it back, or delete the directory and build it again"
+            f"{path}: of {num_shards} shards, number {', '.join(named)} (from 0) is not there: put it back, "
+            "or delete the directory and build it again"
         )
     return tuple(shards[number] for number in range(num_shards))
+
+
+def _check_same_cache(file: OpenFile, first: OpenFile) -> None:
+    plan, other = file.description.plan, first.description.plan
+    if plan.build_id != other.build_id:
+        raise CacheMismatchError(
+            f"{file.path} and {first.path} are shards of two caches: take out what does not belong here"
+        )
+    # A build that is gone on with writes the names of the classes anew.
+    if replace(plan, classes=None) != replace(other, classes=None):
+        raise CacheCorruptError(
+            f"{file.path} and {first.path} are shards of one cache, but their descriptions of it differ: "
+            "delete the directory and build it again"
+        )
 
 
 def _name(file: OpenFile) -> str:
@@ -176,29 +92,29 @@ def _hint(path: str) -> str:
 
 
 def _open_file(path: str) -> OpenFile:
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise CacheMismatchError(f"{path} is no file: a cache is a file or a directory of files")
     try:
-        status = os.stat(path)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
-    if not os.path.isfile(path):
-        raise CacheMismatchError(f"{path} is no file: a cache is a file or a directory of files")
-    key = (os.getpid(), status.st_dev, status.st_ino)
-    with _locks.setdefault(key[0], threading.Lock()):
-        file = _open_files.get(key)
-        if file is None:
-            for other, inherited in list(_open_files.items()):
-                if other[1:] == key[1:]:  # our copy of what our parent opened: LMDB wants it closed first
-                    inherited.environment.close()
-            file = _open_files[key] = OpenFile(path)
-        return file
+    try:
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        with _locks.setdefault(os.getpid(), threading.Lock()):
+            known = _open_files.get(key)
+            if known is None or not _is_unchanged(known):
+                _open_files[key] = known = OpenFile(fd, path)
+                fd = -1
+            return known
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
-# These say nothing about the file's content: it is open by other means, not allowed, or the system failed.
-_SYSTEM_ERRORS = (lmdb.Error, lmdb.ReadonlyError, lmdb.DiskError, lmdb.MemoryError, lmdb.LockError)
-
-
-def lmdb_error(path: str, error: lmdb.Error) -> CacheError:
-    """What LMDB says while reading, as an error of ours that names the file."""
-    if type(error) in _SYSTEM_ERRORS:
-        return CacheError(f"cannot read the cache {path}: {error}")
-    return CacheCorruptError(f"{path} is no LMDB file, or it is damaged: {error}")
+def _is_unchanged(file: OpenFile) -> bool:
+    try:
+        file.check()
+    except CacheMismatchError:
+        return False
+    return True

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
 
 _INT64_BYTES = 8
+_MOST_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
 def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | None:
@@ -37,10 +38,13 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     first = outline(records[0])
     if first.codec != "raw" or not all(collates(leaf) for leaf in first.spec.leaves):
         return None
+    if any(len(leaf.shape) >= _MOST_DIMENSIONS for leaf in first.spec.leaves):
+        return None
     size = len(first.prefix)
+    end = max((sum(place) for place in first.places), default=size)
     places = []
     for record in records:
-        if bytes(record[:size]) == first.prefix:  # usually all begin alike
+        if len(record) >= end and bytes(record[:size]) == first.prefix:  # usually all begin alike
             places.append(first.places)
             continue
         found = outline(record)

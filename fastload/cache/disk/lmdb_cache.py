@@ -4,21 +4,22 @@ Made by `build.build_lmdb`, read in any process. `format` says what a file looks
 of them are open. Rules:
 
 1. A cache pickles as its path and the id of its build; the file is opened at the first use in a process.
-2. get() copies a value out of the transaction before it is read; samples are views of that copy.
-3. gather() copies nothing but what the batch takes, from the page cache to its rows.
+2. get() copies a value before it is read; samples are views of that copy.
+3. gather() copies nothing but what the batch takes, from the page cache to its rows, once the records of the
+   batch were verified.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.disk.files import OpenFile, damaged, open_cache
+from fastload.cache.disk.files import open_cache
 from fastload.cache.disk.gather import stack_records
+from fastload.cache.disk.open_file import damaged
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.errors import CacheCorruptError, CacheMismatchError
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.disk.format import Plan
+    from fastload.cache.disk.description import Plan
+    from fastload.cache.disk.open_file import OpenFile
 
 
 class LMDBCache:
@@ -90,7 +92,7 @@ class LMDBCache:
     @property
     def num_cached(self) -> int:
         """Number of samples that are stored: all but those that could not be read."""
-        return self.num_samples - sum(count for _, count in self._missing_runs())
+        return sum(len(file.stored) for file in self._opened())
 
     @property
     def num_shards(self) -> int:
@@ -130,16 +132,10 @@ class LMDBCache:
     @property
     def stored_indices(self) -> npt.NDArray[np.intp] | None:
         """Indices of the samples that are stored, ascending; None if these are all."""
-        runs = self._missing_runs()
-        if not runs:
+        files = self._opened()
+        if all(file.stored.is_complete for file in files):
             return None
-        is_stored = np.ones(self.num_samples, np.bool_)
-        for first, count in runs:
-            is_stored[first : first + count] = False
-        return np.flatnonzero(is_stored)
-
-    def _missing_runs(self) -> list[tuple[int, int]]:
-        return [run for file in self._opened() for run in file.description.missing]
+        return np.concatenate([file.stored.between(0, len(file.stored)) for file in files])
 
     def explain(self) -> str:
         """Why this cache is the one in use, and what it was made of."""
@@ -153,7 +149,7 @@ class LMDBCache:
 
     def _opened(self) -> tuple[OpenFile, ...]:
         files = self._files
-        if files is None or files[0].pid != os.getpid():
+        if files is None:
             files = open_cache(self.path)
             if files[0].description.plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by another cache while it was in use")
@@ -170,11 +166,11 @@ class LMDBCache:
         """Whether the sample of this index is stored."""
         if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._file_of(int(index)).is_stored(int(index))
+        return self._file_of(int(index)).stored.position(int(index)) is not None
 
     def is_left_out(self, index: int) -> bool:
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
-        return not self._is_closed and not self._file_of(index).is_stored(index)
+        return not self._is_closed and self._file_of(index).stored.position(index) is None
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().
@@ -187,10 +183,9 @@ class LMDBCache:
         if self._is_closed:
             return None
         file = self._file_of(index)
-        if not file.is_stored(index):
+        record = file.record(index)
+        if record is None:
             return None
-        with file.reading(buffers=False) as transaction:
-            record = file.record(transaction, index)
         try:
             return decode(record)
         except CacheCorruptError as error:
@@ -222,24 +217,22 @@ class LMDBCache:
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]
         records: list[Any] = [None] * len(indices)
-        with ExitStack() as stack:
-            for file in self._opened():
-                first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
-                numbers = ascending[first:stop].tolist()
-                if not numbers:
-                    continue
-                if file.description.missing and not all(map(file.is_stored, numbers)):
-                    return None
-                found = file.records(stack.enter_context(file.reading(buffers=True)), numbers)
-                for position, record in zip(order[first:stop].tolist(), found, strict=True):
-                    records[position] = record
-            try:
-                return stack_records(records, allocate)
-            except CacheCorruptError as error:
-                raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
+        for file in self._opened():
+            first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
+            if first == stop:
+                continue
+            found = file.records(ascending[first:stop])
+            if found is None:
+                return None
+            for position, record in zip(order[first:stop].tolist(), found, strict=True):
+                records[position] = record
+        try:
+            return stack_records(records, allocate)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
 
     def verify(self, *, progress: bool = False) -> list[int]:
-        """Read every record and compare it with its checksum; the tree was compared when the file was opened.
+        """Read every record and compare it with its checksum; opening the file compared the index.
 
         Args:
             progress: Draw a bar, if standard error is a terminal.
@@ -250,14 +243,13 @@ class LMDBCache:
         bad = []
         with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
             for file in self._opened():
-                for index in file.indices:
+                shown.advance(0, len(file.indices) - len(file.stored))
+                for index in file.stored:
                     nbytes = 0
-                    if file.is_stored(index):
-                        try:
-                            with file.reading(buffers=True) as transaction:
-                                nbytes = file.record(transaction, index, verify=True).nbytes
-                        except CacheCorruptError:
-                            bad.append(index)
+                    try:
+                        nbytes = len(file.record(index, verify=True) or b"")
+                    except CacheCorruptError:
+                        bad.append(index)
                     shown.advance(nbytes)
         return bad
 

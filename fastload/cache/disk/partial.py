@@ -25,8 +25,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.disk.description import FORMAT_VERSION, Plan
 from fastload.cache.disk.files import SHARD_SUFFIX
-from fastload.cache.disk.format import FORMAT_VERSION, Plan, read_description
+from fastload.cache.disk.format import read_description
 from fastload.cache.disk.handover import Skipped
 from fastload.cache.disk.writer import writing
 from fastload.cache.fingerprint import Fingerprint

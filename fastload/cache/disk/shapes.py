@@ -6,8 +6,10 @@ two samples of equal shapes are told by comparing bytes, and each new text is pa
 
 from __future__ import annotations
 
-from fastload.cache.disk.files import damaged, open_cache
-from fastload.cache.disk.format import pack_key, unpack_value
+import itertools
+
+from fastload.cache.disk.files import open_cache
+from fastload.cache.disk.open_file import damaged
 from fastload.cache.record import spec_text
 from fastload.cache.spec import Spec
 from fastload.errors import CacheCorruptError
@@ -52,14 +54,11 @@ class SeenShapes:
             CacheCorruptError: A record cannot be read.
         """
         for file in open_cache(path):
-            indices = range(file.indices.start, min(file.indices.stop, stop))
-            with file.reading(buffers=True) as transaction:
-                for index in filter(file.is_stored, indices):
-                    try:
-                        # The checksum is compared when the sample is read: here it would take reading all.
-                        self.add(unpack_value(transaction.get(pack_key(index), b""), index, verify=False))
-                    except CacheCorruptError as error:
-                        raise damaged(file.path, index, error) from error
+            for index in itertools.takewhile(stop.__gt__, file.stored):
+                try:
+                    self.add(file.glance(index))
+                except CacheCorruptError as error:
+                    raise damaged(file.path, index, error) from error
 
     @property
     def number(self) -> int:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 
-from fastload.cache.disk.format import Description, pack_key, write_description
+from fastload.cache.disk.format import pack_key, write_description
 from fastload.errors import CacheError
 from fastload.system_errors import writing_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from fastload.cache.disk.description import Description
 
 _PY_LMDB_MAJOR = int(lmdb.__version__.partition(".")[0])
 _KEY_BYTES = 8
