@@ -20,6 +20,7 @@ import typer
 
 from fastload import cache_commands
 from fastload.sizes import readable_size
+from fastload.source_argument import parse_error_budget
 from fastload.terminal import EPILOG, CommandError, CommandGroup, ExitCode, answering, table
 
 _OPTIONS: dict[str, Any] = {
@@ -118,6 +119,14 @@ def build(
             "and writes a line with its path and the reason to DEST.errors.jsonl."
         ),
     ] = OnError.RAISE,
+    error_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="With --on-error skip: the most samples that may be left out, as a number or as a share "
+            "such as 0.01; all of them unless given.",
+            metavar="NUMBER",
+        ),
+    ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
@@ -143,6 +152,7 @@ def build(
                 num_workers=workers,
                 shards=shards,
                 on_error=on_error.value,
+                error_budget=parse_error_budget(error_budget),
                 progress=not quiet,
             )
         except KeyboardInterrupt as error:

@@ -28,6 +28,12 @@ class FailedSample:
     epoch: int = 0
     replaced_by: Any = None
 
+    @classmethod
+    def of(cls, index: Any, error: BaseException, worker: int | None, **more: Any) -> FailedSample:
+        """What is known of a sample whose reading raised ``error``."""
+        reason = getattr(error, "reason", None) or error
+        return cls(index, path_of(error), type(error).__name__, str(reason), worker, **more)
+
 
 def path_of(error: BaseException) -> str | None:
     """The file that an error names, if it names one."""

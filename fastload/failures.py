@@ -29,6 +29,27 @@ def report_of(loader: Any) -> list[FailedSample]:
     return _reports.setdefault(loader, [])
 
 
+def check_budget(error_budget: Any) -> None:
+    """Check what a user gave as `error_budget`.
+
+    Raises:
+        ValueError: It is neither a number of samples nor a share of them.
+    """
+    if isinstance(error_budget, float) and 0 < error_budget <= 1:
+        return
+    if isinstance(error_budget, int) and not isinstance(error_budget, bool) and error_budget >= 0:
+        return
+    raise ValueError(
+        "error_budget should be an int of at least 0, a number of samples, or a float above 0 and up to 1, a "
+        f"share of them, but got {error_budget!r}"
+    )
+
+
+def most_failures(error_budget: int | float, num_samples: int) -> int:
+    """How many of so many samples may fail; one always may where the budget is a share."""
+    return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
+
+
 def num_samples_of(loader: Any) -> int:
     """How many samples an epoch of a loader reads; 0 where its sampler does not say."""
     try:
@@ -50,9 +71,7 @@ class FailureCount:
     def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:
         self._report = report_of(loader)
         self._budget = error_budget
-        self._most = error_budget
-        if isinstance(error_budget, float):
-            self._most = max(1, int(error_budget * num_samples))
+        self._most = most_failures(error_budget, num_samples)
         self._num_samples = num_samples
         self._count = 0
 

@@ -23,7 +23,7 @@ from fastload import resume
 from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
-from fastload.failures import report_of
+from fastload.failures import check_budget, report_of
 from fastload.local_iterator import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
 from fastload.torch_iterator import torch_iterator
@@ -193,18 +193,10 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.device_transform = device_transform
 
     def _check_failures(self) -> None:
-        on_error, budget, restarts = self.on_error, self.error_budget, self.restart_workers
+        on_error, restarts = self.on_error, self.restart_workers
         if on_error not in ("raise", "replace") and not callable(on_error):
             raise ValueError(f'on_error should be "raise", "replace" or a function, but got {on_error!r}')
-        if (
-            isinstance(budget, bool)
-            or not isinstance(budget, (int, float))
-            or not (0 < budget <= 1 if isinstance(budget, float) else budget >= 0)
-        ):
-            raise ValueError(
-                "error_budget should be an int of at least 0, a number of samples, or a float above 0 and up "
-                f"to 1, a share of them, but got {budget!r}"
-            )
+        check_budget(self.error_budget)
         if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
             raise ValueError(f"restart_workers should be an int of at least 0, but got {restarts!r}")
         name = "on_error" if on_error != "raise" else "restart_workers" if restarts else ""

@@ -179,3 +179,28 @@ def refuse_random(dataset: Any) -> None:
             raise
         except Exception:  # noqa: BLE001 - the build meets this sample again, and says where it is
             continue
+
+
+# --- --error-budget --------------------------------------------------------------------------------------
+
+
+def parse_error_budget(budget: str | None) -> int | float:
+    """The number of samples that may be left out, or their share; all of them where nothing was said.
+
+    Raises:
+        CommandError: It is neither.
+    """
+    if budget is None:
+        return 1.0
+    if budget.isdecimal():
+        return int(budget)
+    try:
+        share = float(budget)
+    except ValueError:
+        share = 0.0
+    if 0 < share <= 1:
+        return share
+    raise CommandError(
+        "--error-budget should be a number of samples such as 20 or a share of them such as 0.01, "
+        f"but got {budget!r}"
+    )

@@ -15,7 +15,7 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastload.failed_sample import FailedSample, path_of
+from fastload.failed_sample import FailedSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,14 +97,8 @@ class Replacer:
         raise error
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
-        return FailedSample(
-            index=self._indices[number],
-            path=path_of(error),
-            type=type(error).__name__,
-            reason=str(getattr(error, "reason", None) or error),
-            worker=self._worker,
-            epoch=self._place.epoch,
-            replaced_by=replaced_by,
+        return FailedSample.of(
+            self._indices[number], error, self._worker, epoch=self._place.epoch, replaced_by=replaced_by
         )
 
     def _candidates(self, number: int) -> list[Any]:

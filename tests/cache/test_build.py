@@ -129,7 +129,15 @@ def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None
 
 
 @pytest.mark.parametrize(
-    "argument", [{"codec": "gif"}, {"quality": 0}, {"quality": 9.5}, {"shards": 0}, {"on_error": "ignore"}]
+    "argument",
+    [
+        {"codec": "gif"},
+        {"quality": 0},
+        {"quality": 9.5},
+        {"shards": 0},
+        {"on_error": "ignore"},
+        {"error_budget": 0.0},
+    ],
 )
 def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
     """Arguments that mean nothing raise before anything is written."""

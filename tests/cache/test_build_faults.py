@@ -15,7 +15,13 @@ import pytest
 
 from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.writer import writing
-from fastload.errors import CacheError, CacheMismatchError, ImageReadError, UnsupportedSampleError
+from fastload.errors import (
+    CacheError,
+    CacheMismatchError,
+    ErrorBudgetError,
+    ImageReadError,
+    UnsupportedSampleError,
+)
 from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken
 from tests.cache.zoo import Images, assert_same
 
@@ -229,3 +235,24 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
 
     assert said in str(caught.value)
     assert "Errno" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("error_budget", "may_fail"), [(2, True), (1, False), (0.2, True), (0.1, False)])
+def test_a_build_that_leaves_out_more_than_its_budget_ends_and_keeps_what_was_built(
+    error_budget: Any, may_fail: bool, num_workers: int, tmp_path: Path
+) -> None:
+    """Two of ten samples are bad; with a larger budget the build goes on."""
+    dataset = BrokenImages(10, bad=[3, 7])
+    options: dict[str, Any] = {"num_workers": num_workers, "on_error": "skip", "progress": False}
+    if may_fail:
+        cache = build_lmdb(dataset, tmp_path / "cache", error_budget=error_budget, **options)
+        assert cache.num_cached == 8
+        return
+    with pytest.raises(ErrorBudgetError, match=r"2 samples .* allows 1 of 10. The last one is 7"):
+        build_lmdb(dataset, tmp_path / "cache", error_budget=error_budget, **options)
+
+    cache = build_lmdb(dataset, tmp_path / "cache", **options)
+
+    assert "an earlier build left the others" in cache.reason
+    assert cache.num_cached == 8

@@ -25,14 +25,16 @@ from fastload.cache import workers
 from fastload.cache.disk.codecs import LOSSY, check_codec
 from fastload.cache.disk.description import Description, Plan, runs_of
 from fastload.cache.disk.format import VALUE_HEADER_BYTES
-from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Skipped, Slots, plan_tasks
+from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.disk.partial import Partial, only_builder, source_differences
 from fastload.cache.disk.shapes import SeenShapes
 from fastload.cache.disk.writer import ShardWriter
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
-from fastload.errors import CacheError, CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError
+from fastload.failed_sample import FailedSample
+from fastload.failures import check_budget, most_failures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +60,7 @@ def build_lmdb(
     quality: int = 95,
     shards: int = 1,
     on_error: str = "raise",
+    error_budget: int | float = 1.0,
     fingerprint: Fingerprint | None = None,
 ) -> LMDBCache:
     """The finished cache of a dataset at `path`: opened if it is there, else built, or built to its end.
@@ -76,6 +79,7 @@ def build_lmdb(
             outlive a power failure during the build.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves it out and
             writes a line about it to PATH.errors.jsonl.
+        error_budget: The most samples that may be left out: an int, or a share of all samples as a float.
         fingerprint: Of the samples; a finished cache is compared by it, without reading a sample.
 
     Raises:
@@ -83,6 +87,7 @@ def build_lmdb(
         CacheBusyError: Another process is building it.
         UnsupportedSampleError: A sample holds something that cannot be cached.
         CacheError: The files could not be written.
+        ErrorBudgetError: More samples could not be read than may be; what was built is kept.
         ValueError: An argument is none of those above.
     """
     check_codec("raw" if codec is None else codec, quality)
@@ -90,12 +95,21 @@ def build_lmdb(
         raise ValueError(f"shards should be an int from 1, but got {shards!r}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
+    check_budget(error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
     if not os.path.lexists(path):
         with only_builder(path) as lock:
             if not os.path.lexists(path):  # else another builder finished between the look and the lock
-                build = _Build(dataset, path, probed, skips=on_error == "skip", quality=quality, lock=lock)
+                build = _Build(
+                    dataset,
+                    path,
+                    probed,
+                    skips=on_error == "skip",
+                    error_budget=error_budget,
+                    quality=quality,
+                    lock=lock,
+                )
                 resumed = build.prepare(codec or "raw", shards, fingerprint)
                 build.run(num_workers, progress)
                 cache = LMDBCache(path)
@@ -188,6 +202,7 @@ class _Build:
         probed: dict[int, Any],
         *,
         skips: bool,
+        error_budget: int | float,
         quality: int,
         lock: BuildLock,
     ) -> None:
@@ -195,6 +210,7 @@ class _Build:
         self._path = path
         self._probed = probed
         self._skips = skips
+        self._most_left_out = most_failures(error_budget, len(dataset))
         self._quality = quality
         self._lock = lock
         self._partial = Partial(path)
@@ -343,14 +359,26 @@ class _Build:
             if isinstance(value, Failed):
                 writer.commit()
                 raise self._explained(value)
-            if isinstance(value, Skipped):
+            if isinstance(value, FailedSample):
                 self._partial.report(value)
+                if len(self._partial.skipped) > self._most_left_out:
+                    writer.commit()
+                    raise self._over_budget(value)
                 continue
             content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
             writer.put(index, content)
             self._shapes.add(memoryview(content)[VALUE_HEADER_BYTES:])
             nbytes += len(content)
         progress.advance(nbytes, len(values))
+
+    def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
+        where = "" if last.path is None else f" ({last.path})"
+        return ErrorBudgetError(
+            f"{len(self._partial.skipped):,} samples could not be read, and the error budget allows "
+            f"{self._most_left_out:,} of {self._num_samples:,}. The last one is {last.index}{where}: "
+            f"{last.type}: {last.reason:.200}. What was built is kept at {self._partial.path}, with a "
+            "line for each in errors.jsonl: raise the budget, or mend the files, and build again to go on"
+        )
 
     def report_shapes(self, cache: LMDBCache) -> None:
         """Log that samples differ in shape, which training would meet at its first batch; note the number."""

@@ -23,6 +23,7 @@ from fastload.cache.disk.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.cache.spec import flatten
 from fastload.errors import SegmentError, UnsupportedSampleError
+from fastload.failed_sample import FailedSample
 from fastload.transport.segment import Segment, is_supported
 
 if TYPE_CHECKING:
@@ -42,25 +43,6 @@ _TASKS_EACH = 8  # at least, so that workers finish together
 
 
 @dataclass(frozen=True)
-class Skipped:
-    """A sample that could not be read; one line of the report.
-
-    Attributes:
-        index: In the dataset.
-        path: Of the file, if the error names one.
-        type: The class of the error.
-        reason: The error's text.
-        worker: Number of the worker process that read it; None for the builder's own process.
-    """
-
-    index: int
-    path: str | None
-    type: str
-    reason: str
-    worker: int | None = None
-
-
-@dataclass(frozen=True)
 class Failed:
     """A sample that could not be read, which ends the build."""
 
@@ -70,7 +52,7 @@ class Failed:
 
 
 # The bytes themselves, or their offset in the slot and how many they are.
-Value = bytes | tuple[int, int] | Skipped | Failed
+Value = bytes | tuple[int, int] | FailedSample | Failed
 
 
 class Slots:
@@ -172,18 +154,10 @@ class RecordTasks(Dataset[list[Value]]):
         return values
 
 
-def skipped(index: int, error: Exception) -> Skipped:
+def skipped(index: int, error: Exception) -> FailedSample:
     """What the report says of a sample that could not be read in this process."""
-    path = getattr(error, "path", None) or getattr(error, "filename", None)
-    reason = getattr(error, "reason", None) or error
     worker = get_worker_info()
-    return Skipped(
-        index=index,
-        path=None if path is None else str(path),
-        type=type(error).__name__,
-        reason=str(reason),
-        worker=None if worker is None else worker.id,
-    )
+    return FailedSample.of(index, error, None if worker is None else worker.id)
 
 
 def _failed(index: int, error: Exception) -> Failed:

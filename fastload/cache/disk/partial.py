@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.disk.description import FORMAT_VERSION, Plan
 from fastload.cache.disk.files import SHARD_SUFFIX
 from fastload.cache.disk.format import read_description
-from fastload.cache.disk.handover import Skipped
 from fastload.cache.disk.writer import writing
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.locks import try_lock
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheMismatchError
+from fastload.failed_sample import FailedSample
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,6 +41,7 @@ log = logging.getLogger("fastload")
 
 _PLAN_NAME = "plan.json"
 _ERRORS_NAME = "errors.jsonl"
+_REPORTED = ("index", "path", "type", "reason", "worker")  # of a sample that was left out
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -118,7 +119,7 @@ class Partial:
 
     def __init__(self, destination: str) -> None:
         self.path = f"{destination}.partial"
-        self.skipped: dict[int, Skipped] = {}
+        self.skipped: dict[int, FailedSample] = {}
         self._destination = destination
 
     def begin(self, plan: Plan, *, skips: bool) -> Plan:
@@ -182,13 +183,13 @@ class Partial:
 
     # --- samples that are left out ------------------------------------------------------------------------
 
-    def _error_lines(self) -> list[Skipped]:
+    def _error_lines(self) -> list[FailedSample]:
         """What was reported so far; the last line may be cut off."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for line in Path(self.path, _ERRORS_NAME).read_text().splitlines():
                 with contextlib.suppress(ValueError, TypeError):
-                    found.append(Skipped(**json.loads(line)))
+                    found.append(FailedSample(**json.loads(line)))
         return found
 
     def forget_from(self, position: int) -> None:
@@ -198,7 +199,7 @@ class Partial:
         with writing(self.path):
             _write_whole(os.path.join(self.path, _ERRORS_NAME), lines)
 
-    def report(self, sample: Skipped) -> None:
+    def report(self, sample: FailedSample) -> None:
         """Note that a sample is left out."""
         self.skipped[sample.index] = sample
         with writing(self.path), open(os.path.join(self.path, _ERRORS_NAME), "a") as file:
@@ -237,8 +238,8 @@ class Partial:
             os.unlink(self.path)
 
 
-def _line(sample: Skipped) -> str:
-    return json.dumps(asdict(sample)) + "\n"
+def _line(sample: FailedSample) -> str:
+    return json.dumps({name: getattr(sample, name) for name in _REPORTED}) + "\n"
 
 
 def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[str] | None:
