@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache.nests import private_copy
 from fastload.cache.transform import Call
+from fastload.errors import CacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,6 +87,10 @@ class StoredSamples(Dataset[Any]):
         return self.num_samples
 
     def __getitem__(self, index: int) -> Any:
+        if self.cache.is_closed:
+            raise CacheError(
+                f"sample {index} was asked of the cache at {self.cache.path} after its close(): open it again"
+            )
         return private_copy(self.get(index))
 
     def fingerprint(self) -> dict[str, str]:

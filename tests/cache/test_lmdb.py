@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
+from fastload.cache.dataset import CachedDataset
 from fastload.cache.disk import description as lmdb_description
 from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.lmdb_cache import LMDBCache
@@ -267,3 +268,13 @@ def test_gather_checks_once_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     cache.get(5)
 
     assert len(counted) == 3
+
+
+def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
+    """There is no other source to read from: a sample of None would be wrong."""
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, progress=False)
+    dataset = CachedDataset.from_cache(tmp_path / "cache")
+    dataset.cache.close()
+
+    with pytest.raises(CacheError, match=r"sample 1 was asked of the cache at .* after its close"):
+        dataset[1]

@@ -75,6 +75,11 @@ class LMDBCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> LMDBCache:
         return self
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called: it holds no sample any more."""
+        return self._is_closed
+
     # --- what it says of itself ---------------------------------------------------------------------------
 
     @property
