@@ -153,7 +153,7 @@ def _sample_seed(loader: DataLoader[Any]) -> int:
 def _num_samples(loader: DataLoader[Any]) -> int:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:  # torch asks for no length when there is a sampler
+    except Exception:  # noqa: BLE001  # torch asks for no length when there is a sampler
         return 0
 
 

@@ -110,5 +110,8 @@ class Replacer:
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, which is the same in every process.
         generator = random.Random(",".join(map(str, (*self._place, number))))
-        found = self._replacements or [*self._indices[:number], *self._indices[number + 1 :]]
-        return generator.sample(found, min(len(found), _MOST_ATTEMPTS))
+        found = self._replacements  # may be an array or a tensor, as the sampler was given it
+        if not len(found):
+            found = [*self._indices[:number], *self._indices[number + 1 :]]
+        positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))
+        return [found[position] for position in positions]

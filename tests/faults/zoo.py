@@ -196,7 +196,7 @@ BAD = frozenset({3, 8, 9, 14})
 
 def some_bad(index: int) -> Any:
     """Four of the samples cannot be read."""
-    if index in BAD:
+    if int(index) in BAD:
         raise OSError(5, "Input/output error", f"/photos/{index}.jpg")
     return np.full(4, index)
 
