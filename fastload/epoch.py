@@ -5,6 +5,7 @@ Made by `resume`, in the consumer's process, and kept up to date by the iterator
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw, Draws
     from fastload.saved_state import SavedState
     from fastload.transport.stream_state import StreamState
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass
@@ -146,5 +149,13 @@ def _checksum(index: Any, checksum: int) -> int:
     try:
         numbers = np.asarray(index, np.int64)
     except (TypeError, ValueError, OverflowError):  # keys of another kind
-        return zlib.crc32(repr(index).encode("utf-8", "surrogatepass"), checksum)
+        return zlib.crc32(_text(index).encode("utf-8", "surrogatepass"), checksum)
     return zlib.crc32(numbers.tobytes(), checksum)
+
+
+def _text(index: Any) -> str:
+    """The repr of a key, without addresses, which are others in the next process."""
+    try:
+        return _ADDRESS.sub("", repr(index))
+    except Exception:  # noqa: BLE001  # of a class of the user's
+        return type(index).__name__

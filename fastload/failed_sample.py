@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,12 @@ class FailedSample:
 
 
 def path_of(error: BaseException) -> str | None:
-    """The file that an error names, if it names one."""
-    path = getattr(error, "path", None) or getattr(error, "filename", None)
-    return None if path is None else str(path)
+    """The file that an error names in its attribute `path` or `filename`; None if it names no file there."""
+    for name in ("path", "filename"):
+        try:
+            path = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001  # no path, or an attribute of a user's class that raises
+            continue
+        if path:
+            return path
+    return None

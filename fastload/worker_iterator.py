@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
 from fastload.failures import FailureCount, num_samples_of
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
@@ -245,8 +245,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 raise error  # of a thread: the error itself
         except BaseException as error:
             for note in task.notes:
-                error.add_note(note)
-            error.add_note(f"fastload: batch {task.number}, worker {worker}, {place}")
+                add_note(error, note)
+            add_note(error, f"fastload: batch {task.number}, worker {worker}, {place}")
             raise
 
     def _drop_pinned(self) -> None:
@@ -284,7 +284,7 @@ def _raise_anew(wrapper: ExceptionWrapper) -> None:
     try:
         wrapper.reraise()
     except BaseException as error:
-        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
         raise
 
 

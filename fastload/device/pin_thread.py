@@ -95,7 +95,7 @@ class PinThread:
             try:
                 answer = self._receive(due)
                 self._pin(answer)
-            except Exception as caught:  # noqa: BLE001  # raised again in the consumer's thread
+            except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
             self._ready.append((answer, error))
             self._wakes.put(None)

@@ -15,7 +15,9 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastload.errors import add_note
 from fastload.failed_sample import FailedSample, path_of
+from fastload.transport.obituary import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -89,11 +91,12 @@ class Replacer:
                 # Below zero, so that no occurrence of the sample itself draws the same numbers.
                 sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
-                error.add_note(f"fastload: sample {index!r} in its place could not be read: {other!r:.200}")
+                place = f"sample {short(index)} in its place"
+                add_note(error, f"fastload: {place} could not be read: {short(other)}")
                 continue
             self.failed.append(self._describe(number, error, index))
             return sample
-        error.add_note('fastload: on_error="replace" found no sample for its place that can be read')
+        add_note(error, 'fastload: on_error="replace" found no sample for its place that can be read')
         raise error
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
@@ -101,7 +104,7 @@ class Replacer:
             index=self._indices[number],
             path=path_of(error),
             type=type(error).__name__,
-            reason=str(getattr(error, "reason", None) or error),
+            reason=_reason(error),
             worker=self._worker,
             epoch=self._place.epoch,
             replaced_by=replaced_by,
@@ -115,3 +118,11 @@ class Replacer:
             found = [*self._indices[:number], *self._indices[number + 1 :]]
         positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))
         return [found[position] for position in positions]
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error; its repr where str() raises or the attribute `reason` is an odd one."""
+    try:
+        return str(getattr(error, "reason", None) or error)
+    except Exception:  # noqa: BLE001  # of a class of the user's
+        return short(error)
