@@ -98,7 +98,8 @@ class PinThread:
             except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
             self._ready.append((answer, error))
-            self._wakes.put(None)
+            if self._wakes.empty():  # else the consumer will look, and finds this answer too
+                self._wakes.put(None)
             del answer, error  # or this frame would keep a batch alive until the next one
 
 

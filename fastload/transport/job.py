@@ -95,7 +95,7 @@ def _replacements(loader: DataLoader) -> Sequence[Any]:
     """
     if loader.on_error == "raise":
         return ()
-    sampler = loader.sampler
+    sampler: Any = loader.sampler
     if loader.batch_sampler is not None:
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
     if type(sampler) is SubsetRandomSampler:

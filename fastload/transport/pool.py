@@ -288,7 +288,11 @@ class Pool:
         if received.is_cut:
             self._lose(task, f"its memory could not be received, {too_many_files()}")
         else:
-            reply, memory = received.load(), None
+            try:
+                reply, memory = received.load(), None
+            except Exception as error:  # noqa: BLE001  # it may name indices, which are objects of the user's
+                self._lose(task, f"the answer could not be unpickled: {error!r}")
+                return
             if received.fd is not None:
                 try:
                     memory = Memory(
@@ -385,8 +389,12 @@ class Pool:
                 if worker.channel.has_message():
                     return
                 if len(dead) <= self._restarts_left:
-                    for worker_id in dead:
-                        self._replace(worker_id)
+                    try:
+                        for worker_id in dead:
+                            self._replace(worker_id)
+                    except BaseException:
+                        self._is_closed = True  # no worker would ever answer its unfinished tasks
+                        raise
                     return
                 self._note_death(dead)
             self.close(_GRACE_AFTER_DEATH_S)

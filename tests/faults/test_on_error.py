@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,26 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
 
     for batch, indices in zip(got, batches, strict=True):
         assert set(batch) <= set(indices) - zoo.BAD
+
+
+@pytest.mark.parametrize("side", ["worker", "consumer"])
+def test_a_report_that_cannot_travel_costs_its_batch_alone(side: str) -> None:
+    """The report names the index, whose class travels to the worker and not back."""
+    indices = [[zoo.OneWay(number, os.getpid(), side)] for number in range(5)]
+    iterator = iter(
+        make_loader(
+            datasets.Made(zoo.some_bad),
+            batch_size=1,
+            batch_sampler=indices,
+            on_error=zoo.black,
+            num_workers=1,
+        )
+    )
+    got = [zoo.value_of(next(iterator)) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="one way"):
+        next(iterator)
+
+    assert [*got, zoo.value_of(next(iterator))] == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
