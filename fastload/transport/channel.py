@@ -31,6 +31,14 @@ from fastload.transport.segment import Segment
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
+# The arguments of recvmsg, each in a tuple for map().
+_RECEIVE = (
+    (MESSAGE_BYTES,),
+    (socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize),)
+    if hasattr(socket, "CMSG_SPACE")
+    else (),
+    (getattr(socket, "MSG_CMSG_CLOEXEC", 0),),
+)
 
 
 class Received:
@@ -146,14 +154,11 @@ class Channel:
             self._arrived.clear()  # the same message, where a signal came between the two last lines
             return self._inbox[0]
         if not self._arrived:
-            space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            try:
                 # One call from the socket into the deque: a signal handler that raises finds the message
                 # either in the socket or in the deque.
-                self._arrived.extend(
-                    map(self._socket.recvmsg, (MESSAGE_BYTES,), (space,), (socket.MSG_CMSG_CLOEXEC,))
-                )
-            if not self._arrived:
+                self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
+            except (BlockingIOError, ConnectionResetError):
                 return None
         data, ancillary, _, _ = self._arrived[0]
         if not data:

@@ -339,8 +339,11 @@ class Pool:
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
         else:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _wait() finds out and says so
-                worker.channel.flush()
+            if not worker.channel.is_flushed:
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # _wait() finds out and says so
+                    worker.channel.flush()
 
     def _send(
         self,
