@@ -76,14 +76,14 @@ class Epoch:
         return (index, None) if self._draws is None else self._draws.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
+        """The batch of this index has arrived, for the caller or for an iterator that fetches ahead."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
             self.ahead.append((index, worker, dataset_state))
 
     def ended(self) -> None:
-        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
+        """There are no more batches. An iterator that fetches ahead notes the end when the caller sees it."""
         self.is_finished = self.ahead is None
 
     def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:

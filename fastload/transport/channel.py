@@ -4,11 +4,11 @@ A pair of connected SOCK_SEQPACKET sockets: each message arrives whole or not at
 descriptors along (unix(7), SCM_RIGHTS). Rules:
 
 1. A message above MESSAGE_BYTES travels in a segment of its own; the pipe carries the segment's descriptor.
-2. The parent never blocks in send: what the socket does not take waits in its outbox. So a worker that
-   blocks in send is always heard, and two ends can never wait for each other.
+2. The parent never blocks in send: messages that the socket does not take wait in the outbox. So the parent
+   always receives from a worker that blocks in send, and the two ends can never wait for each other.
 3. close() shuts the connection down, so that the other end sees it even if a forked process kept a copy.
 4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
-   number. It is never taken for a message that had none.
+   number. The receiver never mistakes it for a message without descriptors.
 5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
    cannot lose it.
 """

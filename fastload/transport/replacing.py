@@ -5,8 +5,8 @@ Used by the fetcher, wherever samples are read. Rules:
 1. Sizes and order of batches stay: each failed sample is replaced at its place.
 2. A replacement follows from the seed, the epoch, the batch and the place in it, so that it is the same for
    any number of workers and after a resume.
-3. A replacement is one of the samples that the sampler may give, where it is one of torch's that tells;
-   else it is one of the same batch.
+3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
+   replacement is another sample of the same batch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replacer:
     """Reads samples, and others in the place of those that cannot be read.
 
     Args:
-        on_error: `"replace"`, or a function that is given a `FailedSample` and gives the sample to use.
+        on_error: `"replace"`, or a function that takes a `FailedSample` and returns the sample to use.
         replacements: Indices of samples that may be a replacement; empty for those of the same batch.
         worker: The worker that reads; None without workers.
 

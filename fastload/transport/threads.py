@@ -208,7 +208,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{number}", daemon=True)
 
     def drop_tasks(self) -> None:
-        """Nobody waits for these any more."""
+        """Drop the tasks that are not answered yet: no caller waits for them any more."""
         for task in self.sent:
             task.is_stale = True
         self.sent.clear()
