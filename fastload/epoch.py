@@ -6,6 +6,7 @@ Made by `resume`, in the consumer's process, and kept up to date by the iterator
 from __future__ import annotations
 
 import itertools
+import re
 import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw, Draws
     from fastload.saved_state import SavedState
     from fastload.transport.stream_state import StreamState
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass
@@ -74,14 +77,14 @@ class Epoch:
         return (index, None) if self._draws is None else self._draws.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The batch of this index is there, for the caller, or for who fetches ahead of them."""
+        """The batch of this index has arrived, for the caller or for an iterator that fetches ahead."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
             self.ahead.append((index, worker, dataset_state))
 
     def ended(self) -> None:
-        """There are no more batches; who fetches ahead of the caller says it when the caller sees the end."""
+        """There are no more batches. An iterator that fetches ahead notes the end when the caller sees it."""
         self.is_finished = self.ahead is None
 
     def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
@@ -152,5 +155,13 @@ def _checksum(index: Any, checksum: int) -> int:
     try:
         numbers = np.asarray(index, np.int64)
     except (TypeError, ValueError, OverflowError):  # keys of another kind
-        return zlib.crc32(repr(index).encode("utf-8", "surrogatepass"), checksum)
+        return zlib.crc32(_text(index).encode("utf-8", "surrogatepass"), checksum)
     return zlib.crc32(numbers.tobytes(), checksum)
+
+
+def _text(index: Any) -> str:
+    """The repr of a key, without addresses, which are others in the next process."""
+    try:
+        return _ADDRESS.sub("", repr(index))
+    except Exception:  # noqa: BLE001  # of a class of the user's
+        return type(index).__name__

@@ -6,7 +6,14 @@ An error that the user's own code raises is never replaced: it keeps its type an
 
 from __future__ import annotations
 
+import contextlib
 import os
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, unless its class refuses notes, as a frozen dataclass does."""
+    with contextlib.suppress(Exception):
+        error.add_note(note)
 
 
 class FastloadError(Exception):

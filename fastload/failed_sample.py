@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +32,24 @@ class FailedSample:
     @classmethod
     def of(cls, index: Any, error: BaseException, worker: int | None, **more: Any) -> FailedSample:
         """What is known of a sample whose reading raised ``error``."""
-        reason = getattr(error, "reason", None) or error
-        return cls(index, path_of(error), type(error).__name__, str(reason), worker, **more)
+        return cls(index, path_of(error), type(error).__name__, _reason(error), worker, **more)
 
 
 def path_of(error: BaseException) -> str | None:
-    """The file that an error names, if it names one."""
-    path = getattr(error, "path", None) or getattr(error, "filename", None)
-    return None if path is None else str(path)
+    """The file that an error names in its attribute `path` or `filename`; None if it names no file there."""
+    for name in ("path", "filename"):
+        try:
+            path = os.fsdecode(getattr(error, name, None))  # type: ignore[arg-type]
+        except Exception:  # noqa: BLE001  # no path, or an attribute of a user's class that raises
+            continue
+        if path:
+            return path
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    """The text of an error, or of the shorter `reason` that some errors have."""
+    try:
+        return str(getattr(error, "reason", None) or error)
+    except Exception:  # noqa: BLE001  # of a class of the user's
+        return f"str() of this {type(error).__name__} raises an error"

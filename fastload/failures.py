@@ -51,11 +51,17 @@ def most_failures(error_budget: int | float, num_samples: int) -> int:
 
 
 def num_samples_of(loader: Any) -> int:
-    """How many samples an epoch of a loader reads; 0 where its sampler does not say."""
+    """How many samples an epoch of a loader reads, for its error budget.
+
+    Returns:
+        0 where no sample may fail, or where the sampler does not say its length.
+    """
+    if loader.on_error == "raise":
+        return 0
     try:
         count = len(loader.sampler)
         return count if loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler") else 0
-    except TypeError:
+    except Exception:  # noqa: BLE001  # a sampler of the user's may refuse to say it with any error
         return 0
 
 

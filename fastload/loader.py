@@ -250,6 +250,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.__dict__["collate_fn"] = own_collate(collate_fn)
 
     def __iter__(self) -> Any:
+        workers = getattr(self._iterator, "source", self._iterator)
+        if isinstance(workers, WorkerIterator) and not workers.is_ours:
+            self._iterator = None  # these persistent workers serve the process that forked this one
         with resume.beginning(self):
             return super().__iter__()
 

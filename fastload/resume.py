@@ -24,7 +24,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset
 
 from fastload.epoch import Epoch
-from fastload.errors import ResumeError
+from fastload.errors import ResumeError, add_note
 from fastload.order import (
     DEFAULT,
     check_generators,
@@ -153,7 +153,7 @@ def _sample_seed(loader: DataLoader[Any]) -> int:
 def _num_samples(loader: DataLoader[Any]) -> int:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:  # torch asks for no length when there is a sampler
+    except Exception:  # noqa: BLE001  # torch asks for no length when there is a sampler
         return 0
 
 
@@ -232,10 +232,11 @@ def _raise_errors(epoch: Epoch) -> None:
         for state in epoch.dataset_states or ():
             state.raise_error()
     except Exception as error:
-        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
-        error.add_note(
+        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
+        add_note(
+            error,
             f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
-            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch"
+            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch",
         )
         raise
 

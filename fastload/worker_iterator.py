@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
 from fastload.failures import FailureCount, num_samples_of
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
@@ -60,6 +60,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._turn = threading.RLock()  # batches are counted by one thread at a time
         self._is_interrupted = False  # and closed for that
         self._failed_sampler = ""  # how the sampler ended, where it was an error
+        self._has_died = False  # whether the death of a worker ended the epoch
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
         job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
         self._is_prefetched = False
@@ -99,6 +100,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _begin_epoch(self, loader: DataLoader, first_iter: bool) -> None:
         self._is_prefetched = False
         self._failed_sampler = ""
+        self._has_died = False
         if not first_iter:
             self._drop_pinned()
             number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
@@ -208,7 +210,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 f"the sampler was ended by an exception, {self._failed_sampler}, raised before; the "
                 "batches that it would have named from there on are missing: start a new iterator"
             )
-        self._epoch.ended()
+        if not self._has_died:  # else the caller has not seen the end: the saved state lies within the epoch
+            self._epoch.ended()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -232,6 +235,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _end_after_death(self) -> None:
         _wait_for_exit()
+        self._has_died = True
         self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
         self._sampler_iter = iter(())
         self.close()
@@ -245,8 +249,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 raise error  # of a thread: the error itself
         except BaseException as error:
             for note in task.notes:
-                error.add_note(note)
-            error.add_note(f"fastload: batch {task.number}, worker {worker}, {place}")
+                add_note(error, note)
+            add_note(error, f"fastload: batch {task.number}, worker {worker}, {place}")
             raise
 
     def _drop_pinned(self) -> None:
@@ -256,6 +260,11 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._receive(*head)
                 self._schedule.answer()
                 self._pin_thread.take_out()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the workers, and not one that was forked from it."""
+        return self._pool.is_ours
 
     def belongs_to(self, loader: DataLoader) -> bool:
         """Whether ``loader`` made this iterator."""
@@ -284,7 +293,7 @@ def _raise_anew(wrapper: ExceptionWrapper) -> None:
     try:
         wrapper.reraise()
     except BaseException as error:
-        error.__traceback__ = None  # torch's frame has a variable that holds the error, which holds the frame
+        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
         raise
 
 
@@ -325,7 +334,12 @@ def _start_threads(loader: DataLoader, job: Job, pins: bool) -> ThreadPool:
 
     watches = resume.book_of(loader).next_number <= 1
     return ThreadPool(
-        job, loader.prefetch_factor or 0, limit_bytes(loader.ring_bytes), finish, watches=watches
+        job,
+        loader.prefetch_factor or 0,
+        limit_bytes(loader.ring_bytes),
+        finish,
+        watches=watches,
+        timeout_s=loader.timeout,
     )
 
 

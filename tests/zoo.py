@@ -207,6 +207,28 @@ def bad_init(worker_id: int) -> None:
     raise ValueError(f"init of worker {worker_id}")
 
 
+class Endless:
+    """A sampler whose length is an error, or more than Python's `len` can say."""
+
+    def __init__(self, length: Exception | int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Any:
+        return iter([3, 1, 4])
+
+    def __len__(self) -> int:
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
+
+
+class Words(Dataset):
+    """A dataset of no known length, with names for indices."""
+
+    def __getitem__(self, name: str) -> str:
+        return name * 2
+
+
 class TupleBatches:
     """A batch sampler that gives tuples and tensors."""
 

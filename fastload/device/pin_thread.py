@@ -95,10 +95,11 @@ class PinThread:
             try:
                 answer = self._receive(due)
                 self._pin(answer)
-            except Exception as caught:  # noqa: BLE001  # raised again in the consumer's thread
+            except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
             self._ready.append((answer, error))
-            self._wakes.put(None)
+            if self._wakes.empty():  # else the consumer will look, and finds this answer too
+                self._wakes.put(None)
             del answer, error  # or this frame would keep a batch alive until the next one
 
 

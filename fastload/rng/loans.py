@@ -1,4 +1,4 @@
-"""What is the user's, borrowed for the time of one batch: generators, and the attributes that hold them.
+"""Generators of the user's, and the attributes that hold them, borrowed for the time of one batch.
 
 Used where a dataset is read in the user's own process, by `sample_rng` and `local_pipelines`. Rules:
 

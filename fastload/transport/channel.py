@@ -4,11 +4,11 @@ A pair of connected SOCK_SEQPACKET sockets: each message arrives whole or not at
 descriptors along (unix(7), SCM_RIGHTS). Rules:
 
 1. A message above MESSAGE_BYTES travels in a segment of its own; the pipe carries the segment's descriptor.
-2. The parent never blocks in send: what the socket does not take waits in its outbox. So a worker that
-   blocks in send is always heard, and two ends can never wait for each other.
+2. The parent never blocks in send: messages that the socket does not take wait in the outbox. So the parent
+   always receives from a worker that blocks in send, and the two ends can never wait for each other.
 3. close() shuts the connection down, so that the other end sees it even if a forked process kept a copy.
 4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
-   number. It is never taken for a message that had none.
+   number. The receiver never mistakes it for a message without descriptors.
 5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
    cannot lose it.
 """
@@ -31,6 +31,14 @@ from fastload.transport.segment import Segment
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
+# The arguments of recvmsg, each in a tuple for map().
+_RECEIVE = (
+    (MESSAGE_BYTES,),
+    (socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize),)
+    if hasattr(socket, "CMSG_SPACE")
+    else (),
+    (getattr(socket, "MSG_CMSG_CLOEXEC", 0),),
+)
 
 
 class Received:
@@ -146,14 +154,11 @@ class Channel:
             self._arrived.clear()  # the same message, where a signal came between the two last lines
             return self._inbox[0]
         if not self._arrived:
-            space = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-            with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            try:
                 # One call from the socket into the deque: a signal handler that raises finds the message
                 # either in the socket or in the deque.
-                self._arrived.extend(
-                    map(self._socket.recvmsg, (MESSAGE_BYTES,), (space,), (socket.MSG_CMSG_CLOEXEC,))
-                )
-            if not self._arrived:
+                self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
+            except (BlockingIOError, ConnectionResetError):
                 return None
         data, ancillary, _, _ = self._arrived[0]
         if not data:
@@ -192,15 +197,15 @@ class Channel:
 
     def close(self) -> None:
         """Hang up; idempotent."""
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
         with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         self.abandon()
 
     def abandon(self) -> None:
         """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
+                os.close(fd)
         if self._inbox:
             self._arrived.clear()
             self.take_out()

@@ -162,7 +162,8 @@ class _DictNode:
             child.begin()
 
     def write(self, value: Any, row: int) -> None:
-        if type(value) is not dict:
+        # torch's batch has the keys of its first sample, in that order; later samples may have more.
+        if type(value) is not dict or (row == 0 and list(value) != list(self._children)):
             raise _MismatchError
         for key, child in self._children.items():
             if key not in value:

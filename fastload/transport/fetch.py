@@ -18,7 +18,7 @@ from fastload.failed_sample import path_of
 from fastload.transport.collate import RowCollate, to_channels_last
 from fastload.transport.obituary import short
 from fastload.transport.replacing import Replacer
-from fastload.transport.stacking import is_torch_default, stacking_into
+from fastload.transport.stacking import StackingInto, is_torch_default
 from fastload.transport.stream_state import ENDED, StreamState
 
 if TYPE_CHECKING:
@@ -125,11 +125,11 @@ class Fetcher:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
             self._reading = index
-            with stacking_into(self._arena):  # a dataset that makes whole batches makes them here
+            with StackingInto(self._arena):  # a dataset that makes whole batches makes them here
                 return self._collate_fn(self._getter((index,), draw)(index))
         if not is_torch_default(self._collate_fn):
             samples = self._fetch_samples(index, draw)
-            with stacking_into(self._arena):
+            with StackingInto(self._arena):
                 return self._collate_fn(samples)
         cached = _find_cache(self._dataset)
         if cached is not None:
@@ -196,7 +196,7 @@ class Fetcher:
 
     def _finish_rows(self) -> Any:
         self._reading = _NOTHING
-        with stacking_into(self._arena):
+        with StackingInto(self._arena):
             return self._rows.finish()
 
     def _fetch_cached(self, dataset: CachedDataset, indices: list[Any], draw: Draw | None) -> Any:
@@ -220,7 +220,7 @@ class Fetcher:
         if self._has_ended:
             raise StopIteration
         if not self._auto_collation:
-            with stacking_into(self._arena):
+            with StackingInto(self._arena):
                 return self._collate_fn(next(samples))
         writes_rows = is_torch_default(self._collate_fn)
         kept: list[Any] = []
@@ -241,7 +241,7 @@ class Fetcher:
             raise StopIteration
         if writes_rows:
             return self._finish_rows()
-        with stacking_into(self._arena):
+        with StackingInto(self._arena):
             return self._collate_fn(kept)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

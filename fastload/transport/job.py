@@ -17,7 +17,13 @@ from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.transport.loader_collate import own_collate
@@ -83,8 +89,15 @@ class Job:
 
 
 def _replacements(loader: DataLoader) -> Sequence[Any]:
-    """The indices that the sampler may give, where it is one of torch's that tells; else none."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    """The indices that the sampler may give, if `on_error` needs them and the sampler is one of torch's.
+
+    A batch sampler of the user's chooses its indices itself: the sampler that torch then makes is not used.
+    """
+    if loader.on_error == "raise":
+        return ()
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
     if type(sampler) is SubsetRandomSampler:
         return sampler.indices
     if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):

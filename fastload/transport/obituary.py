@@ -58,6 +58,12 @@ def obituary(worker_id: int, code: int | None, task: Task | None, num_oom_kills:
 
 
 def short(index: Any) -> str:
-    """An index for a message: its repr, cut where it gets long."""
-    text = repr(index)
+    """An index for a message: its repr, cut where it gets long.
+
+    An index whose repr() raises is named by its type, so that the error that is reported is not lost.
+    """
+    try:
+        text = repr(index)
+    except Exception as error:  # noqa: BLE001  # of a class of the user's
+        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= 200 else text[:200] + "..."

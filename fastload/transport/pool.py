@@ -1,7 +1,7 @@
 """Start, feed, watch and stop workers. Runs in the parent, and owns every process, pipe and slot.
 
-The pool knows nothing of samplers and epochs: it takes tasks for a worker and gives answers of a worker,
-in the order in which the tasks were given. Rules:
+The pool does not know samplers and epochs: it takes tasks for a worker and returns the worker's answers, in
+the order of the tasks. Rules:
 
 1. Only this process keeps books; workers share nothing with each other.
 2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
@@ -11,8 +11,8 @@ in the order in which the tasks were given. Rules:
    it at the fork).
 5. Answers are matched to tasks by their serial number. An answer that cannot be received or opened is an
    error at the turn of its task, and costs no other.
-6. An exception from a signal handler may end `take`. The next call goes on where that one stood: a task or an
-   answer leaves its queue only after the step that it is in has been noted.
+6. An exception from a signal handler may end `take`. The next call continues from there, because a task or an
+   answer leaves its queue only after the pool has recorded the step that it was in.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastload")
 
-# A worker may finish the sample it is at; then it is asked, then it is ended.
+# A worker may finish its current sample; after that it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
 _TERMINATE_S = 1.0
-# After a death the caller waits for its error, and what the other workers are at is lost anyway.
+# After a death the caller waits for its error, and batches that other workers are reading are lost anyway.
 _GRACE_AFTER_DEATH_S = 0.2
 # One look at a pool of live processes costs less than this matters.
 _WATCH_INTERVAL_S = 5.0
@@ -100,7 +100,7 @@ class Pool:
         self._serials = itertools.count(1)  # of messages to workers
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
-        self._death = ""  # what was said of workers that died, if that closed the pool
+        self._death = ""  # the text of the error, if workers died and the pool closed for that
         self._context = context
         self._job: Job | PickledJob = job  # as it is sent to workers
         self._restarts_left = num_restarts
@@ -288,7 +288,11 @@ class Pool:
         if received.is_cut:
             self._lose(task, f"its memory could not be received, {too_many_files()}")
         else:
-            reply, memory = received.load(), None
+            try:
+                reply, memory = received.load(), None
+            except Exception as error:  # noqa: BLE001  # it may name indices, which are objects of the user's
+                self._lose(task, f"the answer could not be unpickled: {error!r}")
+                return
             if received.fd is not None:
                 try:
                     memory = Memory(
@@ -335,8 +339,11 @@ class Pool:
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
         else:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _wait() finds out and says so
-                worker.channel.flush()
+            if not worker.channel.is_flushed:
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # _wait() finds out and says so
+                    worker.channel.flush()
 
     def _send(
         self,
@@ -385,8 +392,12 @@ class Pool:
                 if worker.channel.has_message():
                     return
                 if len(dead) <= self._restarts_left:
-                    for worker_id in dead:
-                        self._replace(worker_id)
+                    try:
+                        for worker_id in dead:
+                            self._replace(worker_id)
+                    except BaseException:
+                        self._is_closed = True  # no worker would ever answer its unfinished tasks
+                        raise
                     return
                 self._note_death(dead)
             self.close(_GRACE_AFTER_DEATH_S)

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. A process is watched through a pidfd (pidfd_open(2)), which nobody inherits. The pipe that multiprocessing
-   watches stays open for as long as any child of the worker, or a process forked meanwhile, holds a copy.
+1. The parent watches a process through a pidfd (pidfd_open(2)), which becomes readable when the process ends.
+   The pipe that multiprocessing watches stays open while any child of the worker, or a process that was
+   forked meanwhile, holds a copy.
 2. Signals go through the pidfd, so that they never reach another process that got the number later.
 3. Signals that have a handler in Python wait while a process forks, until the worker has put the handlers
    back that a new process would have: the parent's handlers never run in a worker.

@@ -5,8 +5,8 @@ Used by the fetcher, wherever samples are read. Rules:
 1. Sizes and order of batches stay: each failed sample is replaced at its place.
 2. A replacement follows from the seed, the epoch, the batch and the place in it, so that it is the same for
    any number of workers and after a resume.
-3. A replacement is one of the samples that the sampler may give, where it is one of torch's that tells;
-   else it is one of the same batch.
+3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
+   replacement is another sample of the same batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastload.errors import add_note
 from fastload.failed_sample import FailedSample
+from fastload.transport.obituary import short
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +37,7 @@ class Replacer:
     """Reads samples, and others in the place of those that cannot be read.
 
     Args:
-        on_error: `"replace"`, or a function that is given a `FailedSample` and gives the sample to use.
+        on_error: `"replace"`, or a function that takes a `FailedSample` and returns the sample to use.
         replacements: Indices of samples that may be a replacement; empty for those of the same batch.
         worker: The worker that reads; None without workers.
 
@@ -89,11 +91,12 @@ class Replacer:
                 # Below zero, so that no occurrence of the sample itself draws the same numbers.
                 sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
-                error.add_note(f"fastload: sample {index!r} in its place could not be read: {other!r:.200}")
+                place = f"sample {short(index)} in its place"
+                add_note(error, f"fastload: {place} could not be read: {short(other)}")
                 continue
             self.failed.append(self._describe(number, error, index))
             return sample
-        error.add_note('fastload: on_error="replace" found no sample for its place that can be read')
+        add_note(error, 'fastload: on_error="replace" found no sample for its place that can be read')
         raise error
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
@@ -104,5 +107,8 @@ class Replacer:
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, which is the same in every process.
         generator = random.Random(",".join(map(str, (*self._place, number))))
-        found = self._replacements or [*self._indices[:number], *self._indices[number + 1 :]]
-        return generator.sample(found, min(len(found), _MOST_ATTEMPTS))
+        found = self._replacements  # may be an array or a tensor, as the sampler was given it
+        if not len(found):
+            found = [*self._indices[:number], *self._indices[number + 1 :]]
+        positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))
+        return [found[position] for position in positions]

@@ -7,7 +7,6 @@ sample is still in use.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.transport.packing import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from fastload.transport.memory import Arena
 
@@ -49,7 +48,7 @@ _stacking = _Stacking()
 
 
 def install_slot_rule() -> None:
-    """Let default_collate stack tensors into a slot, wherever `stacking_into` allows it.
+    """Let default_collate stack tensors into a slot, wherever `StackingInto` allows it.
 
     Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
     """
@@ -58,19 +57,30 @@ def install_slot_rule() -> None:
         rules[torch.Tensor] = _slot_rule
 
 
-@contextlib.contextmanager
-def stacking_into(arena: Arena) -> Iterator[None]:
+class StackingInto:
     """While a batch is collated: default_collate, called by this thread, stacks tensors into ``arena``.
 
     Only for code whose result is the batch. A dataset that calls default_collate to make one sample gets
     memory of its own, because the arena may start anew while the sample is in use.
+
+    A class and no generator of contextlib: it is entered for each batch, and leaves errors untouched.
+
+    Args:
+        arena: Where tensors are stacked.
     """
-    before = _stacking.arena
-    _stacking.arena = arena
-    try:
-        yield
-    finally:
-        _stacking.arena = before
+
+    __slots__ = ("_arena", "_before")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._before: Arena | None = None
+
+    def __enter__(self) -> None:
+        self._before = _stacking.arena
+        _stacking.arena = self._arena
+
+    def __exit__(self, *exc_info: object) -> None:
+        _stacking.arena = self._before
 
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:

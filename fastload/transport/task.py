@@ -1,4 +1,4 @@
-"""One batch on its way through a worker, process or thread: what was asked, and the answer."""
+"""One batch on its way through a worker process or thread: the request and the answer."""
 
 from __future__ import annotations
 

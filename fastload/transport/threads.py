@@ -57,14 +57,23 @@ class ThreadPool:
         ring_bytes: Upper bound for the memory that all of them keep.
         finish: Called with each batch, in its thread; what it gives is handed over.
         watches: Whether the first batch is fetched alone, to see if it draws from the process's generators.
+        timeout_s: For how long the first batch is watched; 0: until it is there.
 
     Raises:
         ValueError: A pipeline cannot be copied for each thread.
     """
 
     def __init__(
-        self, job: Job, prefetch_factor: int, ring_bytes: int, finish: Callable[[Any], Any], *, watches: bool
+        self,
+        job: Job,
+        prefetch_factor: int,
+        ring_bytes: int,
+        finish: Callable[[Any], Any],
+        *,
+        watches: bool,
+        timeout_s: float = 0,
     ) -> None:
+        self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._is_closed = False
         self._watches = watches
@@ -104,8 +113,8 @@ class ThreadPool:
         task = Task(number, index, draw, at)
         worker.sent.append(task)
         worker.tasks.put(task)
-        if watches:
-            worker.is_idle.wait()  # nobody else draws while this thread waits
+        # No other thread of ours draws during this wait. A batch that takes too long is an error in `take`.
+        if watches and worker.is_idle.wait(self._timeout_s or None):
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
 
@@ -191,7 +200,7 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
-        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each answer; the task holds it
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an answer is there; the task holds it
         self.sent: deque[Task] = deque()  # the consumer's, in the order of their answers
         self.has_begun = threading.Event()
         self.is_idle = threading.Event()  # set once the first task is answered
@@ -199,7 +208,7 @@ class _Worker:
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{number}", daemon=True)
 
     def drop_tasks(self) -> None:
-        """Nobody waits for these any more."""
+        """Drop the tasks that are not answered yet: no caller waits for them any more."""
         for task in self.sent:
             task.is_stale = True
         self.sent.clear()
@@ -219,10 +228,12 @@ class _Worker:
                     self._restart(task.epoch)
                 elif not task.is_stale:
                     self._answer(task)
-                    self.wakes.put(None)
+                    if self.wakes.empty():  # else the consumer will look, and finds this answer too
+                        self.wakes.put(None)
                     self.is_idle.set()
                 del task  # or this frame would keep an index alive until the next one
         self._buffers.clear()
+        self.is_idle.set()  # another thread may wait for the first batch of a pool that was closed
 
     def _begin(self, seed: int) -> None:
         job = self._job

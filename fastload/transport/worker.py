@@ -33,7 +33,6 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
-from fastload.errors import SegmentError
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
@@ -271,7 +270,7 @@ class _Worker:
             self._channel.send(reply, fd, number=number)
         except (BrokenPipeError, ConnectionResetError):
             raise
-        except (OSError, SegmentError) as error:  # no descriptor or no memory is left for a long reply
+        except Exception as error:  # noqa: BLE001  # no memory or descriptor is left, or an index cannot be pickled
             self._channel.send(Reply(Kind.ERROR, error=self._short_error(reply, error)), number=number)
 
     def _begin(self, message: Fetch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data as tud
@@ -217,6 +219,52 @@ def test_single_samples_are_replaced_too() -> None:
 
     assert len(numbers) == 20
     assert not zoo.BAD.intersection(numbers)
+
+
+@EVERY_MODE
+@pytest.mark.parametrize("make", [list, np.array, torch.tensor], ids=["list", "array", "tensor"])
+def test_a_replacement_is_one_of_the_subset_that_the_sampler_draws_from(mode: str, make: Any) -> None:
+    """The subset may be an array or a tensor, as torch's sampler takes it."""
+    indices = [index for index in range(20) if index % 2 == 0 or index in zoo.BAD]
+    sampler = tud.SubsetRandomSampler(make(indices), generator=torch.Generator().manual_seed(3))
+    loader = make_loader(datasets.Made(zoo.some_bad, 20), sampler=sampler, **MODES[mode])
+
+    got = {number for batch in rows(loader) for number in batch}
+
+    assert got <= set(indices) - zoo.BAD
+    assert len(loader.failed_samples) == len(zoo.BAD.intersection(indices))
+
+
+@EVERY_MODE
+def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_batch(mode: str) -> None:
+    """No other index is known to be one that the batch sampler may give: it may hold back a test set."""
+    batches = [[2, 3, 4], [8, 9, 10]]
+    loader = make_loader(datasets.Made(zoo.some_bad, 100), batch_size=1, batch_sampler=batches, **MODES[mode])
+
+    got = rows(loader)
+
+    for batch, indices in zip(got, batches, strict=True):
+        assert set(batch) <= set(indices) - zoo.BAD
+
+
+@pytest.mark.parametrize("side", ["worker", "consumer"])
+def test_a_report_that_cannot_travel_costs_its_batch_alone(side: str) -> None:
+    """The report names the index, whose class travels to the worker and not back."""
+    indices = [[zoo.OneWay(number, os.getpid(), side)] for number in range(5)]
+    iterator = iter(
+        make_loader(
+            datasets.Made(zoo.some_bad),
+            batch_size=1,
+            batch_sampler=indices,
+            on_error=zoo.black,
+            num_workers=1,
+        )
+    )
+    got = [zoo.value_of(next(iterator)) for _ in range(3)]
+    with pytest.raises(RuntimeError, match="one way"):
+        next(iterator)
+
+    assert [*got, zoo.value_of(next(iterator))] == [0, 1, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,39 @@ def test_a_handler_that_waits_for_all_children_hides_no_death() -> None:
             list(iterator)
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's error comes first, and every later call says that the iterator is closed."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), 2)
+    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, restart_workers=1)
+    iterator = iter(loader)
+
+    def refuse(*_: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(pool, "make_channel", refuse)
+
+    with pytest.raises(BlockingIOError):
+        next(iterator)
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
+
+
+def test_after_a_death_the_state_lies_within_the_epoch(tmp_path: Any) -> None:
+    """Also for a caller who goes on after the error; the rest of the epoch can be read later."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), 10)
+    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2)
+    iterator = iter(loader)
+    got: list[Any] = []
+    with pytest.raises(fastload.WorkerDiedError):
+        got.extend(iter(iterator.__next__, None))
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+    loader.load_state_dict(loader.state_dict())
+    got += list(loader)
+
+    assert [[zoo.value_of(sample) for sample in batch] for batch in got] == EXPECTED

@@ -196,9 +196,9 @@ BAD = frozenset({3, 8, 9, 14})
 
 def some_bad(index: int) -> Any:
     """Four of the samples cannot be read."""
-    if index in BAD:
+    if int(index) in BAD:
         raise OSError(5, "Input/output error", f"/photos/{index}.jpg")
-    return np.full(4, index)
+    return np.full(4, int(index))
 
 
 def all_bad(index: int) -> Any:
@@ -243,3 +243,29 @@ class DiesAlways:
         if index == self.index:
             os._exit(7)
         return array(index)
+
+
+class OneWay:
+    """An index that can be pickled, or unpickled, on its way to a worker but not on its way back."""
+
+    def __init__(self, number: int, consumer_pid: int, fails_in: str) -> None:
+        self.number = number
+        self.consumer_pid = consumer_pid
+        self.fails_in = fails_in
+
+    def __int__(self) -> int:
+        return self.number
+
+    def __neg__(self) -> int:
+        return -self.number
+
+    def __reduce__(self) -> Any:
+        if self.fails_in == "worker" and os.getpid() != self.consumer_pid:
+            raise TypeError("this goes one way")
+        return _rebuild, (self.number, self.consumer_pid, self.fails_in)
+
+
+def _rebuild(number: int, consumer_pid: int, fails_in: str) -> OneWay:
+    if fails_in == "consumer" and os.getpid() == consumer_pid:
+        raise TypeError("this goes one way")
+    return OneWay(number, consumer_pid, fails_in)

@@ -129,6 +129,8 @@ SAMPLES: dict[str, Any] = {
     "lists of unequal length": lambda i: [1] * (1 + (i == 7)),
     "a missing key": lambda i: {"a": 1} if i == 6 else {"a": 1, "b": _f32(i)},
     "an extra key": lambda i: {"a": _f32(i), "b": 1} if i == 6 else {"a": _f32(i)},
+    "more keys in later batches": lambda i: {"b": 1, "a": _f32(i)} if i > 7 else {"a": _f32(i)},
+    "keys in another order later": lambda i: {"b": i, "a": i} if i > 7 else {"a": i, "b": i},
     "tuple then list": lambda i: (_f32(i), i) if i % 2 else [_f32(i), i],
     "requires grad": lambda i: torch.ones(2, requires_grad=True),
     "parameter": lambda i: torch.nn.Parameter(torch.ones(2), requires_grad=False),
@@ -197,6 +199,9 @@ OPTIONS: dict[str, Any] = {
         "sampler": tud.DistributedSampler(DRAWS, num_replicas=3, rank=1, seed=5),
     },
     "batch sampler of tuples and tensors": lambda g: {"dataset": IMAGES, "batch_sampler": zoo.TupleBatches()},
+    "sampler without a length": lambda g: {"dataset": IMAGES, "sampler": zoo.Endless(NotImplementedError())},
+    "sampler of a huge length": lambda g: {"dataset": IMAGES, "sampler": zoo.Endless(10**20)},
+    "dataset without a length": lambda g: {"dataset": zoo.Words(), "batch_sampler": [["b", "a"], ["c"]]},
     "no batches": lambda g: {"dataset": zoo.Made(zoo.draws), "batch_size": None, "shuffle": True},
     "bulk idiom": lambda g: {
         "dataset": tud.TensorDataset(torch.arange(40).view(20, 2)),

@@ -214,6 +214,27 @@ def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
+    """The child reads a whole epoch, and the parent's next epochs are as they should be."""
+    with fastload.DataLoader(zoo.Made(numbered, 40), 10, num_workers=2, persistent_workers=True) as loader:
+        assert len(list(loader)) == 4
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                signal.alarm(30)
+                code = 0 if len(list(loader)) == 4 else 2
+                loader.close()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                assert_is(batch, range(number * 10, number * 10 + 10))
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
 # --- callers that hold on --------------------------------------------------------------------------------
 
 

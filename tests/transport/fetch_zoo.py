@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -116,3 +117,32 @@ class IteratorBatches:
     def __iter__(self) -> Any:
         yield iter([0, 1, 2])
         yield iter([5, 6])
+
+
+class Silent:
+    """An index, or a sample, whose repr raises."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An error whose attributes cannot be set, with a path that is none."""
+
+    value: Any = None
+
+    @property
+    def path(self) -> Any:
+        return np.zeros(3)
+
+    @property
+    def filename(self) -> Any:
+        raise KeyError("filename")
+
+
+def raises_frozen(_: Any) -> Any:
+    raise FrozenError("the real error")

@@ -109,6 +109,28 @@ def test_an_error_names_the_path_of_its_sample(num_workers: int) -> None:
     assert "dataset index 3, /nowhere/3.jpg" in _notes(loader, FileNotFoundError)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}],
+    ids=["no workers", "process", "thread"],
+)
+@pytest.mark.parametrize("collate_fn", [None, fetch_zoo.raises_frozen], ids=["dataset", "collate_fn"])
+def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
+    options: dict[str, Any], collate_fn: Any
+) -> None:
+    """The error's class takes no notes, its path is no path, and the repr of the index raises."""
+    get = fetch_zoo.Silent if collate_fn is not None else fetch_zoo.raises_frozen
+    batches = [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
+    loader = fastload.DataLoader(zoo.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options)
+    iterator = iter(loader)
+
+    for _ in batches:
+        with pytest.raises(fetch_zoo.FrozenError):
+            next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
 def test_an_error_of_a_cached_sample_names_the_samplers_index() -> None:
     """Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset."""
     cached = fastload.CachedDataset(zoo.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)

@@ -264,6 +264,27 @@ class TestFaults:
             next(iterator)
         dataset.gate.release(100)
 
+    def test_timeout_of_the_first_batch(self) -> None:
+        """The time is limited for the batch that is fetched alone, too."""
+        dataset = Gate()
+        iterator = iter(threads(dataset, num_workers=1, timeout=0.05))
+
+        with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
+            next(iterator)
+        dataset.gate.release(100)
+
+    @pytest.mark.parametrize("num_batches", [4, 40])
+    def test_batches_that_wait_for_the_caller_leave_nothing_behind(self, num_batches: int) -> None:
+        """What wakes the caller does not add up over an epoch in which the threads are always ahead."""
+        loader = threads(Squares(num_batches * 4), num_workers=1, prefetch_factor=num_batches)
+        iterator = iter(loader)
+        worker = iterator._pool._workers[0]
+        while not worker.tasks.empty():
+            worker.thread.join(0.01)
+
+        for _ in iterator:
+            assert worker.wakes.qsize() <= 2
+
     def test_closing_ends_the_threads_and_keeps_batches(self) -> None:
         """After close() no thread is left, batches stay valid, and next() says why there is none."""
         loader = threads(Squares())
