@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Mapping, Sequence
 
-    from fastload.cache.disk.partial import BuildLock
+    from fastload.cache.disk.build_lock import BuildLock
 
 TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
 _SPARE_SLOTS = 2
