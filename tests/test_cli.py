@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 import fastload
 from fastload import cli
 from fastload.cache.disk import inventory
+from fastload.cache.disk.build_lock import only_builder
 from fastload.cache.disk.codecs import CODECS
 from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.disk.partial import only_builder
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel

@@ -291,8 +291,9 @@ def test_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
 
 
 def test_partial_of_no_plan_goes(tmp_path: Path) -> None:
-    """Whatever lies at the partial's place without a plan is no build, and is removed."""
-    (tmp_path / "cache.partial").write_text("?")
+    """What a build left that was killed before it had a plan is removed."""
+    (tmp_path / "cache.partial").mkdir()
+    (tmp_path / "cache.partial" / "plan.json.new").write_text("?")
     build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
 
     assert os.listdir(tmp_path) == ["cache"]

@@ -314,12 +314,40 @@ def test_reboot_loses_an_unfinished_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert dataset.reads == [1] * 40
 
 
-def test_damaged_plan_starts_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: '{"version": ',
+        lambda text: "[" * 100_000,
+        lambda text: '{"version": 1, "plan": 5}',
+        lambda text: text.replace('"num_samples": 40', '"num_samples": -40'),
+        lambda text: text.replace('"skips"', '"skip"'),
+        lambda text: text.replace('"version": 1', '"version": 2'),
+    ],
+    ids=["cut", "nested", "number", "negative", "lacks a field", "version"],
+)
+def test_damaged_plan_starts_anew(change: Callable[[str], str], tmp_path: Path) -> None:
     """A plan that cannot be read is none."""
     leave_unfinished(tmp_path / "cache")
-    (tmp_path / "cache.partial" / "plan.json").write_text('{"version": ')
+    plan = tmp_path / "cache.partial" / "plan.json"
+    plan.write_text(change(plan.read_text()))
+    dataset = Images(40)
+    check(dataset, build(dataset, tmp_path / "cache", {}))
 
-    check(Images(40), build(Images(40), tmp_path / "cache", {}))
+    assert dataset.reads == [1] * 40
+
+
+@pytest.mark.parametrize(
+    "line", ['{"index": "x", "path": null, "type": "", "reason": ""}', "[" * 100_000, "5", "\xff"]
+)
+def test_damaged_line_of_the_report_is_no_line(line: str, tmp_path: Path) -> None:
+    """A line of an unfinished report that cannot be read is left out, and the build goes on."""
+    leave_unfinished(tmp_path / "cache", shards=4)
+    (tmp_path / "cache.partial" / "errors.jsonl").write_bytes(line.encode("latin-1"))
+    dataset = Images(40)
+    check(dataset, build(dataset, tmp_path / "cache", {"shards": 4}))
+
+    assert sum(dataset.reads) < 40
 
 
 def test_damaged_finished_shard_is_written_again(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ import numpy as np
 import PIL
 
 from fastload.cache import workers
+from fastload.cache.disk.build_lock import only_builder
 from fastload.cache.disk.codecs import LOSSY, check_codec
 from fastload.cache.disk.description import Description, Plan, runs_of
 from fastload.cache.disk.format import VALUE_HEADER_BYTES
 from fastload.cache.disk.handover import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
 from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.disk.partial import Partial, only_builder, source_differences
+from fastload.cache.disk.partial import Partial, source_differences
 from fastload.cache.disk.shapes import SeenShapes
 from fastload.cache.disk.writer import ShardWriter
 from fastload.cache.progress import BuildProgress
@@ -39,8 +40,8 @@ from fastload.failures import check_budget, most_failures
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from fastload.cache.disk.build_lock import BuildLock
     from fastload.cache.disk.handover import Value
-    from fastload.cache.disk.partial import BuildLock
     from fastload.cache.fingerprint import Fingerprint
 
 log = logging.getLogger("fastload")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Mapping, Sequence
 
-    from fastload.cache.disk.partial import BuildLock
+    from fastload.cache.disk.build_lock import BuildLock
 
 log = logging.getLogger("fastload")
 

@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from dataclasses import dataclass
 
+from fastload.cache.disk.build_lock import is_being_built, only_builder
 from fastload.cache.disk.format import TRAILER_MAGIC
 from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.disk.partial import only_builder
-from fastload.cache.locks import try_lock
+from fastload.cache.disk.partial import NAMES, foreign_part
 from fastload.errors import CacheCorruptError, CacheMismatchError
 
 log = logging.getLogger("fastload")
 
-PARTIAL, REPORT, LOCK = ".partial", ".errors.jsonl", ".lock"
-_OURS = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
+PARTIAL, REPORT = ".partial", ".errors.jsonl"
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,6 @@ def list_caches(directory: str) -> list[Found]:
             closed[0],
         )
     return found
-
-
-def is_being_built(path: str) -> bool:
-    """Whether a builder holds the lock on a destination now."""
-    try:
-        fd = os.open(path + LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not try_lock(fd)
-    finally:
-        os.close(fd)
 
 
 def files_of(path: str) -> list[str]:
@@ -161,12 +147,12 @@ def _is_finished(path: str) -> bool:
     if not os.path.isdir(path):
         return _ends_as_ours(path)
     names = os.listdir(path)
-    return all(map(_OURS.fullmatch, names)) and any(_ends_as_ours(os.path.join(path, name)) for name in names)
+    return all(map(NAMES.fullmatch, names)) and any(_ends_as_ours(os.path.join(path, name)) for name in names)
 
 
 def _is_partial(path: str) -> bool:
     """Whether a build left this; one that was killed early leaves an empty directory."""
-    return os.path.isdir(path) and not os.path.islink(path) and all(map(_OURS.fullmatch, os.listdir(path)))
+    return os.path.lexists(path) and foreign_part(path) is None
 
 
 def _ends_as_ours(path: str) -> bool:

@@ -1,9 +1,10 @@
-"""What an unfinished build leaves on disk, when a later one goes on with it, and the lock for one builder.
+"""What an unfinished build leaves on disk, and when a later one goes on with it.
 
 Called by `build` in the parent. DEST.partial is a directory: `plan.json`, one LMDB file a shard, and
 `errors.jsonl`, a line for each sample that was left out. Rules:
 
-1. One builder a destination: it holds the exclusive lock on DEST.lock for as long as it lives.
+1. One builder a destination: it holds the exclusive lock on DEST.lock for as long as it lives (see
+   `build_lock`). What others have put at DEST.partial is neither written nor removed.
 2. A later build goes on with it only if it would write the same: same source (fingerprint, or else number of
    samples and sample 0), codec, quality and shards. Otherwise it starts anew, and says why.
 3. Commits are not synced, which would make decoding wait for the disk. They outlive the process that made
@@ -20,90 +21,47 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastload.cache.disk.description import FORMAT_VERSION, Plan
+from fastload.cache.disk.description import FORMAT_VERSION, Plan, check_version, parse_json, parse_plan
 from fastload.cache.disk.files import SHARD_SUFFIX
 from fastload.cache.disk.format import read_description
 from fastload.cache.disk.writer import writing
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.locks import try_lock
-from fastload.errors import CacheBusyError, CacheCorruptError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.failed_sample import FailedSample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger("fastload")
 
 _PLAN_NAME = "plan.json"
 _ERRORS_NAME = "errors.jsonl"
 _REPORTED = ("index", "path", "type", "reason", "worker")  # of a sample that was left out
+NAMES = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class BuildLock:
-    """The exclusive lock on a destination; workers that inherit it let go of it.
+def foreign_part(path: str) -> str | None:
+    """The path of something at PATH that no build left there; None if there is no such thing.
 
-    Args:
-        fd: Of the lock file, locked.
+    A build leaves a directory of regular files, which have certain names and no others.
     """
-
-    def __init__(self, fd: int) -> None:
-        self._pid = os.getpid()
-        self._fd = fd
-        status = os.fstat(fd)
-        self._file = status.st_dev, status.st_ino
-
-    def leave_in_worker(self) -> None:
-        """Close what a fork copied: a worker that outlives a killed builder must not keep others out."""
-        if os.getpid() == self._pid or self._fd < 0:
-            return
-        fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):  # a worker that was not forked has no such descriptor
-            status = os.fstat(fd)
-            if (status.st_dev, status.st_ino) == self._file:
-                os.close(fd)
-
-
-@contextlib.contextmanager
-def only_builder(path: str) -> Iterator[BuildLock]:
-    """Hold PATH.lock, which is removed at the end; never waits.
-
-    Raises:
-        CacheBusyError: Another builder holds it.
-        CacheError: The lock file cannot be made.
-    """
-    name = f"{path}.lock"
-    while True:
-        with writing(path):
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if not try_lock(fd):
-            holder = os.read(fd, 32).decode("ascii", "replace").strip()
-            os.close(fd)
-            builder = f"process {holder}" if holder else "another process"
-            raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")
-        if _is_same_file(fd, name):
-            break
-        os.close(fd)  # the last holder removed this file between our open and our lock
     try:
-        with writing(path):
-            os.truncate(fd, 0)
-            os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
-        yield BuildLock(fd)
-    finally:
-        os.unlink(name)
-        os.close(fd)
-
-
-def _is_same_file(fd: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(name))
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            return path
     except FileNotFoundError:
-        return False
+        return None
+    with os.scandir(path) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+            if not is_alone or not NAMES.fullmatch(entry.name):
+                return entry.path
+    return None
 
 
 class Partial:
@@ -131,9 +89,13 @@ class Partial:
 
         Returns:
             The plan to follow: the one that lies there, if it is gone on with.
+
+        Raises:
+            CacheError: Something that no build left lies there.
         """
         boot_id = _boot_id()
         with writing(self.path):
+            self._check_ours()
             stored = self._stored()
             if stored is not None:
                 found, was = stored
@@ -154,14 +116,23 @@ class Partial:
             _write_whole(os.path.join(self.path, _PLAN_NAME), json.dumps(fields))
         return plan
 
+    def _check_ours(self) -> None:
+        foreign = foreign_part(self.path)
+        if foreign is not None:
+            raise CacheError(
+                f"{foreign} is not of a build of fastload's, which keeps unfinished caches at {self.path}, "
+                "and was left as it is: move it away, or give the cache another path"
+            )
+
     def _stored(self) -> tuple[Plan, dict[str, Any]] | None:
         try:
-            fields = json.loads(Path(self.path, _PLAN_NAME).read_text())
-            if fields["version"] != FORMAT_VERSION:
-                return None
-            return Plan(**fields["plan"]), fields
-        except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+            fields = parse_json(Path(self.path, _PLAN_NAME).read_text())
+            check_version(fields)
+            plan = parse_plan(fields.get("plan"))
+        except (FileNotFoundError, ValueError):  # CacheMismatchError is a ValueError
             return None  # killed before there was a plan, or of another release
+        is_whole = isinstance(fields.get("boot_id"), str) and isinstance(fields.get("skips"), bool)
+        return (plan, fields) if is_whole else None
 
     def _remove_unfinished(self, plan: Plan) -> None:
         for shard in range(plan.num_shards):
@@ -187,9 +158,11 @@ class Partial:
         """What was reported so far; the last line may be cut off."""
         found = []
         with contextlib.suppress(FileNotFoundError):
-            for line in Path(self.path, _ERRORS_NAME).read_text().splitlines():
+            for line in Path(self.path, _ERRORS_NAME).read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError, TypeError):
-                    found.append(FailedSample(**json.loads(line)))
+                    sample = FailedSample(**parse_json(line))
+                    if type(sample.index) is int:
+                        found.append(sample)
         return found
 
     def forget_from(self, position: int) -> None:
@@ -213,9 +186,15 @@ class Partial:
         """Let the finished cache be seen at its destination, the report of errors beside it first."""
         destination = self._destination
         report = f"{destination}.errors.jsonl"
+        if os.path.lexists(destination):
+            raise CacheError(
+                f"{destination} was made by another program while the cache was built, and was left alone. "
+                f"The finished cache is kept at {self.path}: move {destination} away, and build again"
+            )
         with writing(destination):
             if self.skipped:
-                _write_whole(report, "".join(map(_line, self.skipped.values())))
+                lines = "".join(map(_line, self.skipped.values()))
+                _replace_whole(report, lines, os.path.join(self.path, f"{_ERRORS_NAME}.new"))
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(report)  # of a cache that is no more
@@ -231,11 +210,14 @@ class Partial:
                 self.remove()
 
     def remove(self) -> None:
-        """Remove whatever lies there."""
-        if os.path.isdir(self.path) and not os.path.islink(self.path):
+        """Remove what a build left there.
+
+        Raises:
+            CacheError: Something that no build left lies there too; nothing is removed.
+        """
+        self._check_ours()
+        if os.path.lexists(self.path):
             shutil.rmtree(self.path)
-        elif os.path.lexists(self.path):
-            os.unlink(self.path)
 
 
 def _line(sample: FailedSample) -> str:
@@ -274,9 +256,20 @@ def _boot_id() -> str:
 
 
 def _write_whole(path: str, text: str) -> None:
-    """Replace a file so that it is seen whole or not at all, also after a power failure."""
-    new = f"{path}.new"
-    with open(new, "w") as file:
+    _replace_whole(path, text, f"{path}.new")
+
+
+def _replace_whole(path: str, text: str, new: str) -> None:
+    """Replace a file so that it is seen whole or not at all, also after a power failure.
+
+    Args:
+        path: The file.
+        text: Its content.
+        new: Where the content is written first; a file of ours is removed there, none is written through.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(new)
+    with open(new, "x") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,233 @@
+"""What others have put where a build writes: it stays as it is, and the error says so."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fastload.cache.disk import inventory
+from fastload.cache.disk.build import build_lmdb
+from fastload.cache.disk.build_lock import only_builder
+from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.errors import CacheBusyError, CacheError
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.zoo import Images, assert_same
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def _hard_link(place: Path) -> None:
+    (place.parent / "pid").write_text("4711")
+    os.link(place.parent / "pid", place)
+
+
+def _link(place: Path, content: str | None) -> None:
+    if content is not None:
+        (place.parent / "target").write_text(content)
+    place.symlink_to(place.parent / "target")
+
+
+def _socket(place: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        directory = os.open(place.parent, os.O_RDONLY)
+        try:
+            server.bind(f"/proc/self/fd/{directory}/{place.name}")  # a path may be too long for a socket
+        finally:
+            os.close(directory)
+
+
+FOREIGN: dict[str, Callable[[Path], Any]] = {
+    "link to a file": lambda place: _link(place, "my thesis"),
+    "link to an empty file": lambda place: _link(place, ""),
+    "link to a number": lambda place: _link(place, "4711"),
+    "link to nothing": lambda place: _link(place, None),
+    "link to itself": lambda place: place.symlink_to(place),
+    "hard link": _hard_link,
+    "text": lambda place: place.write_text("my notes"),
+    "number and text": lambda place: place.write_text("4711\nand more"),
+    "long number": lambda place: place.write_text("1" * 21),
+    "number of other digits": lambda place: place.write_text("\N{ARABIC-INDIC DIGIT ONE}"),
+    "bytes": lambda place: place.write_bytes(b"\0" * 4),
+    "directory": lambda place: place.mkdir(),
+    "pipe": lambda place: os.mkfifo(place),
+    "socket": _socket,
+}
+
+
+def look(directory: Path) -> dict[str, Any]:
+    """What is there, by name: kind, content or target, and the time of its last change."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        status = path.lstat()
+        content = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        changed_ns = None if path.is_dir() and not path.is_symlink() else status.st_mtime_ns
+        found[str(path.relative_to(directory))] = status.st_mode, content, changed_ns
+    return found
+
+
+# --- DEST.lock -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_lock_that_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
+    """A build is refused with an error that names the file, and nothing is written or removed."""
+    FOREIGN[kind](tmp_path / "cache.lock")
+    before = look(tmp_path)
+    dataset = Images(3)
+
+    with pytest.raises(CacheError, match=r"cache\.lock is no lock of fastload's.* move it away") as caught:
+        build_lmdb(dataset, tmp_path / "cache", num_workers=0)
+    assert not isinstance(caught.value, CacheBusyError)
+    assert look(tmp_path) == before
+    assert dataset.reads == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_lock_that_is_not_ours_is_not_held(kind: str, tmp_path: Path) -> None:
+    """A destination beside such a file is not being built, and finding that out waits for nothing."""
+    FOREIGN[kind](tmp_path / "cache.lock")
+    before = look(tmp_path)
+
+    assert not inventory.is_being_built(str(tmp_path / "cache"))
+    assert look(tmp_path) == before
+
+
+def test_a_foreign_file_that_its_owner_has_locked_is_not_ours_either(tmp_path: Path) -> None:
+    """Another program's lock says nothing of a build."""
+    (tmp_path / "cache.lock").write_text("its own")
+    with open(tmp_path / "cache.lock") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        with pytest.raises(CacheError, match="no lock of fastload's"):
+            build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+        assert not inventory.is_being_built(str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "text", "directory"])
+def test_a_finished_cache_is_opened_beside_a_foreign_lock(kind: str, tmp_path: Path) -> None:
+    """What is not ours keeps nobody from a finished cache, and is left as it is."""
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0).close()
+    FOREIGN[kind](tmp_path / "cache.lock")
+    before = look(tmp_path)
+
+    assert_same(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
+    with pytest.raises(CacheError, match="move it away"):
+        inventory.remove(str(tmp_path / "cache"))
+    assert look(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["", "1", "4194304", "1" * 20])
+def test_a_lock_of_a_killed_builder_is_taken_over(content: str, tmp_path: Path) -> None:
+    """An empty file, or one with a number, is a lock of ours, and holds our number alone while we hold it."""
+    lock = tmp_path / "cache.lock"
+    lock.write_text(content)
+    with only_builder(str(tmp_path / "cache")):
+        assert lock.read_text() == str(os.getpid())
+        assert inventory.is_being_built(str(tmp_path / "cache"))
+
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["nothing", "text", "link to a file", "directory"])
+def test_what_took_the_place_of_our_lock_stays(kind: str, tmp_path: Path) -> None:
+    """The end of a build removes its own lock file only."""
+    lock = tmp_path / "cache.lock"
+    with only_builder(str(tmp_path / "cache")):
+        lock.unlink()
+        if kind != "nothing":
+            FOREIGN[kind](lock)
+        before = look(tmp_path)
+
+    assert look(tmp_path) == before
+
+
+# --- DEST.partial ----------------------------------------------------------------------------------------
+
+
+def _partial_link(place: Path) -> None:
+    (place.parent / "folder").mkdir()
+    (place.parent / "folder" / "errors.jsonl").write_text("mine")
+    place.symlink_to(place.parent / "folder")
+
+
+def _folder(place: Path, name: str, make: Callable[[Path], Any]) -> None:
+    place.mkdir()
+    (place / "00000-of-00001.lmdb").write_bytes(b"half")
+    make(place / name)
+
+
+PARTIALS: dict[str, Callable[[Path], Any]] = {
+    "file": lambda place: place.write_text("a download"),
+    "link": _partial_link,
+    "link to nothing": lambda place: _link(place, None),
+    "foreign file": lambda place: _folder(place, "thesis.txt", lambda at: at.write_text("mine")),
+    "folder in it": lambda place: _folder(place, "errors.jsonl", lambda at: at.mkdir()),
+    "link in it": lambda place: _folder(place, "errors.jsonl", lambda at: _link(at, "mine")),
+    "linked plan": lambda place: _folder(place, "plan.json.new", lambda at: _link(at, "mine")),
+    "linked shard": lambda place: _folder(place, "00001-of-00001.lmdb", lambda at: _link(at, "mine")),
+    "hard link in it": lambda place: _folder(place, "errors.jsonl", _hard_link),
+    "pipe in it": lambda place: _folder(place, "plan.json", lambda at: os.mkfifo(at)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PARTIALS)
+def test_an_unfinished_build_that_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
+    """A build is refused with an error that names what is foreign, and nothing is written or removed."""
+    PARTIALS[kind](tmp_path / "cache.partial")
+    before = look(tmp_path)
+
+    with pytest.raises(CacheError, match=r"cache\.partial.* move it away"):
+        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+    assert look(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", PARTIALS)
+def test_opening_a_cache_clears_up_after_builders_alone(kind: str, tmp_path: Path) -> None:
+    """A finished cache is opened beside it, and it is left as it is."""
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0).close()
+    PARTIALS[kind](tmp_path / "cache.partial")
+    before = look(tmp_path)
+
+    assert_same(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
+    assert look(tmp_path) == before
+
+
+# --- DEST and the report ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_the_report_is_written_through_no_other_file(kind: str, tmp_path: Path) -> None:
+    """The report of errors comes to its place whole, and no file beside it is written to."""
+    FOREIGN[kind](tmp_path / "cache.errors.jsonl.new")
+    before = look(tmp_path)
+    build_lmdb(BrokenImages(4, bad=[1]), tmp_path / "cache", num_workers=0, on_error="skip").close()
+    after = look(tmp_path)
+
+    assert after.pop("cache.errors.jsonl")[1].count(b"\n") == 1
+    assert LMDBCache(tmp_path / "cache").num_cached == 3
+    del after["cache"]
+    assert after == before
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["text", "directory", "link to a file"])
+def test_what_came_to_the_destination_meanwhile_stays(kind: str, shards: int, tmp_path: Path) -> None:
+    """A build whose destination was taken while it ran raises; what it built is kept."""
+
+    class Late(Images):
+        def sample(self, index: int) -> Any:
+            if index == 2 and not os.path.lexists(tmp_path / "cache"):
+                FOREIGN[kind](tmp_path / "cache")
+            return super().sample(index)
+
+    with pytest.raises(CacheError, match=r"cache was made .*cache\.partial"):
+        build_lmdb(Late(3), tmp_path / "cache", num_workers=0, shards=shards)
+    found = look(tmp_path)
+    assert found["cache.partial/plan.json"]
+    FOREIGN[kind](tmp_path / "expected")
+    assert look(tmp_path)["expected"][:2] == found["cache"][:2]
