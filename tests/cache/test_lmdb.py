@@ -93,6 +93,21 @@ def test_missing_file(tmp_path: Path) -> None:
         LMDBCache(tmp_path / "nowhere")
 
 
+def test_link_to_nothing(tmp_path: Path) -> None:
+    """A link whose file is gone raises as a missing file does."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"there is no cache at .*link"):
+        LMDBCache(tmp_path / "link")
+
+
+@pytest.mark.timeout(20)
+def test_pipe_is_no_cache(tmp_path: Path) -> None:
+    """A pipe raises, and is not waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CacheMismatchError, match="pipe is no file"):
+        LMDBCache(tmp_path / "pipe")
+
+
 def test_directory_without_shards_is_no_cache(tmp_path: Path) -> None:
     """A directory that holds no shards raises."""
     with pytest.raises(CacheMismatchError, match="neither a file nor a directory"):

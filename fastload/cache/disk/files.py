@@ -92,7 +92,7 @@ def _hint(path: str) -> str:
 
 
 def _open_file(path: str) -> OpenFile:
-    if os.path.lexists(path) and not os.path.isfile(path):
+    if os.path.exists(path) and not os.path.isfile(path):
         raise CacheMismatchError(f"{path} is no file: a cache is a file or a directory of files")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -2,7 +2,7 @@
 
 Made by `files`, used by `lmdb_cache`, in any process. Rules:
 
-1. Only finished files are opened, so nobody writes: no lock file, no reader table.
+1. Only finished files are opened. No build writes them any more, so reading takes no lock.
 2. A file is read through positions that were all checked when it was opened (see `tree`), never through
    LMDB. The checksum of a record is verified at its first read. Damage is an error, never a wrong sample.
 3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They stay with
