@@ -10,6 +10,7 @@ pack() runs in a worker, unpack() in the parent. The format lives for one messag
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from typing import Any, Literal, NamedTuple
@@ -40,10 +41,44 @@ class Packed(NamedTuple):
     used_bytes: int  # of the slot, from its start
     num_places: int  # in the batch, where leaves are: one leaf may be in several
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """The same in built-in types, which pickle in a sixth of the time; see `of_plain`."""
+        leaves = [
+            (leaf.offset, leaf.span, _code_of(leaf.dtype), leaf.shape, leaf.strides) for leaf in self.leaves
+        ]
+        return self.skeleton, leaves, self.used_bytes, self.num_places
+
+    @classmethod
+    def of_plain(cls, plain: tuple[Any, ...]) -> Packed:
+        """What `to_plain` made plain."""
+        skeleton, leaves, used_bytes, num_places = plain
+        found = tuple(
+            Leaf(offset, span, _dtype_of(code) if type(code) is str else code, shape, strides)
+            for offset, span, code, shape, strides in leaves
+        )
+        return cls(skeleton, found, used_bytes, num_places)
+
     @property
     def has_arrays(self) -> bool:
         """Whether the batch holds NumPy arrays, and not tensors alone."""
         return any(isinstance(leaf.dtype, np.dtype) for leaf in self.leaves)
+
+
+@functools.cache
+def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
+    """A dtype as text; as itself where a text does not tell it in full, such as one with fields."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype)
+    is_told = dtype.names is None and dtype.metadata is None and np.dtype(dtype.str) == dtype
+    return dtype.str if is_told else dtype
+
+
+@functools.cache
+def _dtype_of(code: str) -> torch.dtype | np.dtype[Any]:
+    if code.startswith("torch."):
+        dtype: torch.dtype = getattr(torch, code.removeprefix("torch."))
+        return dtype
+    return np.dtype(code)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -289,7 +289,7 @@ class Pool:
             self._lose(task, f"its memory could not be received, {too_many_files()}")
         else:
             try:
-                reply, memory = received.load(), None
+                reply, memory = Reply.of_plain(received.load()), None
             except Exception as error:  # noqa: BLE001  # it may name indices, which are objects of the user's
                 self._lose(task, f"the answer could not be unpickled: {error!r}")
                 return
@@ -354,7 +354,7 @@ class Pool:
         task: Task | None = None,
     ) -> None:
         try:
-            worker.channel.send(message, number=serial)
+            worker.channel.send(message.to_plain() if isinstance(message, Fetch) else message, number=serial)
         except (BrokenPipeError, ConnectionResetError):
             pass  # the worker is gone: _wait() finds out why and says so
         except Exception as error:

@@ -61,6 +61,10 @@ class Fetch(NamedTuple):
     draw: Draw | None
     place: Place | None
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        return tuple(self)
+
 
 class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
@@ -93,6 +97,17 @@ class Reply(NamedTuple):
     error: bytes | None = None
     dataset_state: StreamState | None = None  # of a stream that can tell
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        packed = None if self.packed is None else self.packed.to_plain()
+        return int(self.kind), packed, *self[2:]
+
+    @classmethod
+    def of_plain(cls, plain: tuple[Any, ...]) -> Reply:
+        """What `to_plain` made plain."""
+        kind, packed, *rest = plain
+        return cls(Kind(kind), None if packed is None else Packed.of_plain(packed), *rest)
 
 
 @dataclass
@@ -215,10 +230,10 @@ class _Worker:
         if received.is_cut:
             return f"the index did not arrive in the worker, {too_many_files()}"
         try:
-            message: Fetch | Restart = received.load()
+            message = received.load()
         except Exception as error:  # noqa: BLE001  # indices may be objects of the user's
             return f"the index could not be unpickled in the worker: {error!r}"
-        return message
+        return message if isinstance(message, Restart) else Fetch(*message)
 
     def _restart(self, message: Restart) -> None:
         epoch = message.epoch
@@ -267,11 +282,12 @@ class _Worker:
 
     def _send(self, number: int, reply: Reply, fd: int | None = None) -> None:
         try:
-            self._channel.send(reply, fd, number=number)
+            self._channel.send(reply.to_plain(), fd, number=number)
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptor is left, or an index cannot be pickled
-            self._channel.send(Reply(Kind.ERROR, error=self._short_error(reply, error)), number=number)
+            short = Reply(Kind.ERROR, error=self._short_error(reply, error))
+            self._channel.send(short.to_plain(), number=number)
 
     def _begin(self, message: Fetch) -> None:
         for number in [number for number in self._slots if number >= message.num_slots]:
