@@ -64,7 +64,10 @@ TESTS = {
     " tests/device/test_delivery.py",
 }
 # `mutants.quick` takes from hypothesis what a mutant does not need: shrinking, and other examples each time.
-PYTEST = "-q -x -W ignore::pytest.PytestAssertRewriteWarning -p no:cacheprovider -p tests.mutants.quick --timeout=30"
+PYTEST = (
+    "-q -x -W ignore::pytest.PytestAssertRewriteWarning -p no:cacheprovider"
+    " -p tests.mutants.quick --timeout=30"
+)
 
 STATEMENTS = {"expr_stmt", "atom_expr", "return_stmt", "raise_stmt", "del_stmt", "keyword"}
 
@@ -81,8 +84,9 @@ class LeaveStatementOut(Operator):
     def mutate(self, node: Any, index: int) -> Any:
         import parso  # comes with cosmic-ray
 
-        statement = node.children[0]
-        node.children[0] = parso.parse(statement.get_first_leaf().prefix + "pass").children[0]
+        nothing = parso.parse("pass").get_first_leaf()
+        nothing.prefix = node.get_first_leaf().prefix
+        node.children[0] = nothing
         return node
 
     @classmethod
