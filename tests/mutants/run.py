@@ -52,7 +52,8 @@ TESTS = {
     "transport/process.py": "tests/survival/test_going_on.py tests/survival/test_start.py"
     " tests/faults/test_processes.py",
     "transport/task.py": "tests/survival/test_going_on.py tests/faults/test_restart.py",
-    "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py -m 'not slow'",
+    "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
+    " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
     " tests/cache/test_sharing.py -m 'not slow'",
     "resume.py": "tests/resume/test_resume.py tests/resume/test_saved_state.py tests/resume/test_streams.py"
@@ -163,6 +164,8 @@ def _passes(tests: str, limit_s: float) -> bool:
     pid = os.fork()
     if pid == 0:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
