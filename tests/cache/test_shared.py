@@ -403,3 +403,12 @@ def test_ragged_samples_are_not_gathered() -> None:
 
     assert cache.gather(np.array([0, 1]), np.empty) is None
     assert cache.gather(np.array([], np.intp), np.empty) is None
+
+
+def test_entries_of_thousands_of_samples_do_not_meet() -> None:
+    """The table takes several pages here."""
+    cache = SharedMemoryCache(3000, [0], budget=MB)
+    for index in range(0, 3000, 2):
+        assert cache.put(index, index)
+
+    assert [cache.get(index) for index in range(3000)] == [n if n % 2 == 0 else None for n in range(3000)]

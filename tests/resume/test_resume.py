@@ -202,6 +202,18 @@ def test_a_foreign_sampler_is_found_out() -> None:
         iter(resumed)
 
 
+@pytest.mark.parametrize("num_yielded", [2, 6])
+def test_a_number_of_batches_that_a_framework_has_changed_counts(num_yielded: int) -> None:
+    """Accelerate takes off the batches that it has prefetched: the checksum does not fit any more."""
+    expected = uninterrupted("shuffle, generator", 1)[0]
+    loader = make("shuffle, generator")
+    labels(itertools.islice(start_epoch(loader, 0), 4))
+    resumed = make("shuffle, generator")
+    resumed.load_state_dict({**loader.state_dict(), "_num_yielded": num_yielded})
+
+    assert labels(resumed) == expected[num_yielded:]
+
+
 def test_another_dataset_is_found_out() -> None:
     """A sampler with fewer batches than were received is an error."""
     loader = make("in order")
