@@ -412,3 +412,23 @@ def test_entries_of_thousands_of_samples_do_not_meet() -> None:
         assert cache.put(index, index)
 
     assert [cache.get(index) for index in range(3000)] == [n if n % 2 == 0 else None for n in range(3000)]
+
+
+@pytest.mark.parametrize("most_bytes", [1, 7, 64, 1000])
+def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the middle of an array, and for a sample of more arrays than one call takes."""
+    real = os.pwritev
+
+    def cut(fd: int, buffers: Any, offset: int) -> int:
+        return real(fd, [b"".join(bytes(buffer) for buffer in buffers)[:most_bytes]], offset)
+
+    monkeypatch.setattr(os, "pwritev", cut)
+    samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]
+    cache = SharedMemoryCache(2, samples, budget=10 * MB)
+    for index, sample in enumerate(samples):
+        assert cache.put(index, sample)
+
+    for index, sample in enumerate(samples):
+        assert_same(cache.get(index), sample)

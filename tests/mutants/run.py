@@ -33,7 +33,7 @@ import pytest
 import torch.utils.data  # noqa: F401
 from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast_from_path
-from cosmic_ray.mutating import apply_mutation
+from cosmic_ray.mutating import apply_mutation, mutate_code
 from cosmic_ray.operators.operator import Example, Operator
 from cosmic_ray.work_item import MutationSpec
 
@@ -44,7 +44,8 @@ COPIED = ["fastload", "tests", "benchmarks", "examples", "README.md", "pyproject
 TESTS = {
     "transport/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
     "transport/memory.py": "tests/transport/test_memory.py tests/transport/test_schedule_and_ring.py",
-    "transport/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py",
+    "transport/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py"
+    " -k 'not timeout and not spawn'",
     "transport/worker.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py tests/faults/test_table.py -m 'not slow'",
     "transport/pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
@@ -108,16 +109,19 @@ def main() -> None:
     parser.add_argument("files", nargs="*", help="names of files, such as ring.py; all of TESTS without one")
     parser.add_argument("--sample", type=int, default=40, help="mutants of each file; 0 for all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--again", action="store_true", help="only those of the sample that survived last time"
+    )
     arguments = parser.parse_args()
     plugins.OPERATOR_PROVIDERS["own"] = _OwnOperators()
     chosen = [name for name in TESTS if not arguments.files or any(name.endswith(f) for f in arguments.files)]
     if not chosen:
         sys.exit(f"no file of {', '.join(TESTS)} ends in {' or '.join(arguments.files)}")
     for name in chosen:
-        test_file(name, arguments.sample, arguments.seed)
+        test_file(name, arguments.sample, arguments.seed, again=arguments.again)
 
 
-def test_file(name: str, sample: int, seed: int) -> None:
+def test_file(name: str, sample: int, seed: int, *, again: bool) -> None:
     """Run the tests of one file against its mutants, in a copy of the project."""
     copy = PROJECT / "build" / "mutants" / name.replace("/", "-").removesuffix(".py")
     shutil.rmtree(copy, ignore_errors=True)
@@ -130,6 +134,8 @@ def test_file(name: str, sample: int, seed: int) -> None:
             shutil.copy(source, copy / item)
     os.chdir(copy)
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     sys.path[0] = str(copy)
     begun_s = time.monotonic()
     if not _passes(TESTS[name], limit_s=600):  # fills the caches of compiled files, too
@@ -142,21 +148,31 @@ def test_file(name: str, sample: int, seed: int) -> None:
         compiled.unlink()
 
     mutants = _mutants(path, seed)
-    tried = mutants[:sample] if sample else mutants
+    tried = [(mutant, _difference(path, mutant)) for mutant in (mutants[:sample] if sample else mutants)]
+    report = copy.parent / f"{copy.name}.txt"
+    if again:
+        before = report.read_text()
+        tried = [(mutant, difference) for mutant, difference in tried if difference in before]
     num_survivors = 0
     original = path.read_text()
-    with (copy.parent / f"{copy.name}.txt").open("w") as log:
-        for number, mutant in enumerate(tried, start=1):
-            _, changed = apply_mutation(path, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
+    with report.open("w") as log:
+        for number, (mutant, difference) in enumerate(tried, start=1):
+            apply_mutation(path, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
             if _passes(TESTS[name], limit_s):
                 num_survivors += 1
-                lines = difflib.unified_diff(original.splitlines(), changed.splitlines(), lineterm="", n=2)
-                log.write(f"{mutant.operator_name}\n" + "\n".join(list(lines)[2:]) + "\n\n")
+                log.write(f"{mutant.operator_name}\n{difference}\n\n")
                 log.flush()
             path.write_text(original)
             state = f"{number} of {len(tried)} tried ({len(mutants)} there are), {num_survivors} survived"
             print(f"{name}: {state}", flush=True)
-    print((copy.parent / f"{copy.name}.txt").read_text())
+    print(report.read_text())
+
+
+def _difference(path: Path, mutant: MutationSpec) -> str:
+    original = path.read_text()
+    changed = mutate_code(original, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
+    lines = difflib.unified_diff(original.splitlines(), changed.splitlines(), lineterm="", n=2)
+    return "\n".join(list(lines)[2:])
 
 
 def _passes(tests: str, limit_s: float) -> bool:
