@@ -192,15 +192,15 @@ class Channel:
 
     def close(self) -> None:
         """Hang up; idempotent."""
-        while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
         with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
             self._socket.shutdown(socket.SHUT_RDWR)
         self.abandon()
 
     def abandon(self) -> None:
         """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
+        while self._outbox:
+            for fd in self._outbox.popleft()[1]:
+                os.close(fd)
         if self._inbox:
             self._arrived.clear()
             self.take_out()

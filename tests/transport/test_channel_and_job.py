@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import fastload
+from fastload.transport import channel
 from fastload.transport.channel import make_channel
 from fastload.transport.segment import Segment
 
@@ -109,6 +111,73 @@ def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
     os.close(waker)
 
     assert (seen, message) == (True, None)
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_descriptors_of_messages_that_were_not_taken_out_are_closed(how: str, is_seen: bool) -> None:
+    """Those of a message that was looked at, of one that waits in the socket, and of one in the outbox."""
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    for _ in range(3):
+        theirs.send("slot", segment.fd)
+    for number in range(500):
+        ours.send((number, b"x" * 3000), segment.fd)
+    segment.close()
+    if is_seen:
+        ours.peek()
+    assert not ours.is_flushed
+    getattr(ours, how)()
+    theirs.close()
+
+    assert _descriptors() == before
+
+
+def test_a_message_stays_until_it_is_taken_out_and_comes_with_its_number() -> None:
+    """Looking twice gives the same message; `has_message` takes none away."""
+    ours, end = make_channel()
+    theirs = end.open()
+    states = [ours.has_message(), ours.peek() is None]
+    for number in (7, 1 << 40):
+        theirs.send(f"message {number}", number=number)
+    seen = []
+    while ours.has_message():
+        received = ours.peek()
+        assert received is ours.peek()
+        assert received is not None
+        seen.append((received.number, received.is_cut, received.fd, received.load()))
+        ours.take_out()
+    theirs.close()
+    ended = [ours.is_hung_up(), ours.has_message(), ours.peek() is None]
+    ours.close()
+
+    assert states == [False, True]
+    assert seen == [(7, False, None, "message 7"), (1 << 40, False, None, f"message {1 << 40}")]
+    assert ended == [True, False, True]
+
+
+@pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 10_000])
+def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spare_bytes: int) -> None:
+    """The last byte that fits, the first one that does not, and far beyond: with the sender's descriptor."""
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    overhead = len(pickle.dumps(b"x" * 3000, pickle.HIGHEST_PROTOCOL)) - 3000 + channel._HEADER.size
+    message = os.urandom(channel.MESSAGE_BYTES - overhead + spare_bytes)
+    theirs.send(message, segment.fd)
+    received = ours.peek()
+    assert received is not None
+    same_file = os.path.samestat(os.fstat(received.fd or -1), os.fstat(segment.fd))
+    num_fds = len(received._fds)
+    got = received.load()
+    segment.close()
+    ours.close()
+    theirs.close()
+
+    assert (got == message, same_file) == (True, True)
+    assert num_fds == (2 if spare_bytes > 0 else 1)
 
 
 class Sharing:

@@ -13,7 +13,7 @@ import torch
 import fastload
 from fastload import DataLoader, local_iterator
 from fastload.transport import worker
-from fastload.transport.memory import MAX_BUFFERS, Arena, Buffers, Memory, private_memory
+from fastload.transport.memory import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
 from fastload.transport.segment import Segment
 from tests import zoo
 
@@ -105,6 +105,20 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
     assert len(addresses) == 1
     assert [int(part[0]) for part in held] == list(range(2 * MAX_BUFFERS))
     assert len(buffers._memories) == MAX_BUFFERS
+
+
+@pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
+def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
+    """A batch beyond it has memory that goes with the batch."""
+    each_bytes = SLACK_BYTES + 4096
+    buffers = Buffers(2 * each_bytes + spare_bytes)
+    held = []
+    for _ in range(3):
+        buffers.begin()
+        held.append(buffers.arena.allocate(4096))
+        buffers.arena.end()
+
+    assert [memory.nbytes for memory in buffers._memories] == [each_bytes] * expected
 
 
 def _slot_bytes(pid: int | str) -> int:

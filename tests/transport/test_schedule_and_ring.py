@@ -197,9 +197,10 @@ def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
     del lease
 
 
-def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_limit() -> None:
-    """One slot grows to two pages: of four slots in four pages, the newest one goes."""
-    ring = Ring(1, 4, 4 * PAGE)
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_limit(num_slots: int) -> None:
+    """The oldest slot grows to two pages, for which the newest one goes."""
+    ring = Ring(1, 4, num_slots * PAGE)
     ring.release(_fill(ring))
     oldest, *others = _acquire_all(ring)
     for slot in others:
@@ -210,9 +211,31 @@ def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_
     before = ring.slots
     ring.acquire(0)
 
-    assert len(before) == 4
-    assert ring.slots == before[:3]
-    assert ring.nbytes == 4 * PAGE
+    assert len(before) == num_slots
+    assert ring.slots == before[:-1]
+    assert ring.nbytes == num_slots * PAGE
+
+
+@pytest.mark.parametrize("move", ["acquire", "lend"])
+def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
+    """Two slots fill the limit, and the caller drops the batch in the first one."""
+    ring = Ring(1, 1, 2 * PAGE)
+    first = _fill(ring)
+    assert first.memory is not None
+    lease = first.memory.lease()
+    assert ring.lend(first)
+    second = ring.acquire(0)
+    assert second is not None
+    waits = ring.acquire(0) is None
+    ring.fill(second, private_memory(PAGE))
+    del lease
+
+    assert waits
+    if move == "acquire":
+        assert ring.acquire(0) is first
+    else:
+        assert ring.lend(second)
+        assert (first.state, ring.num_copies) == (SlotState.FREE, 0)
 
 
 def test_the_slot_to_go_on_with_is_not_given_up() -> None:
