@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fastload
 from fastload import DataLoader, local_iterator
@@ -75,6 +77,31 @@ def test_private_memory_is_not_spent_by_a_fork() -> None:
     assert not memory.is_spent
 
 
+def test_what_a_forked_child_writes_to_private_memory_stays_its_own() -> None:
+    """Shared memory is the one that both see."""
+    seen = []
+    for memory in (private_memory(64), _shared()):
+        view = np.frombuffer(memory.lease(), np.uint8)
+        child = os.fork()
+        if child == 0:
+            view[:] = 1
+            os._exit(0)
+        os.waitpid(child, 0)
+        seen.append(int(view.sum()))
+
+    assert seen == [0, 4096]
+
+
+@pytest.mark.parametrize(("asked_bytes", "given_bytes"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: int) -> None:
+    """One at least."""
+    memory = private_memory(asked_bytes)
+
+    assert memory.nbytes == given_bytes
+    assert len(memory.lease()) == given_bytes
+    assert memory.address % 4096 == 0
+
+
 def test_stretches_are_aligned_and_do_not_overlap() -> None:
     """64 bytes, as torch's own allocator."""
     arena = Arena(private_memory)
@@ -85,6 +112,52 @@ def test_stretches_are_aligned_and_do_not_overlap() -> None:
 
     assert [part.ctypes.data % 64 for part in parts] == [0] * 4
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
+
+
+@given(sizes=st.lists(st.integers(0, 3000), max_size=8), pages=st.integers(1, 2))
+@settings(deadline=None)
+def test_a_batch_lies_in_one_memory_or_in_stretches_of_its_own(sizes: list[int], pages: int) -> None:
+    """Each stretch has its size and no other writes to it, whether it fits behind those before it or not."""
+    made: list[Memory] = []
+
+    def make(nbytes: int) -> Memory:
+        made.append(private_memory(nbytes))
+        return made[-1]
+
+    arena = Arena(make)
+    memory = private_memory(pages * 4096)
+    arena.begin(memory)
+    parts = [arena.allocate(size) for size in sizes]
+    for number, part in enumerate(parts):
+        part[:] = number
+    end = memory.address + memory.nbytes
+
+    assert [part.tolist() for part in parts] == [[number] * size for number, size in enumerate(sizes)]
+    assert made == []  # each of these fits into an empty memory
+    assert arena.memory is memory
+    offset = 0
+    for part in parts:
+        does_fit = offset + part.nbytes <= memory.nbytes
+        assert (memory.address <= part.ctypes.data <= end - part.nbytes) == does_fit or not part.nbytes
+        if does_fit:
+            offset = -(-(offset + part.nbytes) // 64) * 64
+
+
+def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
+    """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
+    small = private_memory(64)
+    arena = Arena(private_memory)
+    arena.begin(small)
+    arena.allocate(0)
+    part = arena.allocate(100_000)
+    part[:] = 7
+    new = arena.memory
+    is_leased = small.is_leased
+
+    assert new is not None
+    assert new is not small
+    assert new.address <= part.ctypes.data <= new.address + new.nbytes - part.nbytes
+    assert (is_leased, new.is_leased) == (False, True)
 
 
 def test_buffers_are_used_again_and_never_while_held() -> None:
