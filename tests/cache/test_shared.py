@@ -315,22 +315,22 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(budget: int) -> No
     assert [index for index in range(30) if index in cache] == fitting
 
 
-def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room(caplog: Any) -> None:
+@pytest.mark.parametrize("num_fitting", [1, 2, 3, 4])
+def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room(
+    num_fitting: int, caplog: Any
+) -> None:
     """Nothing is written behind the ragged area, where the description of the cache lies."""
-    dataset = RaggedImages(30)
-    cache = SharedMemoryCache(30, [dataset.sample(0), dataset.sample(1)], budget=MB)
-    area_bytes = 3 * 4096
-    cache._plan = dataclasses.replace(cache._plan, ragged_bytes=area_bytes)
+    samples = [np.full(1000, n, np.uint8) for n in range(8)]
+    cache = SharedMemoryCache(8, [samples[0], np.zeros(5, np.uint8)], budget=MB)
+    record_bytes = round_up(FRAME_BYTES + record_parts(*flatten(samples[0]))[1], ALIGNMENT_BYTES)
+    cache._plan = dataclasses.replace(cache._plan, ragged_bytes=num_fitting * record_bytes + 64)
     with caplog.at_level(logging.WARNING, "fastload"):
-        cached = [cache.put(index, dataset.sample(index)) for index in range(30)]
-    ends = [cache._entries[index] - cache._plan.ragged_at for index in range(30) if cached[index]]
+        cached = [cache.put(index, sample) for index, sample in enumerate(samples)]
 
+    assert cached == [index < num_fitting for index in range(8)]
     assert len(caplog.records) == 1
-    assert 0 < sum(cached) < 30
-    assert max(ends) + FRAME_BYTES < area_bytes
-    for index in range(30):
-        if cached[index]:
-            assert_same(cache.get(index), dataset.sample(index))
+    for index in range(num_fitting):
+        assert_same(cache.get(index), samples[index])
 
 
 @pytest.mark.parametrize("where", ["open", "lock"])

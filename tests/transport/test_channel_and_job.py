@@ -180,6 +180,24 @@ def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spa
     assert num_fds == (2 if spare_bytes > 0 else 1)
 
 
+def test_a_long_message_that_the_system_writes_and_reads_in_pieces_arrives_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call may do less than it was asked for."""
+    read, write = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 1000), offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:700], offset))
+    ours, end = make_channel()
+    theirs = end.open()
+    message = os.urandom(10_500)
+    theirs.send(message)
+    got = _receive(ours)
+    ours.close()
+    theirs.close()
+
+    assert got == message
+
+
 class Sharing:
     """A dataset that refers to what only multiprocessing knows how to hand over."""
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload import DataLoader, local_iterator
+from fastload.transport import memory as memory_module
 from fastload.transport import worker
 from fastload.transport.memory import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
 from fastload.transport.segment import Segment
@@ -63,6 +64,20 @@ def test_shared_memory_leased_at_a_fork_is_spent() -> None:
 
     assert (leased.is_leased, leased.is_spent) == (False, True)
     assert not idle.is_spent
+
+
+def test_forks_are_counted_from_the_first_shared_memory_on_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private memory needs no count, and a callback cannot be taken back."""
+    registered: list[Any] = []
+    monkeypatch.setattr(memory_module, "_counts_forks", False)
+    monkeypatch.setattr(os, "register_at_fork", lambda **kinds: registered.append(list(kinds)))
+    private_memory(64)
+    after_private = len(registered)
+    memories = [_shared(), _shared()]
+
+    assert after_private == 0
+    assert registered == [["after_in_parent"]]
+    assert not any(memory.is_spent for memory in memories)
 
 
 def test_private_memory_is_not_spent_by_a_fork() -> None:
