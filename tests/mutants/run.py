@@ -40,6 +40,8 @@ from cosmic_ray.work_item import MutationSpec
 PROJECT = Path(__file__).parents[2]
 COPIED = ["fastload", "tests", "benchmarks", "examples", "README.md", "pyproject.toml", "Makefile"]
 
+# Large matrices over what single tests show, too.
+FEW = "-m 'not slow' -k 'not another_number_of and not any_number_of and not rest_is_that and not every'"
 # What pytest is told for each file: few tests, the quickest first.
 TESTS = {
     "transport/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
@@ -58,11 +60,9 @@ TESTS = {
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
     " tests/cache/test_sharing.py -m 'not slow'",
-    "resume.py": "tests/resume/test_resume.py tests/resume/test_saved_state.py tests/resume/test_streams.py"
-    " -m 'not slow'",
-    "epoch.py": "tests/resume/test_resume.py tests/resume/test_saved_state.py tests/test_loader.py"
-    " -m 'not slow'",
-    "saved_state.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py -m 'not slow'",
+    "resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
+    "epoch.py": f"tests/resume/test_resume.py tests/resume/test_streams.py tests/rng/test_seeding.py {FEW}",
+    "saved_state.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/copies.py": "tests/device/test_prefetch.py tests/device/test_prefetch_model.py"
     " tests/device/test_delivery.py",
 }

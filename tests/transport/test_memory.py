@@ -195,6 +195,27 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
     assert len(buffers._memories) == MAX_BUFFERS
 
 
+def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> None:
+    """What the caller holds stays valid."""
+    buffers = Buffers(1 << 30)
+    held = []
+    for nbytes in (1000, 200_000):
+        buffers.begin()
+        part = buffers.arena.allocate(nbytes)
+        part[:] = 5
+        if nbytes > 1000:
+            held.append(part)
+        del part
+        buffers.arena.end()
+    kept = [memory.nbytes for memory in buffers._memories]
+    buffers.clear()
+
+    assert len(kept) == 1
+    assert kept[0] > 200_000
+    assert (buffers._memories, buffers.arena.memory) == ([], None)
+    assert held[0].sum() == 5 * 200_000
+
+
 @pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
 def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
     """A batch beyond it has memory that goes with the batch."""
