@@ -247,6 +247,23 @@ def test_iterable_datasets_cannot_be_resumed_within() -> None:
     assert resumed.state_dict()["epoch"] == 2
 
 
+def test_the_beginning_of_an_epoch_that_cannot_be_resumed_within_is_passed_on() -> None:
+    """A state at the beginning of a stream's epoch, loaded and taken again, names the same generators."""
+    loader = DataLoader(Stream(), 4, generator=seeded(9))
+    iter(loader)
+    state = loader.state_dict()
+    resumed = DataLoader(Stream(), 4, generator=seeded(1))
+    resumed.load_state_dict(state)
+    iter(resumed)
+
+    assert state["_num_yielded"] == 0
+    again = resumed.state_dict()
+    assert {k: v for k, v in again["generators"].items() if k != "default"} == {
+        k: v for k, v in state["generators"].items() if k != "default"
+    }
+    assert len(state["generators"]) > 1
+
+
 @pytest.mark.parametrize("rng", ["worker", "sample"])
 def test_torch_s_own_iterators_say_that_they_cannot(rng: Any) -> None:
     """What goes through torch's iterator is counted; it can be resumed at its end, and not in its middle."""

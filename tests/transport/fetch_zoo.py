@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 import fastload
 
@@ -30,6 +30,12 @@ def fails_at_one(sample: Any) -> Any:
     if sample[0] == 1:
         raise ValueError("one")
     return sample
+
+
+def worker_seed(index: int) -> int:
+    info = get_worker_info()
+    assert info is not None
+    return info.seed
 
 
 def an_object(index: int) -> Any:

@@ -146,6 +146,7 @@ def test_a_message_stays_until_it_is_taken_out_and_comes_with_its_number() -> No
     while ours.has_message():
         received = ours.peek()
         assert received is ours.peek()
+        assert ours.has_message()
         assert received is not None
         seen.append((received.number, received.is_cut, received.fd, received.load()))
         ours.take_out()

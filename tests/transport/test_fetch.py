@@ -79,6 +79,30 @@ def test_a_batch_sampler_of_iterators_reads_a_cache() -> None:
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2], [5, 6]]
 
 
+# --- what a dataset sees in a worker ---------------------------------------------------------------------
+
+
+def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    loader = loader_class(
+        zoo.Made(fetch_zoo.worker_seed, 6),
+        num_workers=2,
+        persistent_workers=persistent,
+        generator=generator,
+    )
+    return [[int(seed) for seed in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
+    """get_worker_info() has them: one for each worker, and for each epoch whose workers are new."""
+    found = _worker_seeds(fastload.DataLoader, persistent)
+
+    assert found == _worker_seeds(tud.DataLoader, persistent)
+    assert [len(set(epoch)) for epoch in found] == [2, 2]
+    assert (found[0] == found[1]) == persistent
+
+
 # --- errors name the sample ------------------------------------------------------------------------------
 
 
