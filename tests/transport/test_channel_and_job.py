@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import multiprocessing
 import os
 import pickle
@@ -62,13 +63,15 @@ def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
         ours.send((number, b"x" * 3000))
     waited = not ours.is_flushed
     got = []
+    flushed = []
     while len(got) < 500:
-        ours.flush()
+        flushed.append((ours.flush(), ours.is_flushed))
         got.append(_receive(theirs)[0])
     ours.close()
     theirs.close()
 
     assert waited
+    assert (flushed[0], flushed[-1]) == ((False, False), (True, True))
     assert got == list(range(500))
 
 
@@ -179,6 +182,64 @@ def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spa
 
     assert (got == message, same_file) == (True, True)
     assert num_fds == (2 if spare_bytes > 0 else 1)
+
+
+class _InterruptedOnce(collections.deque[Any]):
+    """A signal handler raises while this is cleared for the first time."""
+
+    has_raised = False
+
+    def clear(self) -> None:
+        if not self.has_raised:
+            self.has_raised = True
+            raise KeyboardInterrupt
+        super().clear()
+
+
+def test_a_signal_between_two_lines_of_peek_neither_loses_nor_doubles_a_message() -> None:
+    """The message had reached the inbox; its descriptor is closed once."""
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    for number in range(3):
+        theirs.send(number, segment.fd)
+    segment.close()
+    ours._arrived = _InterruptedOnce()
+    with pytest.raises(KeyboardInterrupt):
+        ours.peek()
+    got = [_receive(ours) for _ in range(3)]
+    rest = ours.peek()
+    ours.close()
+    theirs.close()
+
+    assert (got, rest) == ([0, 1, 2], None)
+    assert _descriptors() == before
+
+
+def test_a_channel_closed_after_a_signal_in_peek_closes_what_had_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message had left the socket, and had not reached the inbox."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    theirs.send(1, segment.fd)
+    segment.close()
+    monkeypatch.setattr(channel, "Received", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours.peek()
+    has_message = ours.has_message()
+    ours.close()
+    theirs.close()
+
+    assert has_message
+    assert _descriptors() == before
 
 
 def test_a_long_message_that_the_system_writes_and_reads_in_pieces_arrives_whole(
