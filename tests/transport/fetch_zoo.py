@@ -26,6 +26,15 @@ def missing_file(index: int) -> Any:
     return index
 
 
+def raises_what_cannot_be_pickled(index: int) -> Any:
+    class LocalError(ValueError):
+        """No other process can find this class."""
+
+    if index == 2:
+        raise LocalError("no such sample")
+    return index
+
+
 def fails_at_one(sample: Any) -> Any:
     if sample[0] == 1:
         raise ValueError("one")

@@ -125,6 +125,20 @@ def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, c
     assert "[4, 5, 6, 7]" not in notes
 
 
+def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
+    """Its class, its message and its traceback are in the text; the batch behind it comes."""
+    loader = fastload.DataLoader(zoo.Made(fetch_zoo.raises_what_cannot_be_pickled, 4), num_workers=1)
+    iterator = iter(loader)
+    before = [next(iterator).tolist(), next(iterator).tolist()]
+
+    with pytest.raises(RuntimeError, match="LocalError: no such sample") as caught:
+        next(iterator)
+
+    assert "in DataLoader worker process 0" in str(caught.value)
+    assert "the exception itself could not be pickled" in str(caught.value)
+    assert (before, next(iterator).tolist()) == ([[0], [1]], [3])
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_names_the_path_of_its_sample(num_workers: int) -> None:
     """An error that knows a file says which."""
