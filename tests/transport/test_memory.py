@@ -64,6 +64,8 @@ def test_shared_memory_leased_at_a_fork_is_spent() -> None:
 
     assert (leased.is_leased, leased.is_spent) == (False, True)
     assert not idle.is_spent
+    idle.lease()
+    assert not idle.is_spent  # that child has not seen this lease
 
 
 def test_forks_are_counted_from_the_first_shared_memory_on_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
