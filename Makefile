@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test test-emulated lint bench photos clean
+.PHONY: demo test test-emulated lint bench mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -41,6 +41,16 @@ lint: $(BIN)/.ready
 
 bench: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/throughput.py
+
+# Which changes of the code the tests do not notice; not part of CI. A sample of all files takes hours.
+# One file, all of its mutants: make mutants FILE=ring.py SAMPLE=0
+SAMPLE ?= 40
+$(BIN)/.mutants: $(BIN)/.ready
+	$(BIN)/pip install --quiet --group mutants
+	touch $@
+
+mutants: $(BIN)/.mutants
+	$(BIN)/python tests/mutants/run.py $(FILE) --sample $(SAMPLE)
 
 clean:
 	rm -rf .venv build dist

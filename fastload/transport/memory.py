@@ -124,7 +124,6 @@ class Arena:
         if self.memory is None or offset + nbytes > self.memory.nbytes:
             if self.used_bytes:
                 return None
-            offset = 0
             self.memory = self._make(nbytes + SLACK_BYTES)
             self.lease = None
         if self.lease is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import logging
 import multiprocessing
@@ -14,8 +15,13 @@ import numpy as np
 import pytest
 
 from fastload.cache.ram import shared
+from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.record import ALIGNMENT_BYTES, record_parts
+from fastload.cache.spec import flatten
+from fastload.errors import CacheMismatchError
+from fastload.transport.segment import Segment, round_up
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
 
@@ -291,3 +297,138 @@ def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(fd)
 
     assert cache.num_cached == 3
+
+
+@pytest.mark.parametrize("budget", range(9000, 24_000, 1500))
+def test_every_ragged_sample_that_fits_is_cached_and_no_other(budget: int) -> None:
+    """Records lie one after another: a sample is left out only where less is left than its record takes."""
+    dataset = RaggedImages(30)
+    cache = filled(dataset, budget)
+    left_bytes = cache._plan.spare_bytes
+    fitting = []
+    for index in range(30):
+        nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
+        if nbytes <= left_bytes:
+            left_bytes -= nbytes
+            fitting.append(index)
+
+    assert [index for index in range(30) if index in cache] == fitting
+
+
+@pytest.mark.parametrize("num_fitting", [1, 2, 3, 4])
+def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room(
+    num_fitting: int, caplog: Any
+) -> None:
+    """Nothing is written behind the ragged area, where the description of the cache lies."""
+    samples = [np.full(1000, n, np.uint8) for n in range(8)]
+    cache = SharedMemoryCache(8, [samples[0], np.zeros(5, np.uint8)], budget=MB)
+    record_bytes = round_up(FRAME_BYTES + record_parts(*flatten(samples[0]))[1], ALIGNMENT_BYTES)
+    cache._plan = dataclasses.replace(cache._plan, ragged_bytes=num_fitting * record_bytes + 64)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        cached = [cache.put(index, sample) for index, sample in enumerate(samples)]
+
+    assert cached == [index < num_fitting for index in range(8)]
+    assert len(caplog.records) == 1
+    for index in range(num_fitting):
+        assert_same(cache.get(index), samples[index])
+
+
+@pytest.mark.parametrize("where", ["open", "lock"])
+def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """No space is claimed without the lock, and no descriptor stays open."""
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(37, "No locks available")
+
+    dataset = RaggedImages(4)
+    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], budget=MB)
+    if where == "open":
+        monkeypatch.setattr(Segment, "reopen", refuse)
+    else:
+        monkeypatch.setattr(shared, "try_lock", refuse)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        assert not any(cache.put(index, dataset.sample(index)) for index in range(4))
+
+    assert ["No locks available" in record.getMessage() for record in caplog.records] == [True]
+    assert cache.num_cached == 0
+
+
+@pytest.mark.parametrize("name", ["is_sealed", "is_own"])
+def test_a_segment_that_could_change_its_size_or_is_another_users_is_no_cache(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two is enough for a refusal."""
+    cache = filled(Images(3))
+    segment = Segment.attach(os.dup(cache.fd))
+    monkeypatch.setattr(Segment, name, False)
+
+    with pytest.raises(CacheMismatchError, match="its size could change, or it belongs to another user"):
+        SharedMemoryCache.attach(segment)
+    segment.close()
+
+
+def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
+    """At least what was stored, in whole pages; none after close()."""
+    cache = SharedMemoryCache(4, [np.zeros(MB, np.uint8)], budget=10 * MB)
+    cache.put(0, np.ones(MB, np.uint8))
+    nbytes = cache.nbytes
+    cache.close()
+
+    assert MB < nbytes < MB + 64 * 1024
+    assert nbytes % 4096 == 0
+    assert (cache.nbytes, cache.num_cached) == (0, 0)
+
+
+def test_missing_samples_are_those_that_are_not_stored_and_have_room() -> None:
+    """In a uniform cache with no room beside its rows, those with a row; in a closed one, none."""
+    images = Images(30)
+    small = SharedMemoryCache(30, [images.sample(0)], budget=8192 + 128 + 10 * (32 * 24 * 3 + 8))
+    for index in (0, 3, 20):
+        small.put(index, images.sample(index))
+    ragged = RaggedImages(5)
+    large = SharedMemoryCache(5, [ragged.sample(0), ragged.sample(1)], budget=MB)
+    large.put(2, ragged.sample(2))
+    found = small.missing().tolist(), large.missing().tolist()
+    small.close()
+
+    assert found == ([1, 2, 4, 5, 6, 7, 8, 9], [0, 1, 3, 4])
+    assert small.missing().tolist() == []
+
+
+def test_ragged_samples_are_not_gathered() -> None:
+    """Also where nothing is asked for."""
+    cache = filled(RaggedImages(4))
+
+    assert cache.gather(np.array([0, 1]), np.empty) is None
+    assert cache.gather(np.array([], np.intp), np.empty) is None
+
+
+def test_entries_of_thousands_of_samples_do_not_meet() -> None:
+    """The table takes several pages here."""
+    cache = SharedMemoryCache(3000, [0], budget=MB)
+    for index in range(0, 3000, 2):
+        assert cache.put(index, index)
+
+    assert [cache.get(index) for index in range(3000)] == [n if n % 2 == 0 else None for n in range(3000)]
+
+
+@pytest.mark.parametrize("most_bytes", [1, 7, 64, 1000])
+def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the middle of an array, and for a sample of more arrays than one call takes."""
+    real = os.pwritev
+
+    def cut(fd: int, buffers: Any, offset: int) -> int:
+        return real(fd, [b"".join(bytes(buffer) for buffer in buffers)[:most_bytes]], offset)
+
+    monkeypatch.setattr(os, "pwritev", cut)
+    samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]
+    cache = SharedMemoryCache(2, samples, budget=10 * MB)
+    for index, sample in enumerate(samples):
+        assert cache.put(index, sample)
+
+    for index, sample in enumerate(samples):
+        assert_same(cache.get(index), sample)

@@ -431,3 +431,24 @@ def test_objects_with_a_to_of_their_own_are_moved_without_blocking() -> None:
     assert moved == ("moved", fake.device, True)
     assert graph.asked == [fake.device]
     fake.check()
+
+
+def test_a_copy_that_finds_no_memory_says_how_many_batches_are_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error comes at the turn of its batch: those before it have arrived."""
+
+    def refuse(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    fake = FakeBackend()
+    iterator = iter(on(fake, Loader(6), depth=2))
+    next(iterator)
+    monkeypatch.setattr(fake, "copy", refuse)
+    ahead = [next(iterator), next(iterator)]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        next(iterator)
+    fake.drain()
+
+    assert all(torch.equal(got, batch(number)) for number, got in enumerate(ahead, start=1))
+    assert caught.value.__notes__ == ["while a batch was copied ahead; 3 batches are there beside your own"]

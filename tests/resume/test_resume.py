@@ -202,6 +202,18 @@ def test_a_foreign_sampler_is_found_out() -> None:
         iter(resumed)
 
 
+@pytest.mark.parametrize("num_yielded", [2, 6])
+def test_a_number_of_batches_that_a_framework_has_changed_counts(num_yielded: int) -> None:
+    """Accelerate takes off the batches that it has prefetched: the checksum does not fit any more."""
+    expected = uninterrupted("shuffle, generator", 1)[0]
+    loader = make("shuffle, generator")
+    labels(itertools.islice(start_epoch(loader, 0), 4))
+    resumed = make("shuffle, generator")
+    resumed.load_state_dict({**loader.state_dict(), "_num_yielded": num_yielded})
+
+    assert labels(resumed) == expected[num_yielded:]
+
+
 def test_another_dataset_is_found_out() -> None:
     """A sampler with fewer batches than were received is an error."""
     loader = make("in order")
@@ -233,6 +245,23 @@ def test_iterable_datasets_cannot_be_resumed_within() -> None:
 
     assert len(list(resumed)) == 5
     assert resumed.state_dict()["epoch"] == 2
+
+
+def test_the_beginning_of_an_epoch_that_cannot_be_resumed_within_is_passed_on() -> None:
+    """A state at the beginning of a stream's epoch, loaded and taken again, names the same generators."""
+    loader = DataLoader(Stream(), 4, generator=seeded(9))
+    iter(loader)
+    state = loader.state_dict()
+    resumed = DataLoader(Stream(), 4, generator=seeded(1))
+    resumed.load_state_dict(state)
+    iter(resumed)
+
+    assert state["_num_yielded"] == 0
+    again = resumed.state_dict()
+    assert {k: v for k, v in again["generators"].items() if k != "default"} == {
+        k: v for k, v in state["generators"].items() if k != "default"
+    }
+    assert len(state["generators"]) > 1
 
 
 @pytest.mark.parametrize("rng", ["worker", "sample"])

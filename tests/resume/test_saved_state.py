@@ -300,6 +300,7 @@ def _mt19937(size: int) -> str:
         ("dataset_states", [{"progress": "begun"}], "'progress' is"),
         ("dataset_states", [{"progress": "begun", "state": lambda: 0}], "cannot be copied"),
         ("next_worker", 1, "'next_worker' should be below 1"),
+        ("next_worker", -1, "'next_worker' should be an int from 0"),
         ("version", 2.0, "'version' should be the int 2"),
     ],
 )

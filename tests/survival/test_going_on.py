@@ -111,8 +111,9 @@ def test_after_a_timeout_the_same_batch_is_waited_for_again(
     if pinned:
         pretend_accelerator()
     dataset = attack_zoo.Held(gate, 9)
-    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, timeout=0.1))
+    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, timeout=60))
     held = [next(iterator), next(iterator)]
+    iterator._timeout = 0.1
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
             next(iterator)
@@ -132,9 +133,10 @@ def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_ol
     if pinned:
         pretend_accelerator()
     dataset = attack_zoo.Held(gate, 9)
-    loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=0.1, persistent_workers=True)
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=60, persistent_workers=True)
     iterator = iter(loader)
     held = [next(iterator), next(iterator)]
+    iterator._timeout = 0.1
     with pytest.raises(RuntimeError, match="timed out"):
         next(iterator)
     with pytest.raises(RuntimeError, match="timed out"):

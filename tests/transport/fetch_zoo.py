@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 import fastload
 
@@ -27,10 +27,25 @@ def missing_file(index: int) -> Any:
     return index
 
 
+def raises_what_cannot_be_pickled(index: int) -> Any:
+    class LocalError(ValueError):
+        """No other process can find this class."""
+
+    if index == 2:
+        raise LocalError("no such sample")
+    return index
+
+
 def fails_at_one(sample: Any) -> Any:
     if sample[0] == 1:
         raise ValueError("one")
     return sample
+
+
+def worker_seed(index: int) -> int:
+    info = get_worker_info()
+    assert info is not None
+    return info.seed
 
 
 def an_object(index: int) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import multiprocessing
 import os
+import pickle
 import threading
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 import fastload
+from fastload.transport import channel
 from fastload.transport.channel import make_channel
 from fastload.transport.segment import Segment
 
@@ -60,13 +63,15 @@ def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
         ours.send((number, b"x" * 3000))
     waited = not ours.is_flushed
     got = []
+    flushed = []
     while len(got) < 500:
-        ours.flush()
+        flushed.append((ours.flush(), ours.is_flushed))
         got.append(_receive(theirs)[0])
     ours.close()
     theirs.close()
 
     assert waited
+    assert (flushed[0], flushed[-1]) == ((False, False), (True, True))
     assert got == list(range(500))
 
 
@@ -109,6 +114,150 @@ def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
     os.close(waker)
 
     assert (seen, message) == (True, None)
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_descriptors_of_messages_that_were_not_taken_out_are_closed(how: str, is_seen: bool) -> None:
+    """Those of a message that was looked at, of one that waits in the socket, and of one in the outbox."""
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    for _ in range(3):
+        theirs.send("slot", segment.fd)
+    for number in range(500):
+        ours.send((number, b"x" * 3000), segment.fd)
+    segment.close()
+    if is_seen:
+        ours.peek()
+    assert not ours.is_flushed
+    getattr(ours, how)()
+    theirs.close()
+
+    assert _descriptors() == before
+
+
+def test_a_message_stays_until_it_is_taken_out_and_comes_with_its_number() -> None:
+    """Looking twice gives the same message; `has_message` takes none away."""
+    ours, end = make_channel()
+    theirs = end.open()
+    states = [ours.has_message(), ours.peek() is None]
+    for number in (7, 1 << 40):
+        theirs.send(f"message {number}", number=number)
+    seen = []
+    while ours.has_message():
+        received = ours.peek()
+        assert received is ours.peek()
+        assert ours.has_message()
+        assert received is not None
+        seen.append((received.number, received.is_cut, received.fd, received.load()))
+        ours.take_out()
+    theirs.close()
+    ended = [ours.is_hung_up(), ours.has_message(), ours.peek() is None]
+    ours.close()
+
+    assert states == [False, True]
+    assert seen == [(7, False, None, "message 7"), (1 << 40, False, None, f"message {1 << 40}")]
+    assert ended == [True, False, True]
+
+
+@pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 10_000])
+def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spare_bytes: int) -> None:
+    """The last byte that fits, the first one that does not, and far beyond: with the sender's descriptor."""
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    overhead = len(pickle.dumps(b"x" * 3000, pickle.HIGHEST_PROTOCOL)) - 3000 + channel._HEADER.size
+    message = os.urandom(channel.MESSAGE_BYTES - overhead + spare_bytes)
+    theirs.send(message, segment.fd)
+    received = ours.peek()
+    assert received is not None
+    same_file = os.path.samestat(os.fstat(received.fd or -1), os.fstat(segment.fd))
+    num_fds = len(received._fds)
+    got = received.load()
+    segment.close()
+    ours.close()
+    theirs.close()
+
+    assert (got == message, same_file) == (True, True)
+    assert num_fds == (2 if spare_bytes > 0 else 1)
+
+
+class _InterruptedOnce(collections.deque[Any]):
+    """A signal handler raises while this is cleared for the first time."""
+
+    has_raised = False
+
+    def clear(self) -> None:
+        if not self.has_raised:
+            self.has_raised = True
+            raise KeyboardInterrupt
+        super().clear()
+
+
+def test_a_signal_between_two_lines_of_peek_neither_loses_nor_doubles_a_message() -> None:
+    """The message had reached the inbox; its descriptor is closed once."""
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    for number in range(3):
+        theirs.send(number, segment.fd)
+    segment.close()
+    ours._arrived = _InterruptedOnce()
+    with pytest.raises(KeyboardInterrupt):
+        ours.peek()
+    got = [_receive(ours) for _ in range(3)]
+    rest = ours.peek()
+    ours.close()
+    theirs.close()
+
+    assert (got, rest) == ([0, 1, 2], None)
+    assert _descriptors() == before
+
+
+def test_a_channel_closed_after_a_signal_in_peek_closes_what_had_arrived(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message had left the socket, and had not reached the inbox."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = _descriptors()
+    ours, end = make_channel()
+    theirs = end.open()
+    segment = Segment.create(100)
+    theirs.send(1, segment.fd)
+    segment.close()
+    monkeypatch.setattr(channel, "Received", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours.peek()
+    has_message = ours.has_message()
+    ours.close()
+    theirs.close()
+
+    assert has_message
+    assert _descriptors() == before
+
+
+def test_a_long_message_that_the_system_writes_and_reads_in_pieces_arrives_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call may do less than it was asked for."""
+    read, write = os.pread, os.pwrite
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 1000), offset))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:700], offset))
+    ours, end = make_channel()
+    theirs = end.open()
+    message = os.urandom(10_500)
+    theirs.send(message)
+    got = _receive(ours)
+    ours.close()
+    theirs.close()
+
+    assert got == message
 
 
 class Sharing:

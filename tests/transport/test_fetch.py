@@ -79,6 +79,30 @@ def test_a_batch_sampler_of_iterators_reads_a_cache() -> None:
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2], [5, 6]]
 
 
+# --- what a dataset sees in a worker ---------------------------------------------------------------------
+
+
+def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    loader = loader_class(
+        zoo.Made(fetch_zoo.worker_seed, 6),
+        num_workers=2,
+        persistent_workers=persistent,
+        generator=generator,
+    )
+    return [[int(seed) for seed in loader] for _ in range(2)]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
+    """get_worker_info() has them: one for each worker, and for each epoch whose workers are new."""
+    found = _worker_seeds(fastload.DataLoader, persistent)
+
+    assert found == _worker_seeds(tud.DataLoader, persistent)
+    assert [len(set(epoch)) for epoch in found] == [2, 2]
+    assert (found[0] == found[1]) == persistent
+
+
 # --- errors name the sample ------------------------------------------------------------------------------
 
 
@@ -99,6 +123,20 @@ def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, c
     assert "batch 1, " in notes
     assert "dataset index 5" in notes
     assert "[4, 5, 6, 7]" not in notes
+
+
+def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
+    """Its class, its message and its traceback are in the text; the batch behind it comes."""
+    loader = fastload.DataLoader(zoo.Made(fetch_zoo.raises_what_cannot_be_pickled, 4), num_workers=1)
+    iterator = iter(loader)
+    before = [next(iterator).tolist(), next(iterator).tolist()]
+
+    with pytest.raises(RuntimeError, match="LocalError: no such sample") as caught:
+        next(iterator)
+
+    assert "in DataLoader worker process 0" in str(caught.value)
+    assert "the exception itself could not be pickled" in str(caught.value)
+    assert (before, next(iterator).tolist()) == ([[0], [1]], [3])
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

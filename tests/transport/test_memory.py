@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fastload
 from fastload import DataLoader, local_iterator
+from fastload.transport import memory as memory_module
 from fastload.transport import worker
-from fastload.transport.memory import MAX_BUFFERS, Arena, Buffers, Memory, private_memory
+from fastload.transport.memory import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
 from fastload.transport.segment import Segment
 from tests import zoo
 
@@ -61,6 +64,22 @@ def test_shared_memory_leased_at_a_fork_is_spent() -> None:
 
     assert (leased.is_leased, leased.is_spent) == (False, True)
     assert not idle.is_spent
+    idle.lease()
+    assert not idle.is_spent  # that child has not seen this lease
+
+
+def test_forks_are_counted_from_the_first_shared_memory_on_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private memory needs no count, and a callback cannot be taken back."""
+    registered: list[Any] = []
+    monkeypatch.setattr(memory_module, "_counts_forks", False)
+    monkeypatch.setattr(os, "register_at_fork", lambda **kinds: registered.append(list(kinds)))
+    private_memory(64)
+    after_private = len(registered)
+    memories = [_shared(), _shared()]
+
+    assert after_private == 0
+    assert registered == [["after_in_parent"]]
+    assert not any(memory.is_spent for memory in memories)
 
 
 def test_private_memory_is_not_spent_by_a_fork() -> None:
@@ -75,6 +94,31 @@ def test_private_memory_is_not_spent_by_a_fork() -> None:
     assert not memory.is_spent
 
 
+def test_what_a_forked_child_writes_to_private_memory_stays_its_own() -> None:
+    """Shared memory is the one that both see."""
+    seen = []
+    for memory in (private_memory(64), _shared()):
+        view = np.frombuffer(memory.lease(), np.uint8)
+        child = os.fork()
+        if child == 0:
+            view[:] = 1
+            os._exit(0)
+        os.waitpid(child, 0)
+        seen.append(int(view.sum()))
+
+    assert seen == [0, 4096]
+
+
+@pytest.mark.parametrize(("asked_bytes", "given_bytes"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
+def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: int) -> None:
+    """One at least."""
+    memory = private_memory(asked_bytes)
+
+    assert memory.nbytes == given_bytes
+    assert len(memory.lease()) == given_bytes
+    assert memory.address % 4096 == 0
+
+
 def test_stretches_are_aligned_and_do_not_overlap() -> None:
     """64 bytes, as torch's own allocator."""
     arena = Arena(private_memory)
@@ -85,6 +129,52 @@ def test_stretches_are_aligned_and_do_not_overlap() -> None:
 
     assert [part.ctypes.data % 64 for part in parts] == [0] * 4
     assert [set(part.tolist()) for part in parts] == [{0}, {1}, {2}, {3}]
+
+
+@given(sizes=st.lists(st.integers(0, 3000), max_size=8), pages=st.integers(1, 2))
+@settings(deadline=None)
+def test_a_batch_lies_in_one_memory_or_in_stretches_of_its_own(sizes: list[int], pages: int) -> None:
+    """Each stretch has its size and no other writes to it, whether it fits behind those before it or not."""
+    made: list[Memory] = []
+
+    def make(nbytes: int) -> Memory:
+        made.append(private_memory(nbytes))
+        return made[-1]
+
+    arena = Arena(make)
+    memory = private_memory(pages * 4096)
+    arena.begin(memory)
+    parts = [arena.allocate(size) for size in sizes]
+    for number, part in enumerate(parts):
+        part[:] = number
+    end = memory.address + memory.nbytes
+
+    assert [part.tolist() for part in parts] == [[number] * size for number, size in enumerate(sizes)]
+    assert made == []  # each of these fits into an empty memory
+    assert arena.memory is memory
+    offset = 0
+    for part in parts:
+        does_fit = offset + part.nbytes <= memory.nbytes
+        assert (memory.address <= part.ctypes.data <= end - part.nbytes) == does_fit or not part.nbytes
+        if does_fit:
+            offset = -(-(offset + part.nbytes) // 64) * 64
+
+
+def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
+    """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
+    small = private_memory(64)
+    arena = Arena(private_memory)
+    arena.begin(small)
+    arena.allocate(0)
+    part = arena.allocate(100_000)
+    part[:] = 7
+    new = arena.memory
+    is_leased = small.is_leased
+
+    assert new is not None
+    assert new is not small
+    assert new.address <= part.ctypes.data <= new.address + new.nbytes - part.nbytes
+    assert (is_leased, new.is_leased) == (False, True)
 
 
 def test_buffers_are_used_again_and_never_while_held() -> None:
@@ -105,6 +195,41 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
     assert len(addresses) == 1
     assert [int(part[0]) for part in held] == list(range(2 * MAX_BUFFERS))
     assert len(buffers._memories) == MAX_BUFFERS
+
+
+def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> None:
+    """What the caller holds stays valid."""
+    buffers = Buffers(1 << 30)
+    held = []
+    for nbytes in (1000, 200_000):
+        buffers.begin()
+        part = buffers.arena.allocate(nbytes)
+        part[:] = 5
+        if nbytes > 1000:
+            held.append(part)
+        del part
+        buffers.arena.end()
+    kept = [memory.nbytes for memory in buffers._memories]
+    buffers.clear()
+
+    assert len(kept) == 1
+    assert kept[0] > 200_000
+    assert (buffers._memories, buffers.arena.memory) == ([], None)
+    assert held[0].sum() == 5 * 200_000
+
+
+@pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
+def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
+    """A batch beyond it has memory that goes with the batch."""
+    each_bytes = SLACK_BYTES + 4096
+    buffers = Buffers(2 * each_bytes + spare_bytes)
+    held = []
+    for _ in range(3):
+        buffers.begin()
+        held.append(buffers.arena.allocate(4096))
+        buffers.arena.end()
+
+    assert [memory.nbytes for memory in buffers._memories] == [each_bytes] * expected
 
 
 def _slot_bytes(pid: int | str) -> int:
@@ -132,6 +257,18 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
     assert torch.equal(images[1], torch.as_tensor(zoo.image(1)[0]))
     assert with_batch > 0
     assert _slot_bytes("self") == 0
+
+
+def test_a_worker_writes_its_batches_into_the_memory_that_its_slots_have() -> None:
+    """A hundred batches that the caller drops need no more memories than there are slots."""
+    iterator = iter(fastload.DataLoader(zoo.Made(zoo.image, 400), 4, num_workers=1))
+    seen: dict[int, Any] = {}  # held, so that no other gets its id
+    for _ in iterator:
+        memories = [slot.memory for slot in iterator._pool.ring.slots]
+        seen |= {id(memory): memory for memory in memories if memory is not None}
+        num_slots = len(memories)
+
+    assert 0 < len(seen) <= num_slots
 
 
 def _grows(index: int) -> Any:

@@ -9,8 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from fastload.transport import ring as ring_module
 from fastload.transport.memory import private_memory
-from fastload.transport.ring import Ring, SlotState
+from fastload.transport.ring import Ring, Slot, SlotState, limit_bytes
 from fastload.transport.schedule import Schedule
 
 PAGE = 4096
@@ -61,6 +62,210 @@ def test_a_batch_without_bytes_says_nothing_of_the_next_one() -> None:
 
     assert ring.acquire(0) is slot
     assert ring.acquire(0) is None
+
+
+def _fill(ring: Ring, worker: int = 0, pages: int = 1) -> Slot:
+    """A slot that the worker has filled, in memory of its own where it had none or too little."""
+    slot = ring.acquire(worker)
+    assert slot is not None
+    is_too_small = slot.memory is None or slot.memory.nbytes < pages * PAGE
+    ring.fill(slot, private_memory(pages * PAGE) if is_too_small else None)
+    return slot
+
+
+def _acquire_all(ring: Ring, worker: int = 0) -> list[Slot]:
+    found = []
+    while (slot := ring.acquire(worker)) is not None:
+        found.append(slot)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "slots_in_flight", "expected"), [(1, 1, 5), (1, 2, 6), (2, 2, 4), (3, 1, 3), (5, 2, 3)]
+)
+def test_a_worker_has_slots_for_its_batches_in_flight_and_its_share_of_four_that_are_lent(
+    num_workers: int, slots_in_flight: int, expected: int
+) -> None:
+    """The share is rounded up. Memory does not limit the number here."""
+    ring = Ring(num_workers, slots_in_flight, 1 << 30)
+    ring.release(_fill(ring))
+
+    assert len(_acquire_all(ring)) == expected
+    assert ring.num_slots(0) == expected
+
+
+@pytest.mark.parametrize(("limit_pages", "expected"), [(1, 1), (2, 1), (3, 2), (4, 3), (9, 6)])
+def test_slots_without_memory_and_workers_without_slots_count_against_the_limit(
+    limit_pages: int, expected: int
+) -> None:
+    """Worker 1 has no slot yet: room is kept for its batch, and for each slot without memory."""
+    ring = Ring(2, 4, limit_pages * PAGE)
+    ring.release(_fill(ring))
+
+    assert len(_acquire_all(ring)) == expected
+    assert ring.acquire(1) is not None
+
+
+def test_the_largest_batch_so_far_decides_whether_another_slot_has_room() -> None:
+    """A large batch, then small ones and an empty one: the next slot may have to hold a large one."""
+    ring = Ring(2, 8, 8 * PAGE)
+    ring.release(_fill(ring, 0, 3))
+    ring.release(_fill(ring, 1, 1))
+    empty = ring.acquire(1)
+    assert empty is not None
+    ring.fill(empty, None)
+    ring.release(empty)
+
+    assert len(_acquire_all(ring, 1)) == 2  # 3 + 1 pages are taken, and 3 fit
+
+
+@pytest.mark.parametrize("limit_pages", [1, 2])
+def test_a_slot_is_lent_where_its_worker_may_have_another(limit_pages: int) -> None:
+    """Where there is room, the other slot is made at once; where there is none, the batch must be copied."""
+    ring = Ring(1, 2, limit_pages * PAGE)
+    slot = _fill(ring)
+
+    is_lent = ring.lend(slot)
+
+    assert is_lent == (limit_pages == 2)
+    assert slot.state is (SlotState.LENT if is_lent else SlotState.READY)
+    assert ring.num_slots(0) == limit_pages
+    assert ring.num_copies == (0 if is_lent else 1)
+    assert [other.number for other in ring.slots] == list(range(limit_pages))
+
+
+def test_a_slot_is_lent_without_a_new_one_while_its_worker_has_another() -> None:
+    """No slot is made that is not needed."""
+    ring = Ring(1, 4, 1 << 30)
+    ring.release(_fill(ring))
+    first, second = ring.acquire(0), ring.acquire(0)
+    assert first is not None
+    ring.fill(first, None)
+
+    assert ring.lend(first)
+    assert ring.slots == [first, second]
+
+
+def test_a_lent_slot_comes_back_with_its_memory_when_the_lease_ends() -> None:
+    """Not earlier, and the same slot is used again."""
+    ring = Ring(1, 2, 1 << 30)
+    slot = _fill(ring)
+    memory = slot.memory
+    assert memory is not None
+    lease = memory.lease()
+    assert ring.lend(slot)
+    ring.reclaim(0)
+    state = slot.state
+    del lease
+    ring.reclaim(0)
+
+    assert (state, slot.state) == (SlotState.LENT, SlotState.FREE)
+    assert slot.memory is memory
+
+
+def test_a_slot_that_a_forked_child_may_see_comes_back_without_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker makes new memory for it."""
+    ring = Ring(1, 2, 1 << 30)
+    slot = _fill(ring)
+    assert ring.lend(slot)
+    monkeypatch.setattr(type(slot.memory), "is_spent", True)
+    ring.reclaim(0)
+
+    assert (slot.state, slot.memory) == (SlotState.FREE, None)
+
+
+def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
+    """The newest is with the caller: it stays, and so do those before it, whose numbers are their places."""
+    ring = Ring(1, 2, 3 * PAGE)
+    ring.release(_fill(ring))
+    for slot in _acquire_all(ring):
+        ring.fill(slot, private_memory(PAGE))
+        ring.release(slot)
+    newest = _fill(ring, pages=4)
+    assert newest.memory is not None
+    lease = newest.memory.lease()
+    assert ring.lend(newest)
+
+    before = ring.slots
+    slot = ring.acquire(0)
+
+    assert newest is before[-1]
+    assert ring.slots == before
+    assert slot is before[-2]
+    del lease
+
+
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_limit(num_slots: int) -> None:
+    """The oldest slot grows to two pages, for which the newest one goes."""
+    ring = Ring(1, 4, num_slots * PAGE)
+    ring.release(_fill(ring))
+    oldest, *others = _acquire_all(ring)
+    for slot in others:
+        ring.fill(slot, private_memory(PAGE))
+        ring.release(slot)
+    ring.fill(oldest, private_memory(2 * PAGE))
+    ring.release(oldest)
+    before = ring.slots
+    ring.acquire(0)
+
+    assert len(before) == num_slots
+    assert ring.slots == before[:-1]
+    assert ring.nbytes == num_slots * PAGE
+
+
+@pytest.mark.parametrize("move", ["acquire", "lend"])
+def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
+    """Two slots fill the limit, and the caller drops the batch in the first one."""
+    ring = Ring(1, 1, 2 * PAGE)
+    first = _fill(ring)
+    assert first.memory is not None
+    lease = first.memory.lease()
+    assert ring.lend(first)
+    second = ring.acquire(0)
+    assert second is not None
+    waits = ring.acquire(0) is None
+    ring.fill(second, private_memory(PAGE))
+    del lease
+
+    assert waits
+    if move == "acquire":
+        assert ring.acquire(0) is first
+    else:
+        assert ring.lend(second)
+        assert (first.state, ring.num_copies) == (SlotState.FREE, 0)
+
+
+def test_the_slot_to_go_on_with_is_not_given_up() -> None:
+    """A batch that is larger than the whole limit still has its slot."""
+    ring = Ring(1, 2, PAGE)
+    slot = _fill(ring, pages=5)
+    ring.release(slot)
+
+    assert ring.acquire(0) is slot
+    assert ring.acquire(0) is None
+
+
+def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
+    """`forget` is for one worker, `clear` for all."""
+    ring = Ring(2, 2, 1 << 30)
+    ring.release(_fill(ring, 0))
+    kept = _fill(ring, 1)
+    ring.forget(0)
+
+    assert ring.slots == [kept]
+    assert (ring.num_slots(0), ring.num_slots(1)) == (0, 1)
+
+
+def test_the_automatic_limit_is_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other settings are read as the budget of a cache is."""
+    monkeypatch.setattr(ring_module.budget, "available_bytes", lambda: 4000)
+
+    assert limit_bytes("auto") == 1000
+    assert limit_bytes("3kB") == 3000
+    assert limit_bytes(77) == 77
 
 
 class Transport(RuleBasedStateMachine):
