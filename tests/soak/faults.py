@@ -1,0 +1,160 @@
+"""Modes in which workers are killed, stopped, or too late."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import fastload
+from tests import conftest
+from tests.soak.compare import SoakError
+from tests.soak.modes import Held, some
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable, Iterator
+
+    from tests.soak.subject import Reader, Subject
+
+DEATH_S = 2.0  # in which a death is an error
+_SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "segfault": signal.SIGSEGV}
+
+
+def worker_dies(subject: Subject, rng: random.Random) -> None:
+    """A worker is killed: right batches, then WorkerDiedError, and the next epoch is whole."""
+    loader = subject.loader()
+    held = Held(rng)
+    with _sigterm_handler(subject.case.handles_sigterm):
+        reader, workers = _start(subject, loader)
+        some(reader, rng, held)
+        victim = rng.choice(workers)
+        _send(reader, victim, _SIGNALS[subject.case.mode])
+        is_error = _is_death_an_error(reader, victim, held)
+        held.check("after the death of a worker")
+        del reader
+        if not is_error and subject.case.is_persistent:
+            # The victim owed nothing more in this epoch, and perhaps it owes nothing in the next one.
+            _is_death_an_error(subject.read(loader), victim, held)
+            loader.close()
+        for received in subject.read(loader):
+            held.add(received)
+
+
+def _start(subject: Subject, loader: fastload.DataLoader) -> tuple[Reader, list[int]]:
+    """Begin an epoch; its reader, and the process ids of its workers."""
+    before = conftest._children()
+    reader = subject.read(loader)
+    return reader, sorted(conftest._children() - before)
+
+
+def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
+    """Send a signal to a worker, unless it has gone with its epoch: its pid may be another's by now."""
+    if not reader.has_ended or reader.case.is_persistent:
+        os.kill(worker, number)
+
+
+def _is_death_an_error(reader: Reader, victim: int, held: Held) -> bool:
+    """Read on until the error comes; False if the epoch ends first, because the worker owed nothing more."""
+    while True:
+        asked_s = time.monotonic()
+        try:
+            held.add(next(reader))
+        except StopIteration:
+            return False
+        except fastload.WorkerDiedError as error:
+            waited_s = time.monotonic() - asked_s
+            if waited_s > DEATH_S:
+                raise SoakError(f"a worker's death was an error after {waited_s:.1f} s: {error}") from error
+            if str(victim) not in str(error):
+                raise SoakError(f"an error that does not name process {victim}: {error}") from error
+            break
+    more = list(reader.iterator)
+    if more:
+        raise SoakError(f"{len(more)} batches came after the death of a worker was an error")
+    return True
+
+
+@contextlib.contextmanager
+def _sigterm_handler(is_there: bool) -> Iterator[None]:
+    """A handler of the consumer's own, which no worker may run."""
+    if not is_there:
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    before = signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"."))
+    try:
+        yield
+        with contextlib.suppress(BlockingIOError):
+            if os.read(read, 1):
+                raise SoakError("a worker ran the consumer's handler for SIGTERM")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        os.close(read)
+        os.close(write)
+
+
+def worker_stops(subject: Subject, rng: random.Random) -> None:
+    """A worker is stopped and goes on a moment later: nothing comes of it."""
+    loader = subject.loader()
+    held = Held(rng)
+    victims: list[int] = []
+    for _ in range(subject.case.epochs):
+        reader, workers = _start(subject, loader)
+        some(reader, rng, held)
+        victims = workers or victims  # persistent workers are new in the first epoch alone
+        timer = threading.Timer(rng.uniform(0.01, 0.3), _continue, [victim := rng.choice(victims)])
+        _send(reader, victim, signal.SIGSTOP)
+        timer.start()
+        try:
+            for received in reader:
+                held.add(received)
+        finally:
+            timer.join()
+
+
+def worker_is_late(subject: Subject, rng: random.Random) -> None:
+    """A worker is stopped until the time-out was an error; the batches come all the same, in their order."""
+    loader = subject.loader()
+    held = Held(rng)
+    reader, workers = _start(subject, loader)
+    some(reader, rng, held)
+    victim = rng.choice(workers)
+    _send(reader, victim, signal.SIGSTOP)
+    try:
+        for _ in range(3):  # what lies ready comes first
+            held.add(_next_or_timeout(reader))
+    except StopIteration:
+        pass
+    except TimeoutError:
+        held.check("after a time-out")
+    finally:
+        _continue(victim)
+    for received in reader:
+        held.add(received)
+
+
+def _next_or_timeout(reader: Reader) -> Any:
+    reader.raises_timeouts = True
+    try:
+        return next(reader)
+    finally:
+        reader.raises_timeouts = False
+
+
+def _continue(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+FAULTS: dict[str, Callable[[Subject, random.Random], None]] = {
+    "kill": worker_dies,
+    "terminate": worker_dies,
+    "segfault": worker_dies,
+    "stop": worker_stops,
+    "times out": worker_is_late,
+}
