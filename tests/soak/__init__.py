@@ -6,10 +6,10 @@
 
 A case follows from one integer, its seed (`case`). Each sample is a function of its index (`samples`), and
 the order of the indices is that which torch's samplers draw (`order`), so that each batch is known before the
-loader is asked for it. A mode (`modes`, `faults`, `neighbours`) says what the consumer does with the loader
-and with the batches, and `run` checks afterwards that nothing is left behind. `known` lists the cases that
-fail today because of a defect that is known.
+loader is asked for it. A mode says what the consumer does with the loader and with the batches (`modes`,
+`together`, `faults`, `neighbours`), and `run` checks afterwards that nothing is left behind. `known` lists
+the cases that fail today because of a defect that is known.
 
-Files from the bottom up: samples, datasets, case, known; order, compare; subject; modes, faults, neighbours;
-run; __main__.
+Files from the bottom up: samples, datasets, case, known; order, compare; subject; modes, together, faults,
+neighbours; run; __main__.
 """

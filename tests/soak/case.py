@@ -26,6 +26,8 @@ CACHED = (
 )
 PROCESSES = ("fork", "forkserver", "spawn")
 
+# In these a sample is read outside of a loader, or in two threads, where rng="sample" sets no generators.
+_OWN_GENERATORS = ("reads samples", "torch reads", "two threads", "side by side")
 SIGNALS = ("kill", "terminate", "segfault")  # modes in which a worker dies
 
 
@@ -65,6 +67,7 @@ class Case:
     # The consumer.
     epochs: int = 1
     handles_sigterm: bool = False
+    garbage: str = "usual"  # how eager the collector is: "usual", "off", "eager"
 
     @property
     def is_cached(self) -> bool:
@@ -117,10 +120,14 @@ MODES = {
     "interleaves": 6,
     "resumes": 8,
     "closes": 6,
+    "reads samples": 6,
+    "torch reads": 3,
+    "interrupts": 4,
     "hands over": 4,
     "moves between threads": 4,
     "two threads": 3,
-    "forks": 6,
+    "side by side": 5,
+    "forks": 8,
     "kill": 6,
     "terminate": 3,
     "segfault": 3,
@@ -196,6 +203,7 @@ def draw(seed: int) -> Case:
         timeout_s=pick({0: 5, 30: 1}),
         epochs=pick({1: 2, 2: 2, 3: 1}),
         handles_sigterm=rng.random() < 0.3,
+        garbage=pick({"usual": 6, "off": 1, "eager": 1}),
     )
     return settled(case)
 
@@ -209,24 +217,32 @@ def settled(case: Case) -> Case:
 
 def _settle_mode(case: Case) -> dict[str, Any]:
     mode, changes = case.mode, dict[str, Any]()
-    if mode == "two threads":  # torch allows that without workers alone, and not for streams
+    if mode == "two threads":  # torch allows that without workers alone
         changes |= {"num_workers": 0}
-        if case.is_stream:
-            changes |= {"source": "plain"}
-        if case.kind == "draws":  # the generators would be shared by both
-            changes |= {"kind": "scalars", "transform": "none"}
     if mode in (*SIGNALS, "stop", "times out"):
         changes |= {"num_workers": max(1, case.num_workers), "in_order": True}
         if case.method == "thread":
             changes |= {"method": "fork"}
     if mode == "times out":
         changes |= {"timeout_s": 0.2}
-    if mode in ("resumes", "closes"):  # torch's own iterator cannot do this
-        changes |= {"in_order": True}
+    if mode in ("resumes", "closes", "interrupts", "torch reads"):
+        changes |= {"in_order": True}  # torch's own iterator cannot do this
     if mode == "resumes" and case.source == "stream":
         changes |= {"source": "stateful stream"}
     if mode == "interleaves" and case.order == "with replacement":  # it draws while the epoch goes on
         changes |= {"order": "shuffle by a generator"}
+    if mode == "side by side" and case.order == "shuffle":  # both would draw from torch's own generator
+        changes |= {"order": "shuffle by a generator"}
+    if mode in ("interrupts", "torch reads"):
+        changes |= {"raises": False}
+    if mode == "torch reads" and case.method == "thread":
+        changes |= {"method": "fork"}
+    if mode in ("reads samples", "two threads") and case.is_stream:
+        changes |= {"source": "plain"}
+    if mode in _OWN_GENERATORS and case.kind == "draws":
+        changes |= {"kind": "scalars", "transform": "none"}
+    if mode == "side by side" and case.kind == "plain colour":  # one pipeline in two threads
+        changes |= {"transform": "none"}
     if mode == "neighbour":
         changes |= {"source": "keyed ram"}
     if mode != "terminate":

@@ -149,6 +149,14 @@ def part(sample: Any) -> Any:
     return sample[0][::2, 1:], sample[1]
 
 
+def turned(sample: Any) -> Any:
+    return sample[0].transpose(2, 0, 1), sample[1]
+
+
+def as_tensor(sample: Any) -> Any:
+    return torch.from_numpy(sample[0]).permute(2, 0, 1), sample[1]
+
+
 class Draws:
     """Adds random numbers to a sample, from generators that `rng="sample"` sets.
 
@@ -218,6 +226,8 @@ TRANSFORMS = {
     "rarely in place": Transform(_constant(rarely_in_place), plus_one),
     "alias": Transform(_constant(alias), alias),
     "part": Transform(_constant(part), part),
+    "turned": Transform(_constant(turned), turned),
+    "as tensor": Transform(_constant(as_tensor), as_tensor),
     "draws": Transform(lambda case: Draws(with_globals=case.method != "thread"), alias),
     "crop": Transform(functools.partial(_pipeline, to_tensor=False), _cropped),
     "crop to tensor": Transform(functools.partial(_pipeline, to_tensor=True), _cropped_to_tensor),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -32,13 +33,13 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
         reader, workers = _start(subject, loader)
         some(reader, rng, held)
         victim = rng.choice(workers)
-        _send(reader, victim, _SIGNALS[subject.case.mode])
-        is_error = _is_death_an_error(reader, victim, held)
+        death = _Death(reader, victim, _SIGNALS[subject.case.mode], rng.choice([0, 0, rng.uniform(0, 0.05)]))
+        is_error = _is_death_an_error(reader, death, held)
         held.check("after the death of a worker")
         del reader
         if not is_error and subject.case.is_persistent:
             # The victim owed nothing more in this epoch, and perhaps it owes nothing in the next one.
-            _is_death_an_error(subject.read(loader), victim, held)
+            _is_death_an_error(subject.read(loader), death, held)
             loader.close()
         for received in subject.read(loader):
             held.add(received)
@@ -57,20 +58,55 @@ def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
         os.kill(worker, number)
 
 
-def _is_death_an_error(reader: Reader, victim: int, held: Held) -> bool:
+class _Death:
+    """Sends a signal to a worker, now or while the consumer reads on.
+
+    Args:
+        reader: Of its epoch.
+        victim: The worker's pid.
+        number: The signal.
+        after_s: How long to wait with it.
+    """
+
+    def __init__(self, reader: Reader, victim: int, number: signal.Signals, after_s: float) -> None:
+        self._reader = reader
+        self._number = number
+        self.victim = victim
+        self.sent_s = math.inf
+        self._timer = threading.Timer(after_s, self._happen)
+        if after_s:
+            self._timer.start()
+        else:
+            self._happen()
+
+    def _happen(self) -> None:
+        self.sent_s = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            _send(self._reader, self.victim, self._number)
+
+    def call_off(self) -> None:
+        """The epoch has ended: its worker may have gone."""
+        self._timer.cancel()
+        if self._timer.ident is not None:
+            self._timer.join()
+
+
+def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
     """Read on until the error comes; False if the epoch ends first, because the worker owed nothing more."""
     while True:
         asked_s = time.monotonic()
         try:
             held.add(next(reader))
         except StopIteration:
+            death.call_off()
             return False
         except fastload.WorkerDiedError as error:
-            waited_s = time.monotonic() - asked_s
+            waited_s = time.monotonic() - max(asked_s, death.sent_s)
+            death.call_off()
             if waited_s > DEATH_S:
                 raise SoakError(f"a worker's death was an error after {waited_s:.1f} s: {error}") from error
-            if str(victim) not in str(error):
-                raise SoakError(f"an error that does not name process {victim}: {error}") from error
+            if str(death.victim) not in str(error):
+                raise SoakError(f"an error that does not name process {death.victim}: {error}") from error
             break
     more = list(reader.iterator)
     if more:

@@ -43,6 +43,18 @@ KNOWN = (
         lambda case: case.mode == "resumes" and case.order == "shuffle",
     ),
     Defect(
+        "an exception between an answer and its delivery loses the batch, or the next one never comes",
+        lambda case: case.mode == "interrupts",
+    ),
+    Defect(
+        "threads race while a transform is tried out",
+        lambda case: (
+            case.is_cached
+            and case.transform in ("in place", "in place by torch", "as tensor")
+            and (case.mode == "side by side" or (case.num_workers > 0 and case.method == "thread"))
+        ),
+    ),
+    Defect(
         "a transform that rarely writes in place meets read-only pages",
         lambda case: case.transform == "rarely in place" and case.is_cached,
     ),

@@ -1,19 +1,20 @@
-"""What the consumer does with loaders and batches. Each mode reads the whole of at least one epoch."""
+"""What the consumer does with loaders and batches, in one thread; see also `together`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
-import queue
 import signal
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+import torch.utils.data as tud
+
 import fastload
+from tests.soak import datasets, order
 from tests.soak.case import Case, settled
-from tests.soak.compare import SoakError, spoil
+from tests.soak.compare import SoakError, difference, leaves, spoil
 
 if TYPE_CHECKING:
     import random
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
     from tests.soak.subject import Reader, Received, Subject
 
-_MOST_HELD = 8
-
 
 class Held:
-    """Batches that the consumer keeps; none of them may ever change."""
+    """Batches that the consumer keeps, few or all; none of them may ever change."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
+        self._most = rng.choice([2, 8, 8, 200])
+        self._is_keen = rng.random() < 0.3  # to let batches go before there are that many
         self.received: list[Received] = []
 
     def check(self, when: str = "while it was held") -> None:
@@ -36,10 +37,13 @@ class Held:
             received.check(when)
 
     def add(self, received: Received) -> None:
-        """Keep one more, look at all, and let some go."""
+        """Keep one more, look at some or all, and let some go."""
         self.received.append(received)
-        self.check()
-        while len(self.received) > _MOST_HELD or (self.received and self._rng.random() < 0.4):
+        for other in self._rng.sample(self.received, min(len(self.received), 8)):
+            other.check("while it was held")
+        while len(self.received) > self._most or (self._is_keen and self._rng.random() < 0.4):
+            if not self.received:
+                return
             self.received.pop(self._rng.randrange(len(self.received)))
 
 
@@ -53,6 +57,7 @@ def some(reader: Reader, rng: random.Random, held: Held) -> None:
 
 
 def plain(subject: Subject, rng: random.Random) -> None:
+    """Each batch is let go before the next one is asked for."""
     loader = subject.loader()
     for _ in range(subject.case.epochs):
         for _ in subject.read(loader):
@@ -66,12 +71,13 @@ def holds(subject: Subject, rng: random.Random) -> None:
     for _ in range(subject.case.epochs):
         for received in subject.read(loader):
             held.add(received)
+    held.check("after the epoch")
     loader.close()
     held.check("after close()")
 
 
 def writes(subject: Subject, rng: random.Random) -> None:
-    """The consumer writes into half of the batches; it reaches no cache and no other batch."""
+    """The consumer writes into half of the batches; that reaches no cache and no other batch."""
     loader = subject.loader()
     held = Held(rng)
     spoilt: list[Any] = []
@@ -86,16 +92,76 @@ def writes(subject: Subject, rng: random.Random) -> None:
             held.check("after other batches were written to")
 
 
+def reads_samples(subject: Subject, rng: random.Random) -> None:
+    """The consumer reads single samples beside a loader, keeps some and writes into others."""
+    loader = subject.loader()
+    case, dataset = subject.case, subject.dataset
+    held: list[tuple[Any, Any]] = []
+    for received in subject.read(loader):
+        for _ in range(2):
+            index = rng.randrange(case.num_samples)
+            if case.raises and datasets.raises_at(order.source_index(case, index)):
+                continue
+            sample, expected = dataset[index], subject.expected_sample(index)
+            held.append((expected, sample))
+            if rng.random() < 0.3:
+                spoil(held.pop(rng.randrange(len(held)))[1])
+        received.check("after samples were read")
+        for expected, sample in held:
+            if case.kind != "draws" and (found := difference(expected, sample, "sample")):
+                raise SoakError(f"a sample that was read beside a loader: {found}")
+        del held[:-20]
+    if case.is_cached and case.num_samples and "subset" not in case.source:
+        _look(dataset, rng.randrange(case.num_samples), case)
+
+
+def _look(dataset: fastload.CachedDataset, index: int, case: Case) -> None:
+    """What lies in the cache can be looked at, and not be written to."""
+    sample = dataset.view(index)
+    if found := difference(datasets.known_sample(case, index), sample, "view"):
+        raise SoakError(f"view({index}): {found}")
+    if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
+        raise SoakError(f"view({index}) gave an array that can be written to")
+
+
+def torch_reads(subject: Subject, rng: random.Random) -> None:
+    """The loader of torch reads the dataset, before or after ours."""
+    case = subject.case
+    has_workers = case.num_workers > 0
+    theirs = tud.DataLoader(
+        subject.dataset,
+        case.batch_size,
+        drop_last=case.drop_last,
+        num_workers=case.num_workers,
+        collate_fn=datasets.COLLATES[case.collate].given,
+        multiprocessing_context=case.method if has_workers else None,
+    )
+    ours = subject.loader()
+    for is_ours in rng.choice([[True, False], [False, True], [False, True, False]]):
+        if is_ours:
+            for _ in subject.read(ours):
+                pass
+            continue
+        in_order = dataclasses.replace(case, order="in order", channels_last=False)
+        due = order.due_batches(in_order, 0, torch.Generator(), draws_base_seed=False)
+        for batch, one in zip(theirs, due, strict=True):
+            if found := difference(subject.expected(one, channels_last=False), batch):
+                raise SoakError(f"torch's loader, indices {one.indices}: {found}")
+
+
 def breaks(subject: Subject, rng: random.Random) -> None:
-    """Epochs are left in the middle; the iterators are forgotten at once, or later."""
+    """Epochs are left in the middle; the iterators are forgotten at once, later, or by the collector."""
     loader = subject.loader()
     held = Held(rng)
     left: list[Reader] = []
     for _ in range(rng.randrange(1, 4)):
         reader = subject.read(loader)
         some(reader, rng, held)
-        if rng.random() < 0.3:
+        where = rng.choice(["nowhere", "nowhere", "kept", "cycle"])
+        if where == "kept":
             left.append(reader)
+        elif where == "cycle":
+            reader.cycle = reader
         del reader
     held.check("after its epoch was left")
     if rng.random() < 0.5:
@@ -108,7 +174,7 @@ def interleaves(subject: Subject, rng: random.Random) -> None:
     """Two iterators at once: of one loader, or of two that have other workers."""
     loaders = [subject.loader()]
     if subject.case.is_persistent or rng.random() < 0.5:
-        loaders.append(subject.loader(**_other_workers(subject.case, rng)))
+        loaders.append(subject.loader(**other_workers(subject.case, rng)))
     held = Held(rng)
     readers = [subject.read(loaders[0]), subject.read(loaders[-1])]
     while readers:
@@ -135,7 +201,7 @@ def resumes(subject: Subject, rng: random.Random) -> None:
     else:
         some(reader, rng, held)  # the first loader may go on as well
         reader.due[:] = due
-    other = subject.loader(**_other_workers(subject.case, rng))
+    other = subject.loader(**other_workers(subject.case, rng))
     other.load_state_dict(state)
     if is_within_epoch:
         for received in subject.read(other, goes_on_from=reader):
@@ -166,164 +232,63 @@ def _expect_closed(reader: Reader) -> None:
     raise SoakError("an iterator gave a batch after close()")
 
 
-def hands_over(subject: Subject, rng: random.Random) -> None:
-    """Another thread looks at the batches, and lets them go, while this one reads on."""
-    loader = subject.loader()
-    handed: queue.Queue[Received | None] = queue.Queue(maxsize=5)
-
-    def look() -> None:
-        held = Held(rng)
-        while (received := handed.get()) is not None:
-            if not errors:
-                with _collected(errors):
-                    held.add(received)
-
-    errors: list[BaseException] = []
-    thread = threading.Thread(target=look, name="soak-looks")
-    thread.start()
-    try:
-        for _ in range(subject.case.epochs):
-            for received in subject.read(loader):
-                handed.put(received)
-    finally:
-        handed.put(None)
-        thread.join()
-    if errors:
-        raise errors[0]
+class _InterruptedError(Exception):
+    """What the consumer's handler for SIGALRM raises."""
 
 
-def moves_between_threads(subject: Subject, rng: random.Random) -> None:
-    """One thread begins the epoch, another goes on, this one ends it."""
+class _Alarm:
+    """SIGALRM again and again; raises where it is armed, once."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.is_armed = False
+        self._before = signal.signal(signal.SIGALRM, self._handle)
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.02), rng.uniform(0.002, 0.05))
+
+    def _handle(self, *_: Any) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise _InterruptedError
+
+    def stop(self) -> None:
+        self.is_armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, self._before)
+
+
+def interrupts(subject: Subject, rng: random.Random) -> None:
+    """A signal handler raises while the consumer waits for batches, and the consumer goes on.
+
+    The iterator then gives right batches in order, of which each signal may have cost one; or it is closed.
+    """
     loader = subject.loader()
     held = Held(rng)
-    readers: list[Reader] = []
-    _in_thread(lambda: readers.append(subject.read(loader)))
-    _in_thread(lambda: some(readers[0], rng, held))
-    for received in readers[0]:
+    reader = subject.read(loader)
+    num_due = len(reader.due)
+    alarm = _Alarm(rng)
+    try:
+        for _ in range(3 * num_due + 10):
+            try:
+                alarm.is_armed = True
+                batch = next(reader.iterator)
+                alarm.is_armed = False
+            except _InterruptedError:
+                reader.may_skip += 1
+                continue
+            except StopIteration:
+                reader.expect_end()
+                break
+            except fastload.LoaderClosedError:
+                break
+            held.add(reader.take(batch))
+    finally:
+        alarm.stop()
+    held.check("after signals")
+    loader.close()
+    for received in subject.read(loader):
         held.add(received)
-    held.check("after it was moved between threads")
 
 
-def two_threads(subject: Subject, rng: random.Random) -> None:
-    """Two threads ask one iterator without workers: each batch comes once, to one of them."""
-    reader = subject.read(subject.loader())
-    batches: list[Any] = []
-    errors: list[BaseException] = []
-
-    def take() -> None:
-        with _collected(errors):
-            while True:
-                try:
-                    batches.append(next(reader.iterator))
-                except StopIteration:
-                    return
-                except ValueError as error:
-                    if "already executing" not in str(error):  # torch's sampler is a generator, of one thread
-                        errors.append(error)
-
-    due = reader.due
-    threads = [threading.Thread(target=take, name=f"soak-takes-{number}") for number in range(2)]
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns in the middle of a batch, too
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval_s)
-    for error in errors:
-        if not isinstance(error, ValueError):
-            raise error
-        reader._take_error(error)
-    reader.case = dataclasses.replace(reader.case, in_order=False)  # threads overtake each other
-    for batch in batches:
-        reader.take(batch)
-    if due:
-        raise SoakError(f"{len(due)} batches never came")
-
-
-def forks(subject: Subject, rng: random.Random) -> None:
-    """Children of this process hold the same batches; nothing that happens here later changes them there."""
-    loader = subject.loader()
-    held = Held(rng)
-    children: list[tuple[int, int]] = []
-    try:
-        for _ in range(subject.case.epochs):
-            for received in subject.read(loader):
-                if rng.random() < 0.3:
-                    spoil(received.batch)  # no child has seen it: parent and child share the pages
-                    continue
-                held.add(received)
-                if len(children) < 3 and rng.random() < 0.3:
-                    children.append(_fork(held))
-        for child, wake in children:
-            os.write(wake, b".")
-            if os.waitpid(child, 0)[1] != 0:
-                raise SoakError("a batch that a forked child held has changed there; its stderr says which")
-    finally:
-        for child, wake in children:
-            os.close(wake)
-            _end(child)
-
-
-def _fork(held: Held) -> tuple[int, int]:
-    """A child that looks at these batches when it is woken; its pid, and what wakes it."""
-    read, wake = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(read)
-        return child, wake
-    status = 1
-    try:
-        os.close(wake)
-        os.read(read, 1)
-        held.check("in a forked child")
-        status = 0
-    except BaseException as error:  # noqa: BLE001  # nothing may leave this branch of the program
-        os.write(2, f"{error}\n".encode())
-    finally:
-        os._exit(status)
-
-
-def _end(child: int) -> None:
-    try:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass  # it was waited for
-
-
-class _collected:  # reads like a function of contextlib
-    """Keeps an exception of a thread for the one that joins it."""
-
-    def __init__(self, errors: list[BaseException]) -> None:
-        self._errors = errors
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if error is not None:
-            self._errors.append(error)
-        return True
-
-
-def _in_thread(work: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        with _collected(errors):
-            work()
-
-    thread = threading.Thread(target=run, name="soak-works")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-
-
-def _other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
+def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
     """Other settings that change nothing in the batches."""
     num_workers = case.num_workers if case.is_stream else rng.randrange(4)
     methods = ["fork", "fork", "forkserver"]
@@ -347,12 +312,11 @@ MODES: dict[str, Callable[[Subject, random.Random], None]] = {
     "plain": plain,
     "holds": holds,
     "writes": writes,
+    "reads samples": reads_samples,
+    "torch reads": torch_reads,
     "breaks": breaks,
     "interleaves": interleaves,
     "resumes": resumes,
     "closes": closes,
-    "hands over": hands_over,
-    "moves between threads": moves_between_threads,
-    "two threads": two_threads,
-    "forks": forks,
+    "interrupts": interrupts,
 }

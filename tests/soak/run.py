@@ -31,13 +31,14 @@ from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
 from tests.soak.neighbours import NEIGHBOURS
 from tests.soak.subject import Subject, pretended_accelerator
+from tests.soak.together import TOGETHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.soak.case import Case
 
-_ALL_MODES = {**MODES, **FAULTS, **NEIGHBOURS}
+_ALL_MODES = {**MODES, **TOGETHER, **FAULTS, **NEIGHBOURS}
 _STACKS_S = 1.0  # for workers to write their stacks
 _LATER_S = 30.0  # after the watch's time, if the interpreter does not even let its thread run
 
@@ -150,11 +151,14 @@ def consume(case: Case, folder: Path) -> None:
     random.seed(case.seed)
     np.random.seed(case.seed % 2**32)
     torch.manual_seed(case.seed)
+    thresholds = gc.get_threshold()
     subject = Subject(case, folder)
     try:
+        gc.set_threshold(*{"usual": thresholds, "off": (0,), "eager": (20, 2, 2)}[case.garbage])
         _ALL_MODES[case.mode](subject, random.Random(f"actions of {case.seed}"))
     finally:
         subject.close()
+        gc.set_threshold(*thresholds)
 
 
 def _mapped() -> set[str]:

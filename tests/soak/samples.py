@@ -215,17 +215,26 @@ class Kind(NamedTuple):
     has_shapes: bool = True  # that follow from the group
     is_cacheable: bool = True
     is_big: bool = False
-    transforms: tuple[str, ...] = ("none",)
+    transforms: tuple[str, ...] = ("none", "alias")
 
+
+_OF_IMAGES = (
+    "none",
+    "plus one",
+    "in place",
+    "in place by torch",
+    "rarely in place",
+    "alias",
+    "part",
+    "turned",
+    "as tensor",
+)
 
 KINDS = {
     "image": Kind(image),
-    "labelled": Kind(
-        labelled,
-        transforms=("none", "plus one", "in place", "in place by torch", "rarely in place", "alias", "part"),
-    ),
+    "labelled": Kind(labelled, transforms=_OF_IMAGES),
     "planes": Kind(planes),
-    "big": Kind(big, is_big=True, transforms=("none", "plus one", "in place", "alias")),
+    "big": Kind(big, is_big=True, transforms=_OF_IMAGES),
     "tiny": Kind(tiny, has_shapes=False),
     "number": Kind(number, has_shapes=False),
     "text": Kind(text, has_shapes=False),

@@ -135,18 +135,18 @@ class Subject:
 
     # --- what is expected ---------------------------------------------------------------------------------
 
-    def expected(self, due: order.Due) -> Any:
+    def expected(self, due: order.Due, *, channels_last: bool) -> Any:
         """The batch, from the formulas alone; random numbers are left out."""
-        case = self.case
-        collate = datasets.COLLATES[case.collate]
-        samples = [self._expected_sample(index) for index in due.indices]
+        collate = datasets.COLLATES[self.case.collate]
+        samples = [self.expected_sample(index) for index in due.indices]
         if due.is_single:
             batch = samples[0] if collate.given else tud.default_convert(samples[0])
         else:
             batch = collate.known(samples)
-        return with_channels_last(batch) if case.channels_last else batch
+        return with_channels_last(batch) if channels_last else batch
 
-    def _expected_sample(self, index: int) -> Any:
+    def expected_sample(self, index: int) -> Any:
+        """One sample, from the formulas alone."""
         fresh = datasets.known_sample(self.case, order.source_index(self.case, index))
         return datasets.TRANSFORMS[self.case.transform].known(fresh)
 
@@ -186,7 +186,7 @@ class Reader:
         due: What it brings; None to follow from the loader's generators.
 
     Attributes:
-        due: What is still to come.
+        iterator: The loader's.
     """
 
     def __init__(
@@ -204,10 +204,16 @@ class Reader:
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
+        self.may_skip = 0  # batches that signals have cost
+        self.cycle: Reader | None = None  # itself, where the garbage collector shall end it
         self.raises_timeouts = False  # else it waits again
 
     @property
     def due(self) -> list[order.Due]:
+        """What is still to come, in order."""
+        return self._draw()
+
+    def _draw(self) -> list[order.Due]:
         if self._due is None:  # without workers the sampler draws when the first batch is asked for
             self._due = order.due_batches(self.case, self.epoch, self._generator, draws_base_seed=False)
         return self._due
@@ -223,16 +229,14 @@ class Reader:
             SoakError: It has not, or the batch is wrong, or an error came that should not.
         """
         while True:
-            due = self.due
+            self._draw()
             try:
                 batch = next(self.iterator)
             except StopIteration:
-                if due:
-                    raise SoakError(f"epoch {self.epoch} ended {len(due)} batches early") from None
-                self.has_ended = True
+                self.expect_end()
                 raise
             except ValueError as error:
-                self._take_error(error)
+                self.take_error(error)
                 continue
             except RuntimeError as error:
                 if "timed out after" not in str(error) or self.case.mode != "times out":
@@ -241,6 +245,12 @@ class Reader:
                     raise TimeoutError from None
                 continue
             return self.take(batch)
+
+    def expect_end(self) -> None:
+        """The epoch has ended; raises if it should not have."""
+        if len(self.due) > self.may_skip:
+            raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early")
+        self.has_ended = True
 
     def take(self, batch: Any) -> Received:
         """A batch that this epoch's iterator gave, compared."""
@@ -253,7 +263,9 @@ class Reader:
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")
-        candidates = self.due[:1] if self.case.in_order else [due for due in self.due if due.error is None]
+        candidates = self.due[: 1 + self.may_skip]
+        if not self.case.in_order:
+            candidates = [due for due in self.due if due.error is None]
         found = None
         for due in candidates:
             received = Received(batch, self._expected(due, batch), f"{place}, indices {due.indices},")
@@ -264,13 +276,17 @@ class Reader:
                 continue
             if due.error is not None:
                 break
+            if self.may_skip:
+                skipped = self.due.index(due)
+                self.may_skip -= skipped
+                del self.due[:skipped]
             self.due.remove(due)
             self._compare_noise(due, batch)
             return received
         raise found or SoakError(f"{place} came where the error of sample {due.error} was expected")
 
     def _expected(self, due: order.Due, batch: Any) -> Any:
-        expected = self.subject.expected(due)
+        expected = self.subject.expected(due, channels_last=self.case.channels_last)
         if self.case.kind == "draws":  # what came is looked at by itself
             expected = _with_noise_of(expected, batch["on device"] if self.case.device else batch)
         return {"on device": expected} if self.case.device else expected
@@ -285,7 +301,8 @@ class Reader:
             if not np.array_equal(before, row):
                 raise SoakError(f"epoch, index, occurrence {place} drew {row} now, and {before} before")
 
-    def _take_error(self, error: ValueError) -> None:
+    def take_error(self, error: ValueError) -> None:
+        """An error came in the place of a batch; raises it again if it should not have."""
         expected = self.due[:1] if self.case.in_order else self.due
         for due in expected:
             if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
