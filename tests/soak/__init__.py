@@ -4,11 +4,11 @@
     python -m tests.soak --case 123                       one case again, as often as you like
     python -m tests.soak --case 123 --with num_workers=1  the same case with another setting
 
-A case follows from one integer, its seed (`case`). Each sample is a function of its index (`samples`), and
-the order of the indices is that which torch's samplers draw (`order`), so that each batch is known before the
-loader is asked for it. A mode says what the consumer does with the loader and with the batches (`modes`,
-`together`, `faults`, `neighbours`), and `run` checks afterwards that nothing is left behind. `known` lists
-the cases that fail today because of a defect that is known.
+One integer, the seed, determines a case (`case`). Each sample is a function of its index (`samples`), and the
+soak computes the order of the indices with torch's samplers (`order`): it knows each batch before it asks the
+loader for it. The mode of a case is the way in which the consumer uses the loader and the batches (`modes`,
+`together`, `faults`, `neighbours`). After each case `run` checks that the library has left nothing behind.
+`known` lists the defects that are known; the soak does not run the cases that meet one of them.
 
 Files from the bottom up: samples, datasets, case, known; order, compare; subject; modes, together, faults,
 neighbours; run; __main__.

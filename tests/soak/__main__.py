@@ -1,4 +1,4 @@
-"""The command: draw cases until the time is over, and say which failed."""
+"""The soak as a command: run random cases until the time is over, and report the failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.soak.case import Case
 
 MOST_FAILURES = 10
-WARM_CASES = 30  # before the memory of this process is compared with that at the end
+WARM_CASES = 30  # after these the memory of this process is measured for the first time
 MOST_GROWTH_BYTES = 256 << 20
 
 
@@ -39,16 +39,16 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases")
-    parser.add_argument("--seed", type=int, help="the first case; the others follow it (default: any)")
+    parser.add_argument("--seed", type=int, help="the first case; the next ones follow (default: random)")
     parser.add_argument("--case", type=int, help="run this case alone")
     parser.add_argument(
-        "--with", dest="changes", nargs="+", default=[], help="settings of that case: name=value"
+        "--with", dest="changes", nargs="+", default=[], help="change settings of that case: name=value"
     )
     parser.add_argument("--times", type=int, default=1, help="how often to run that case")
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds after which a case counts as hanging"
     )
-    parser.add_argument("--known", action="store_true", help="run also the cases of known.py")
+    parser.add_argument("--known", action="store_true", help="also run cases that meet a known defect")
     return parser.parse_args()
 
 
@@ -68,7 +68,12 @@ def _one(soak: Soak, case: Case, times: int) -> int:
 
 
 class Round:
-    """Cases one after another until the time is over."""
+    """Runs cases one after another until the time is over.
+
+    Args:
+        soak: Runs a case.
+        options: Of the command line.
+    """
 
     def __init__(self, soak: Soak, options: argparse.Namespace) -> None:
         self._soak = soak
@@ -83,6 +88,7 @@ class Round:
         self._warm_bytes = 0
 
     def run(self) -> int:
+        """Run the cases; gives the exit code of the command."""
         start_s = time.monotonic()
         say(f"soak: cases from seed {self._first} on for {self._seconds:.0f} s")
         seed = self._first
@@ -119,7 +125,7 @@ class Round:
         spent = sorted(self._mode_seconds.items(), key=lambda item: -item[1])
         say("seconds: " + ", ".join(f"{mode} {mode_seconds:.0f}" for mode, mode_seconds in spent))
         for defect, count in self._passed_over.most_common():
-            say(f"passed over, {count} cases: {defect}")
+            say(f"not run, {count} cases: known defect: {defect}")
         grown_bytes = 0
         if self._warm_bytes:
             end_bytes = _resident_bytes()
@@ -135,7 +141,7 @@ class Round:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process, without what the allocator has ready for the next case."""
+    """The resident memory of this process, after the allocator has given back the memory that is free."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:

@@ -1,4 +1,4 @@
-"""One case of the soak: all its settings, drawn from one integer, and shown as one line."""
+"""One case of the soak: its settings, which follow from one integer and make one line of text."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ CACHED = (
 )
 PROCESSES = ("fork", "forkserver", "spawn")
 
-# In these a sample is read outside of a loader, or in two threads, where rng="sample" sets no generators.
+# In these modes a sample is also read outside of a loader, or in two threads: rng="sample" cannot set the
+# generators there.
 _OWN_GENERATORS = ("reads samples", "torch reads", "two threads", "side by side")
 SIGNALS = ("kill", "terminate", "segfault")  # modes in which a worker dies
 
 
 @dataclass(frozen=True)
 class Case:
-    """The settings of one case; the defaults are those of the smallest case that there is."""
+    """The settings of one case; the defaults make the simplest case."""
 
     seed: int
     mode: str = "plain"
     # Samples and their dataset.
     kind: str = "labelled"
-    shapes: str = "one"  # "one" for all samples, another one "by batch", or "each" has its own
+    shapes: str = "one"  # all samples have "one" shape, the shape changes "by batch", or with "each" sample
     num_samples: int = 12
     source: str = "plain"
-    is_filled: bool = False  # the cache, before the first epoch
-    budget: str = "auto"  # or "half" of what the samples need
+    is_filled: bool = False  # CachedDataset.fill() runs before the first epoch
+    budget: str = "auto"  # of a cache in RAM; "half" is room for half of the samples
     transform: str = "none"
-    raises: bool = False  # for some indices
-    delay_ms: int = 0  # at every third sample
-    is_sharded: bool = True  # a stream
+    raises: bool = False  # some samples raise ValueError
+    delay_ms: int = 0  # added to every third sample
+    is_sharded: bool = True  # each worker reads a share of a stream
     # The loader.
     batch_size: int | None = 4
     order: str = "in order"
@@ -67,7 +68,7 @@ class Case:
     # The consumer.
     epochs: int = 1
     handles_sigterm: bool = False
-    garbage: str = "usual"  # how eager the collector is: "usual", "off", "eager"
+    garbage: str = "usual"  # the garbage collector runs as "usual", is "off", or "eager"
 
     @property
     def is_cached(self) -> bool:
@@ -80,7 +81,7 @@ class Case:
         return self.source in STREAMS
 
     def settings(self, other: Case | None = None) -> str:
-        """Whatever differs from another case, or else from the defaults, as `--with` takes it."""
+        """The settings that differ from another case, or from the defaults, in the form of `--with`."""
         other = Case(self.seed) if other is None else other
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return " ".join(
@@ -111,7 +112,7 @@ class Case:
         return dataclasses.replace(self, **changes)
 
 
-# How often each value is drawn. Spawned workers take seconds to start, so they are few.
+# The weights of the values. Spawned workers take seconds to start, so their weight is low.
 MODES = {
     "plain": 8,
     "holds": 10,
@@ -166,7 +167,7 @@ ORDERS = {
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed; the same for ever, as long as this file and `samples` do not change."""
+    """The case of a seed: always the same one, until this file or `samples` changes."""
     rng = random.Random(seed)
 
     def pick(weights: dict[Any, int]) -> Any:
@@ -217,7 +218,7 @@ def settled(case: Case) -> Case:
 
 def _settle_mode(case: Case) -> dict[str, Any]:
     mode, changes = case.mode, dict[str, Any]()
-    if mode == "two threads":  # torch allows that without workers alone
+    if mode == "two threads":  # torch's iterators with workers are not safe in two threads
         changes |= {"num_workers": 0}
     if mode in (*SIGNALS, "stop", "times out"):
         changes |= {"num_workers": max(1, case.num_workers), "in_order": True}
@@ -226,12 +227,12 @@ def _settle_mode(case: Case) -> dict[str, Any]:
     if mode == "times out":
         changes |= {"timeout_s": 0.2}
     if mode in ("resumes", "closes", "interrupts", "torch reads"):
-        changes |= {"in_order": True}  # torch's own iterator cannot do this
+        changes |= {"in_order": True}  # the iterator for in_order=False is torch's, which cannot do this
     if mode == "resumes" and case.source == "stream":
         changes |= {"source": "stateful stream"}
-    if mode == "interleaves" and case.order == "with replacement":  # it draws while the epoch goes on
+    if mode == "interleaves" and case.order == "with replacement":  # this sampler draws in mid-epoch
         changes |= {"order": "shuffle by a generator"}
-    if mode == "side by side" and case.order == "shuffle":  # both would draw from torch's own generator
+    if mode == "side by side" and case.order == "shuffle":  # both would draw from the default generator
         changes |= {"order": "shuffle by a generator"}
     if mode in ("interrupts", "torch reads"):
         changes |= {"raises": False}
@@ -241,7 +242,7 @@ def _settle_mode(case: Case) -> dict[str, Any]:
         changes |= {"source": "plain"}
     if mode in _OWN_GENERATORS and case.kind == "draws":
         changes |= {"kind": "scalars", "transform": "none"}
-    if mode == "side by side" and case.kind == "plain colour":  # one pipeline in two threads
+    if mode == "side by side" and case.kind == "plain colour":  # a pipeline is not safe in two threads
         changes |= {"transform": "none"}
     if mode == "neighbour":
         changes |= {"source": "keyed ram"}
@@ -269,7 +270,7 @@ def _settle_samples(case: Case) -> dict[str, Any]:
         changes |= {"rng": "sample", "source": "plain" if source == "bulk" else source}
     elif source == "bulk":
         changes |= {"rng": "worker"}
-    if not case.num_samples:  # torch's samplers refuse such a dataset
+    if not case.num_samples:  # torch's random samplers refuse an empty dataset
         changes |= {"order": "in order", "budget": "auto"}
     if KINDS[kind].is_big:
         changes |= {"num_samples": min(case.num_samples, 13)}
@@ -291,7 +292,7 @@ def _settle_batches(case: Case) -> dict[str, Any]:
             changes |= {"collate": (collate := "default")}
     if order in ("buckets", "odd batches"):
         changes |= {"drop_last": False}
-    if collate == "keeps" and case.mode in ("writes", "forks"):  # the consumer writes into what is kept
+    if collate == "keeps" and case.mode in ("writes", "forks"):  # worker and consumer share the batch
         changes |= {"collate": (collate := "default")}
     if collate == "arrays" and case.kind != "labelled":
         changes |= {"collate": (collate := "default")}
@@ -316,7 +317,7 @@ def _settle_loader(case: Case) -> dict[str, Any]:
 
 
 def _settle_cost(case: Case) -> dict[str, Any]:
-    if case.num_workers and case.method == "spawn":  # two seconds a worker
+    if case.num_workers and case.method == "spawn":  # each worker takes two seconds to start
         epochs = case.epochs if case.is_persistent else 1
         return {"num_workers": min(case.num_workers, 2), "epochs": epochs}
     return {}

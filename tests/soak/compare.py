@@ -1,4 +1,4 @@
-"""Compare a batch with the one that is expected, and spoil a batch on purpose."""
+"""Compare a batch with the expected one; overwrite a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHANNELS = (1, 3, 4)
 
 
 class SoakError(AssertionError):
-    """The library did not keep a promise: what was expected, what came, and where."""
+    """The library has broken a promise; the message says what was expected, what came, and where."""
 
 
 def difference(expected: Any, got: Any, path: str = "batch") -> str | None:
@@ -67,7 +67,7 @@ def _shown(expected: Any, got: Any) -> str:
 
 
 def with_channels_last(batch: Any) -> Any:
-    """What `memory_format=torch.channels_last` makes of a batch, by value."""
+    """The batch in the shapes that `memory_format=torch.channels_last` gives it; strides are not set."""
     if isinstance(batch, torch.Tensor):
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 and batch.shape[3] in _CHANNELS else batch
     if type(batch) is dict:
@@ -80,7 +80,7 @@ def with_channels_last(batch: Any) -> Any:
 
 
 def wrong_strides(batch: Any) -> str | None:
-    """The first batch of images whose strides are not channels-last; None if there is none."""
+    """A message about the first images whose strides are not channels-last; None if there are none."""
     for leaf in leaves(batch):
         if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4 or leaf.shape[1] not in _CHANNELS:
             continue
@@ -90,7 +90,7 @@ def wrong_strides(batch: Any) -> str | None:
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """Whatever is no container, in order."""
+    """The leaves of a nest of dicts, lists, tuples and dataclasses, in order."""
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         nest = vars(nest)
     if isinstance(nest, dict):
@@ -103,11 +103,11 @@ def leaves(nest: Any) -> Iterator[Any]:
 
 
 def spoil(batch: Any) -> None:
-    """Write other values to every array and tensor of a batch, which is the caller's to change."""
+    """Overwrite all arrays and tensors of a batch."""
     for leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor):
             for dim, stride in enumerate(leaf.stride()):
-                if stride == 0 and leaf.shape[dim] > 1:  # an expanded tensor has one element for many places
+                if stride == 0 and leaf.shape[dim] > 1:  # torch does not write to expanded tensors
                     leaf = leaf.narrow(dim, 0, 1)
             leaf.copy_(leaf == 0)
         elif isinstance(leaf, np.ndarray):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from tests.soak.case import Case
 
-RAISES_EVERY = 11  # where a dataset raises at all
+RAISES_EVERY = 11  # samples, in a case with `raises`
 CROP = (6, 5)
 SUBSET_MARGIN = 5  # samples of a dataset that its subset leaves out
 
@@ -35,9 +35,9 @@ class Samples(Dataset[Any]):
     """The samples of a case by index.
 
     Args:
-        case: Whose samples.
-        num_samples: Its length.
-        with_transform: Whether the dataset runs the transform itself, because no cache does.
+        case: The settings.
+        num_samples: The length of the dataset.
+        with_transform: Whether the dataset itself applies the transform of the case.
     """
 
     def __init__(self, case: Case, num_samples: int, *, with_transform: bool) -> None:
@@ -61,14 +61,14 @@ class Samples(Dataset[Any]):
 
 
 class BulkSamples(Samples):
-    """The same, many at once."""
+    """The same with `__getitems__`."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [self[index] for index in indices]
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of a case one after another; each worker reads its share, or all of them."""
+    """The samples of a case as an iterable-style dataset; each worker reads a share, or all samples."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -80,7 +80,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(Stream):
-    """A stream that says where it stands, and goes on there."""
+    """A stream with `state_dict()` and `load_state_dict()`."""
 
     _next: int | None = None
     _loaded: int | None = None
@@ -100,7 +100,7 @@ class StatefulStream(Stream):
 
 
 def share_of(case: Case, worker: int) -> tuple[int, int, int]:
-    """First index, stop and step of what a worker reads of a stream."""
+    """The first index, the stop and the step of one worker's share of a stream."""
     if case.is_sharded and case.num_workers:
         return worker, case.num_samples, case.num_workers
     return 0, case.num_samples, 1
@@ -112,7 +112,7 @@ def _worker_id() -> int:
 
 
 def known_sample(case: Case, index: int) -> Any:
-    """The sample of an index before its transform; what a transform draws is not known."""
+    """The sample of an index before its transform."""
     if case.shapes == "one":
         group = 0
     else:
@@ -158,10 +158,10 @@ def as_tensor(sample: Any) -> Any:
 
 
 class Draws:
-    """Adds random numbers to a sample, from generators that `rng="sample"` sets.
+    """Adds random numbers to a sample, drawn from the generators that `rng="sample"` sets.
 
     Args:
-        with_globals: Whether those of random, numpy and torch are set; threads share these.
+        with_globals: Whether to draw from random, numpy and torch as well; worker threads share these.
     """
 
     def __init__(self, *, with_globals: bool) -> None:
@@ -184,7 +184,7 @@ def _crop(case: Case, *, to_tensor: bool) -> Any:
 
 
 class _CallByName:
-    """An albumentations pipeline as a callable of a dict sample, for datasets without a cache."""
+    """An albumentations pipeline that takes a dict sample, for datasets without a cache."""
 
     def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
@@ -205,8 +205,8 @@ def _cropped_to_tensor(sample: Any) -> Any:
 class Transform(NamedTuple):
     """A transform of a case."""
 
-    make: Callable[[Case], Any]  # None for none; what CachedDataset takes
-    known: Callable[[Any], Any]  # what it makes of a fresh sample, as far as that is known
+    make: Callable[[Case], Any]  # gives the transform for CachedDataset, or None
+    known: Callable[[Any], Any]  # gives the expected output for a fresh sample
 
 
 def _constant(function: Any) -> Callable[[Case], Any]:
@@ -236,11 +236,11 @@ TRANSFORMS = {
 
 # --- collate functions -----------------------------------------------------------------------------------
 
-_kept = threading.local()  # batches that the collate function of a worker, or of a worker thread, has kept
+_kept = threading.local()  # the batches that `keeps_batches` keeps in this thread of this process
 
 
 def as_list(samples: Any) -> Any:
-    """The samples as they are."""
+    """The list of samples."""
     return samples
 
 
@@ -250,7 +250,7 @@ def stacked_arrays(samples: list[Any]) -> Any:
 
 
 def keeps_batches(samples: list[Any]) -> Any:
-    """The default collate function, but the last batches are kept, and must not change."""
+    """The default collate function; it keeps its last batches, and raises if one of them has changed."""
     batches = _kept.__dict__.setdefault("batches", deque(maxlen=3))
     for leaves, copies in batches:
         if not all(torch.equal(leaf, copy) for leaf, copy in zip(leaves, copies, strict=True)):
@@ -262,7 +262,7 @@ def keeps_batches(samples: list[Any]) -> Any:
 
 
 def forget_kept_batches() -> None:
-    """Let go of what collate functions kept in this thread, when they ran without workers."""
+    """Drop the batches that `keeps_batches` keeps in this thread."""
     _kept.__dict__.clear()
 
 
@@ -281,8 +281,8 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 class Collate(NamedTuple):
     """A collate function of a case."""
 
-    given: Any  # to the loader; None for the default
-    known: Any  # what makes the batch that is expected
+    given: Any  # the function for the loader, or None for the default one
+    known: Any  # makes the expected batch from the expected samples
 
 
 COLLATES = {
@@ -297,7 +297,7 @@ COLLATES = {
 
 
 def on_device(batch: Any) -> Any:
-    """A device_transform: a new object around the batch."""
+    """A device_transform that puts the batch into a dict."""
     return {"on device": batch}
 
 
@@ -305,12 +305,12 @@ def on_device(batch: Any) -> Any:
 
 
 class Buckets:
-    """A batch sampler: indices that follow each other make a batch, and the batches are shuffled.
+    """A batch sampler: each batch has consecutive indices, and the order of the batches is random.
 
     Args:
-        num_samples: Of the dataset.
-        batch_size: Of all batches but one.
-        generator: Draws the order.
+        num_samples: The length of the dataset.
+        batch_size: The size of all batches except the last one.
+        generator: The order of the batches is drawn from it.
     """
 
     def __init__(self, num_samples: int, batch_size: int, generator: torch.Generator) -> None:
@@ -327,7 +327,7 @@ class Buckets:
 
 
 class OddBatches(Buckets):
-    """The same with tuples, tensors and arrays in the place of lists."""
+    """The same; a batch is a tuple, a tensor, an array or a list of indices."""
 
     def __iter__(self) -> Iterator[Any]:
         kinds: list[Any] = [tuple, torch.tensor, np.array, list]

@@ -1,4 +1,4 @@
-"""Modes in which workers are killed, stopped, or too late."""
+"""Modes in which a worker is killed, is stopped, or is too late."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from tests.soak.subject import Reader, Subject
 
-DEATH_S = 2.0  # in which a death is an error
+DEATH_S = 2.0  # after which the consumer must have the error about a dead worker
 _SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "segfault": signal.SIGSEGV}
 
 
 def worker_dies(subject: Subject, rng: random.Random) -> None:
-    """A worker is killed: right batches, then WorkerDiedError, and the next epoch is whole."""
+    """A worker is killed. All batches before WorkerDiedError are right, and the next epoch is complete."""
     loader = subject.loader()
     held = Held(rng)
     with _sigterm_handler(subject.case.handles_sigterm):
@@ -38,7 +38,7 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
         held.check("after the death of a worker")
         del reader
         if not is_error and subject.case.is_persistent:
-            # The victim owed nothing more in this epoch, and perhaps it owes nothing in the next one.
+            # The killed worker had no task left, and it may have no task in the next epoch either.
             _is_death_an_error(subject.read(loader), death, held)
             loader.close()
         for received in subject.read(loader):
@@ -46,26 +46,26 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
 
 
 def _start(subject: Subject, loader: fastload.DataLoader) -> tuple[Reader, list[int]]:
-    """Begin an epoch; its reader, and the process ids of its workers."""
+    """Begin an epoch; gives its reader and the pids of the workers that it started."""
     before = conftest._children()
     reader = subject.read(loader)
     return reader, sorted(conftest._children() - before)
 
 
 def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
-    """Send a signal to a worker, unless it has gone with its epoch: its pid may be another's by now."""
+    """Send a signal to a worker that is still there; after its end another process may have its pid."""
     if not reader.has_ended or reader.case.is_persistent:
         os.kill(worker, number)
 
 
 class _Death:
-    """Sends a signal to a worker, now or while the consumer reads on.
+    """Sends a fatal signal to a worker, at once or while the consumer iterates.
 
     Args:
-        reader: Of its epoch.
+        reader: The reader of the epoch.
         victim: The worker's pid.
         number: The signal.
-        after_s: How long to wait with it.
+        after_s: Seconds until the signal is sent.
     """
 
     def __init__(self, reader: Reader, victim: int, number: signal.Signals, after_s: float) -> None:
@@ -85,14 +85,14 @@ class _Death:
             _send(self._reader, self.victim, self._number)
 
     def call_off(self) -> None:
-        """The epoch has ended: its worker may have gone."""
+        """Do not send the signal any more, because the worker may have ended with its epoch."""
         self._timer.cancel()
         if self._timer.ident is not None:
             self._timer.join()
 
 
 def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
-    """Read on until the error comes; False if the epoch ends first, because the worker owed nothing more."""
+    """Iterate until WorkerDiedError comes; False if the epoch ends first, as the worker had no task left."""
     while True:
         asked_s = time.monotonic()
         try:
@@ -116,7 +116,7 @@ def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
 
 @contextlib.contextmanager
 def _sigterm_handler(is_there: bool) -> Iterator[None]:
-    """A handler of the consumer's own, which no worker may run."""
+    """Install a handler for SIGTERM in the consumer's process; no worker may run it."""
     if not is_there:
         yield
         return
@@ -135,14 +135,14 @@ def _sigterm_handler(is_there: bool) -> Iterator[None]:
 
 
 def worker_stops(subject: Subject, rng: random.Random) -> None:
-    """A worker is stopped and goes on a moment later: nothing comes of it."""
+    """A worker is stopped and continued a moment later; all batches come."""
     loader = subject.loader()
     held = Held(rng)
     victims: list[int] = []
     for _ in range(subject.case.epochs):
         reader, workers = _start(subject, loader)
         some(reader, rng, held)
-        victims = workers or victims  # persistent workers are new in the first epoch alone
+        victims = workers or victims  # persistent workers start in the first epoch only
         timer = threading.Timer(rng.uniform(0.01, 0.3), _continue, [victim := rng.choice(victims)])
         _send(reader, victim, signal.SIGSTOP)
         timer.start()
@@ -154,7 +154,7 @@ def worker_stops(subject: Subject, rng: random.Random) -> None:
 
 
 def worker_is_late(subject: Subject, rng: random.Random) -> None:
-    """A worker is stopped until the time-out was an error; the batches come all the same, in their order."""
+    """A worker is stopped until the loader has timed out, and then continued; all batches come, in order."""
     loader = subject.loader()
     held = Held(rng)
     reader, workers = _start(subject, loader)
@@ -162,7 +162,7 @@ def worker_is_late(subject: Subject, rng: random.Random) -> None:
     victim = rng.choice(workers)
     _send(reader, victim, signal.SIGSTOP)
     try:
-        for _ in range(3):  # what lies ready comes first
+        for _ in range(3):  # batches that are ready come first
             held.add(_next_or_timeout(reader))
     except StopIteration:
         pass

@@ -1,4 +1,4 @@
-"""What the consumer does with loaders and batches, in one thread; see also `together`."""
+"""Modes: ways in which a consumer uses loaders and batches, in one thread."""
 
 from __future__ import annotations
 
@@ -24,40 +24,45 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """Batches that the consumer keeps, few or all; none of them may ever change."""
+    """The batches that a consumer holds; none of them may change.
+
+    Args:
+        rng: Decides how many batches are held, and which ones are dropped.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._most = rng.choice([2, 8, 8, 200])
-        self._is_keen = rng.random() < 0.3  # to let batches go before there are that many
+        self._drops_early = rng.random() < 0.3
         self.received: list[Received] = []
 
-    def check(self, when: str = "while it was held") -> None:
+    def check(self, when: str) -> None:
+        """Compare all held batches; `when` is for the message."""
         for received in self.received:
             received.check(when)
 
     def add(self, received: Received) -> None:
-        """Keep one more, look at some or all, and let some go."""
+        """Hold one more batch, compare up to eight of the held ones, and perhaps drop some."""
         self.received.append(received)
         for other in self._rng.sample(self.received, min(len(self.received), 8)):
             other.check("while it was held")
-        while len(self.received) > self._most or (self._is_keen and self._rng.random() < 0.4):
+        while len(self.received) > self._most or (self._drops_early and self._rng.random() < 0.4):
             if not self.received:
                 return
             self.received.pop(self._rng.randrange(len(self.received)))
 
 
 def some(reader: Reader, rng: random.Random, held: Held) -> None:
-    """A part of an epoch: from nothing to nearly all of it."""
+    """Read a part of an epoch, of random length."""
     for _ in range(rng.randrange(len(reader.due) + 1)):
         try:
             held.add(next(reader))
-        except StopIteration:  # errors are batches that are due, too
+        except StopIteration:  # the last ones of those that are due were errors
             return
 
 
 def plain(subject: Subject, rng: random.Random) -> None:
-    """Each batch is let go before the next one is asked for."""
+    """The consumer drops each batch before it asks for the next one."""
     loader = subject.loader()
     for _ in range(subject.case.epochs):
         for _ in subject.read(loader):
@@ -65,7 +70,7 @@ def plain(subject: Subject, rng: random.Random) -> None:
 
 
 def holds(subject: Subject, rng: random.Random) -> None:
-    """Batches outlive those that came after them, their epoch, and their loader."""
+    """The consumer holds batches longer than later ones, longer than their epoch and than the loader."""
     loader = subject.loader()
     held = Held(rng)
     for _ in range(subject.case.epochs):
@@ -77,7 +82,7 @@ def holds(subject: Subject, rng: random.Random) -> None:
 
 
 def writes(subject: Subject, rng: random.Random) -> None:
-    """The consumer writes into half of the batches; that reaches no cache and no other batch."""
+    """The consumer overwrites half of the batches; caches and other batches stay as they are."""
     loader = subject.loader()
     held = Held(rng)
     spoilt: list[Any] = []
@@ -89,11 +94,11 @@ def writes(subject: Subject, rng: random.Random) -> None:
                 del spoilt[: rng.randrange(len(spoilt) + 1)]
             else:
                 held.add(received)
-            held.check("after other batches were written to")
+            held.check("after other batches were overwritten")
 
 
 def reads_samples(subject: Subject, rng: random.Random) -> None:
-    """The consumer reads single samples beside a loader, keeps some and writes into others."""
+    """The consumer reads single samples while it iterates, holds some of them and overwrites others."""
     loader = subject.loader()
     case, dataset = subject.case, subject.dataset
     held: list[tuple[Any, Any]] = []
@@ -108,24 +113,24 @@ def reads_samples(subject: Subject, rng: random.Random) -> None:
                 spoil(held.pop(rng.randrange(len(held)))[1])
         received.check("after samples were read")
         for expected, sample in held:
-            if case.kind != "draws" and (found := difference(expected, sample, "sample")):
-                raise SoakError(f"a sample that was read beside a loader: {found}")
+            if found := difference(expected, sample, "sample"):
+                raise SoakError(f"a sample that the consumer read while it iterated: {found}")
         del held[:-20]
     if case.is_cached and case.num_samples and "subset" not in case.source:
         _look(dataset, rng.randrange(case.num_samples), case)
 
 
 def _look(dataset: fastload.CachedDataset, index: int, case: Case) -> None:
-    """What lies in the cache can be looked at, and not be written to."""
+    """CachedDataset.view() gives the sample before its transform, in read-only arrays."""
     sample = dataset.view(index)
     if found := difference(datasets.known_sample(case, index), sample, "view"):
         raise SoakError(f"view({index}): {found}")
     if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
-        raise SoakError(f"view({index}) gave an array that can be written to")
+        raise SoakError(f"view({index}) gave a writable array")
 
 
 def torch_reads(subject: Subject, rng: random.Random) -> None:
-    """The loader of torch reads the dataset, before or after ours."""
+    """torch.utils.data.DataLoader reads the same dataset, before or after ours."""
     case = subject.case
     has_workers = case.num_workers > 0
     theirs = tud.DataLoader(
@@ -150,7 +155,7 @@ def torch_reads(subject: Subject, rng: random.Random) -> None:
 
 
 def breaks(subject: Subject, rng: random.Random) -> None:
-    """Epochs are left in the middle; the iterators are forgotten at once, later, or by the collector."""
+    """The consumer leaves epochs in the middle. Iterators go at once, later, or in a reference cycle."""
     loader = subject.loader()
     held = Held(rng)
     left: list[Reader] = []
@@ -171,7 +176,7 @@ def breaks(subject: Subject, rng: random.Random) -> None:
 
 
 def interleaves(subject: Subject, rng: random.Random) -> None:
-    """Two iterators at once: of one loader, or of two that have other workers."""
+    """The consumer uses two iterators at once, of one loader or of two with different workers."""
     loaders = [subject.loader()]
     if subject.case.is_persistent or rng.random() < 0.5:
         loaders.append(subject.loader(**other_workers(subject.case, rng)))
@@ -186,7 +191,7 @@ def interleaves(subject: Subject, rng: random.Random) -> None:
 
 
 def resumes(subject: Subject, rng: random.Random) -> None:
-    """A state is taken in mid-epoch, and another loader goes on from there."""
+    """The consumer takes a state in mid-epoch, and another loader resumes there."""
     loader = subject.loader()
     held = Held(rng)
     for _ in range(subject.case.epochs - 1):
@@ -199,7 +204,7 @@ def resumes(subject: Subject, rng: random.Random) -> None:
     if rng.random() < 0.5:
         loader.close()
     else:
-        some(reader, rng, held)  # the first loader may go on as well
+        some(reader, rng, held)  # the first loader may go on, too
         reader.due[:] = due
     other = subject.loader(**other_workers(subject.case, rng))
     other.load_state_dict(state)
@@ -211,7 +216,7 @@ def resumes(subject: Subject, rng: random.Random) -> None:
 
 
 def closes(subject: Subject, rng: random.Random) -> None:
-    """close() in mid-epoch; then the loader begins anew."""
+    """The consumer calls close() in mid-epoch, and then iterates again."""
     loader = subject.loader()
     held = Held(rng)
     for _ in range(rng.randrange(1, 3)):
@@ -227,17 +232,17 @@ def closes(subject: Subject, rng: random.Random) -> None:
 def _expect_closed(reader: Reader) -> None:
     try:
         next(reader.iterator)
-    except (fastload.LoaderClosedError, StopIteration):  # the latter if the epoch had ended
+    except (fastload.LoaderClosedError, StopIteration):  # StopIteration after the end of the epoch
         return
     raise SoakError("an iterator gave a batch after close()")
 
 
 class _InterruptedError(Exception):
-    """What the consumer's handler for SIGALRM raises."""
+    """The consumer's handler for SIGALRM raises it."""
 
 
 class _Alarm:
-    """SIGALRM again and again; raises where it is armed, once."""
+    """A timer that sends SIGALRM again and again; the handler raises once each time that it is armed."""
 
     def __init__(self, rng: random.Random) -> None:
         self.is_armed = False
@@ -256,9 +261,9 @@ class _Alarm:
 
 
 def interrupts(subject: Subject, rng: random.Random) -> None:
-    """A signal handler raises while the consumer waits for batches, and the consumer goes on.
+    """A signal handler raises while the consumer waits for a batch, and the consumer iterates on.
 
-    The iterator then gives right batches in order, of which each signal may have cost one; or it is closed.
+    Each signal may cost one batch. The other batches come unchanged and in order, or the iterator is closed.
     """
     loader = subject.loader()
     held = Held(rng)
@@ -289,10 +294,10 @@ def interrupts(subject: Subject, rng: random.Random) -> None:
 
 
 def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
-    """Other settings that change nothing in the batches."""
+    """Other settings of the workers, which change nothing in the batches."""
     num_workers = case.num_workers if case.is_stream else rng.randrange(4)
     methods = ["fork", "fork", "forkserver"]
-    if case.kind != "draws" or case.method == "thread":  # threads cannot reproduce what others draw
+    if case.kind != "draws" or case.method == "thread":  # threads cannot repeat the draws of processes
         methods.append("thread")
     other = settled(
         dataclasses.replace(

@@ -1,4 +1,4 @@
-"""The mode in which another process uses the same cache in RAM, and is killed in the middle of it."""
+"""A mode in which another process uses the same cache in RAM and is killed."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from tests.soak.case import Case
     from tests.soak.subject import Subject
 
-_READY_S = 40.0  # a fork server may have to start first
+_READY_S = 40.0  # the fork server may have to start first
 
 
 def neighbour_dies(subject: Subject, rng: random.Random) -> None:
-    """Whatever a process was doing to a shared cache when it was killed, all others read right samples."""
+    """A process that fills and reads a shared cache is killed; all others read the right samples."""
     held = Held(rng)
     for epoch in range(subject.case.epochs):
         with _neighbour(subject.case, subject.key) as pid:
             if epoch == 0:
                 if rng.random() < 0.5:
-                    subject.open_again()  # through the neighbour, which is the only one that holds it now
+                    subject.open_again()  # only the neighbour holds the cache in between
                 loader = subject.loader()
             reader = subject.read(loader)
             fatal = rng.randrange(len(reader.due) + 1)
@@ -47,7 +47,7 @@ def neighbour_dies(subject: Subject, rng: random.Random) -> None:
 
 @contextlib.contextmanager
 def _neighbour(case: Case, key: str, rounds: int | None = None) -> Iterator[int]:
-    """Another process at the same cache; with a number of rounds it has to end well."""
+    """Another process that reads the same cache, for some rounds or until it is killed; gives its pid."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=read_again_and_again, args=(case, key, rounds, theirs), daemon=True)
@@ -58,7 +58,7 @@ def _neighbour(case: Case, key: str, rounds: int | None = None) -> Iterator[int]
         yield process.pid or 0
         if rounds is not None:
             _expect(ours, "done")
-        elif ours.poll():  # it says nothing more, unless a sample was wrong
+        elif ours.poll():  # its only further message is an error
             with contextlib.suppress(EOFError):
                 raise SoakError(f"another process at the same cache: {ours.recv()}")
     finally:
@@ -75,14 +75,14 @@ def _expect(pipe: Any, word: str) -> None:
 
 
 def read_again_and_again(case: Case, key: str, rounds: int | None, pipe: Any) -> None:
-    """The neighbour: opens the cache, compares all samples in random order, and begins again."""
+    """The neighbour's process: open the cache, and compare all samples in random order, round by round."""
     try:
         samples = datasets.Samples(case, case.num_samples, with_transform=False)
         dataset = fastload.CachedDataset(samples, key=key, progress=False)
         pipe.send("open")
         rng = random.Random(time.monotonic_ns())
         watch = select.poll()
-        watch.register(pipe, 0)  # the consumer has gone when it has closed its end
+        watch.register(pipe, 0)  # reports that the consumer's process has ended
         while (rounds is None or rounds > 0) and not watch.poll(0):
             rounds = None if rounds is None else rounds - 1
             for index in rng.sample(range(case.num_samples), case.num_samples):
@@ -90,7 +90,7 @@ def read_again_and_again(case: Case, key: str, rounds: int | None, pipe: Any) ->
                 if found is not None:
                     raise SoakError(f"sample {index}: {found}")
         pipe.send("done")
-    except BaseException as error:  # noqa: BLE001  # it is the answer
+    except BaseException as error:  # noqa: BLE001  # the consumer's process raises it
         pipe.send(f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Which indices are due: what torch's samplers draw from a generator, and how workers share a stream."""
+"""The indices of each batch of an epoch: torch's samplers draw them, or the workers share a stream."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Due:
-    """One batch that the loader owes.
+    """One batch that is due.
 
     Attributes:
-        indices: Of its samples.
-        is_single: Whether it is one sample, without a collate function's batch around it.
-        occurrences: How often each index came before in the epoch.
-        error: The index of the sample that raises in its place; None for a batch.
+        indices: The indices of its samples, as the sampler gives them.
+        is_single: Whether the loader has batch_size=None, so that the batch is one sample.
+        occurrences: For each index, the number of its earlier occurrences in the epoch.
+        error: The index of a sample that raises, so that an error is due in place of the batch; or None.
     """
 
     indices: tuple[int, ...]
@@ -35,7 +35,7 @@ class Due:
 
 
 def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
-    """The arguments of a DataLoader that say in which order samples come."""
+    """The arguments of a DataLoader that determine the order of the samples."""
     size = range(case.num_samples)
     batches = {"batch_size": case.batch_size, "drop_last": case.drop_last}
     if case.order == "in order":
@@ -63,13 +63,13 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
 
 
 def due_batches(case: Case, epoch: int, generator: torch.Generator, *, draws_base_seed: bool) -> list[Due]:
-    """What the next epoch brings, from the state of the generators now; nothing is drawn from them.
+    """The batches of an epoch that begins now. The generators of the loader are left as they are.
 
     Args:
-        case: The loader's settings.
-        epoch: Its number.
-        generator: The loader's own.
-        draws_base_seed: Whether the loader draws a seed for its workers before the sampler draws.
+        case: The settings of the loader.
+        epoch: The number of the epoch.
+        generator: The loader's generator.
+        draws_base_seed: Whether the loader draws the base seed of its workers before the sampler draws.
     """
     if case.is_stream:
         return list(_with_occurrences(case, _stream_batches(case)))
@@ -97,7 +97,7 @@ def _drawn(case: Case, given: dict[str, Any], epoch: int) -> Iterable[Any]:
 
 
 def _stream_batches(case: Case) -> Iterator[Any]:
-    """Workers take turns, each with batches of its own share; one that has nothing left is passed over."""
+    """The workers take turns; each makes batches of its own share until the share is used up."""
     shares = []
     for worker in range(max(1, case.num_workers)):
         indices = list(range(*share_of(case, worker)))
@@ -132,5 +132,5 @@ def _raises(case: Case, index: int) -> bool:
 
 
 def source_index(case: Case, index: int) -> int:
-    """Which sample of the dataset an index of the loader means; a subset turns the order round."""
+    """The index in the dataset under torch's Subset, which turns the order round."""
     return case.num_samples - 1 - index if "subset" in case.source else index

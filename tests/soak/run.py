@@ -1,4 +1,4 @@
-"""Run one case: its own folder, its mode, a watch over its time, and a look at what it left behind."""
+"""Run one case: limit its time, and check afterwards that the library has left nothing behind."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ if TYPE_CHECKING:
     from tests.soak.case import Case
 
 _ALL_MODES = {**MODES, **TOGETHER, **FAULTS, **NEIGHBOURS}
-_STACKS_S = 1.0  # for workers to write their stacks
-_LATER_S = 30.0  # after the watch's time, if the interpreter does not even let its thread run
+_STACKS_S = 1.0  # in which workers write their stacks
+_LATER_S = 30.0  # after the limit faulthandler takes over, if Python does not let the watching thread run
 
 
 class Soak:
-    """What all cases of a soak share: the terminal, a folder, and a limit on time.
+    """Runs cases in this process, with settings of the process that all cases share.
 
-    Workers, and the faults in them, write to standard error: that goes to a file, and is shown with a case
-    that fails.
+    Standard error goes to a file, as killed workers write to it; a failure shows the text of its case.
 
     Args:
         limit_s: Seconds after which a case counts as hanging.
@@ -63,15 +62,13 @@ class Soak:
         os.register_at_fork(after_in_child=functools.partial(faulthandler.enable, 2))
         self._folder = tempfile.TemporaryDirectory(prefix="fastload-soak-")
         self._registry = Path(self._folder.name, "registry")
-        os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # no case meets another job's caches
+        os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # apart from other jobs' caches
         os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
         multiprocessing.set_forkserver_preload(["tests.soak.datasets", "tests.soak.neighbours"])
-        torch.set_num_threads(1)  # a child that is forked between batches has no other threads
-        warnings.simplefilter(
-            "ignore"
-        )  # more workers than cores, pages that are not pinned, arrays not writable
+        torch.set_num_threads(1)  # torch's pools of threads do not survive a fork
+        warnings.simplefilter("ignore")  # about more workers than cores, and about pinned memory
         gc.collect()
-        gc.freeze()  # what was imported stays, and the looks at what is left behind take no time
+        gc.freeze()  # imported modules stay anyway; without them each later collection is fast
 
     def close(self) -> None:
         """Give standard error back."""
@@ -82,13 +79,13 @@ class Soak:
         self._folder.cleanup()
 
     def run(self, case: Case) -> str | None:
-        """Run a case; what failed, in words, or None."""
+        """Run a case; gives the failure as text, or None."""
         self._captured.seek(0)
         self._captured.truncate()
         with self._watched(case):
             try:
                 self._run(case)
-            except Exception as error:  # noqa: BLE001  # whatever a case raises is its failure
+            except Exception as error:  # noqa: BLE001  # each exception is the failure of the case
                 told = "" if isinstance(error, SoakError) else traceback.format_exc()
                 return f"{type(error).__name__}: {error}\n{told}{self._written()}"
         return None
@@ -127,11 +124,11 @@ class Soak:
         finally:
             timer.cancel()
             if self._gives_up.is_set():
-                threading.Event().wait()  # the watch has the last word, and ends this process
+                threading.Event().wait()  # the watching thread ends this process
             faulthandler.cancel_dump_traceback_later()
 
     def _give_up(self, case: Case) -> None:
-        """Show the stacks of this process and of its workers, and end all of them."""
+        """Write the stacks of this process and of its workers to standard error, and end all of them."""
         self._gives_up.set()
         os.write(self._stderr, f"\nFAILED {case}\nno end after {self._limit_s:.0f} s; stacks:\n".encode())
         faulthandler.dump_traceback(self._stderr)
@@ -147,7 +144,7 @@ class Soak:
 
 
 def consume(case: Case, folder: Path) -> None:
-    """Run the mode of a case; nothing here outlives the call, so that what stays is the library's."""
+    """Run the mode of a case. This function keeps nothing: all that stays after it belongs to the library."""
     random.seed(case.seed)
     np.random.seed(case.seed % 2**32)
     torch.manual_seed(case.seed)
@@ -162,13 +159,13 @@ def consume(case: Case, folder: Path) -> None:
 
 
 def _mapped() -> set[str]:
-    """The pieces of anonymous shared memory that this process maps, each with its inode."""
+    """The memfds that this process maps, by inode and name."""
     text = Path("/proc/self/maps").read_text()
     return set(re.findall(r"\d+ +/memfd:\S+", text))
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a file in /dev/shm belongs to a process that lives, and is none of ours."""
+    """Whether a file in /dev/shm belongs to a living process that does not descend from this one."""
     owner = re.match(r"torch_(\d+)_", name)
     if owner is None:
         return False
@@ -178,13 +175,13 @@ def _is_foreign(name: str) -> bool:
 
 
 def _registered(registry: Path) -> set[str]:
-    """The entries of living processes; those of dead ones are removed by whoever meets them next."""
+    """The registered caches of living processes; the next look-up removes those of dead processes."""
     names = set(os.listdir(registry)) - {"lock"} if registry.exists() else set()
     return {name for name in names if psutil.pid_exists(int(name.split(".")[1]))}
 
 
 def replay(case: Case) -> str:
-    """The command that runs a case again, with whatever was changed in it."""
+    """The command that runs a case again, with the settings that `--with` has changed."""
     command = f"replay: {Path(sys.executable).name} -m tests.soak --case {case.seed}"
     changes = case.settings(draw(case.seed))
     return f"{command} --with {changes}" if changes else command

@@ -1,4 +1,4 @@
-"""The samples of the soak: each is a function of its index, and of the group that its shapes follow from."""
+"""The samples of the soak: each is a function of its index and of its group, which determines the shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Point = collections.namedtuple("Point", ["x", "y"])
 SIDES = (4, 1, 9, 2, 33, 6, 90)  # of images, by group
 BIG_SIDES = (700, 500, 900)  # 0.75 to 2.4 MB an image
 
-# Values are below these, so that every dtype holds them exactly: bfloat16 has 8 bits for a number.
+# All values are below these limits, so that each dtype holds them exactly: bfloat16 keeps 8 significant bits.
 _LIMITS = {"bool": 2, "int8": 127, "uint8": 251, "bfloat16": 251, "float16": 2039}
 _LIMIT_OF_OTHERS = 32749
 
@@ -42,16 +42,16 @@ ARRAY_DTYPES = ("bool", "uint8", "int16", "uint16", "int64", "float16", "float32
 
 @dataclass
 class Record:
-    """A sample of a kind that torch's collate function does not know."""
+    """A sample that torch's collate function refuses."""
 
     image: Any
     label: Any
 
 
 def values(index: int, shape: tuple[int, ...], limit: int, salt: int) -> np.ndarray[Any, Any]:
-    """Whole numbers from 0 to `limit - 1` that differ from element to element and from index to index."""
+    """Whole numbers from 0 to `limit - 1`; neighbouring elements differ, and so do neighbouring indices."""
     count = int(np.prod(shape))
-    # The series repeats itself after `limit` elements: a big array need not be computed element by element.
+    # The series has the period `limit`: computing one period is enough for a big array.
     series = (np.arange(min(count, limit)) * 7 + index * 31 + salt * 17) % limit
     return np.resize(series, count).reshape(shape) if count else np.zeros(shape, np.int64)
 
@@ -180,13 +180,13 @@ def _views(index: int, group: int) -> list[Any]:
 
 
 def collated(index: int, group: int) -> Any:
-    """Two views of one thing, put together by torch's collate function; the caller wants "a" first."""
+    """Two views of one sample, collated by torch in another order of keys."""
     views = tud.default_collate(_views(index, group))
     return {"a": views["a"], "b": views["b"]}
 
 
 def looped(index: int, group: int) -> Any:
-    """The same through a loader inside the dataset: torch's, or ours."""
+    """The same with a loader inside the dataset: torch's or ours."""
     loader_class = fastload.DataLoader if index % 2 else tud.DataLoader
     views = next(iter(loader_class(_views(index, group), 2)))  # type: ignore[arg-type]
     return {"a": views["a"], "b": views["b"]}
@@ -197,14 +197,14 @@ def record(index: int, group: int) -> Any:
 
 
 def plain_colour(index: int, group: int) -> Any:
-    """An image of one colour, of which each part of one size is the same."""
+    """An image of one colour: all crops of one size are equal."""
     side = 8 + side_of(group) % 10
     colour = array(index, (3,))
     return {"image": np.broadcast_to(colour, (side, side + 1, 3)).copy(), "label": index}
 
 
 def known_draws(index: int, group: int) -> Any:
-    """What is known of a sample that also has random numbers."""
+    """The part of a sample that does not depend on random numbers."""
     return {"index": index}
 
 
@@ -212,7 +212,7 @@ class Kind(NamedTuple):
     """A kind of sample."""
 
     make: Callable[[int, int], Any]
-    has_shapes: bool = True  # that follow from the group
+    has_shapes: bool = True  # the group determines the shapes
     is_cacheable: bool = True
     is_big: bool = False
     transforms: tuple[str, ...] = ("none", "alias")

@@ -1,4 +1,4 @@
-"""What a case is about: its dataset and its loaders, and a reader that checks each batch as it comes."""
+"""The dataset and the loaders of a case, and a reader that compares each batch with the expected one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,18 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """The dataset of a case and everything that is made from it.
+    """The dataset of a case, its loaders and their epochs.
 
     Args:
         case: The settings.
-        folder: An empty folder of this case alone.
+        folder: An empty folder for the files of this case.
+
+    Attributes:
+        case: As given.
+        key: The key of a cache that other processes share.
+        dataset: The dataset of all loaders.
+        noise: The random numbers of `rng="sample"` by epoch, index and number of earlier occurrences of the
+            index in the epoch.
     """
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -39,11 +46,13 @@ class Subject:
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
-        # What was drawn at random for (epoch, index, how often the index came before), with rng="sample".
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
     def open_again(self) -> None:
-        """Forget the dataset, and make it anew from what others hold of it; no loader may be there yet."""
+        """Close the dataset and make it again, which attaches to a cache that another process holds.
+
+        Call it before the first loader is made.
+        """
         self.dataset = None
         self.dataset = self._make_dataset()
 
@@ -74,8 +83,7 @@ class Subject:
         path = self._folder / "samples.lmdb"
         codec = "png" if case.source == "png lmdb" else None
         shards = 3 if case.source == "shards" else 1
-        # Some builds have workers, too.
-        num_workers = case.seed % 2
+        num_workers = case.seed % 2  # half of the builds have a worker
         built = build_lmdb(samples, path, codec=codec, shards=shards, num_workers=num_workers, progress=False)
         built.close()
         if case.source == "tiers":
@@ -88,7 +96,7 @@ class Subject:
     # --- loaders ------------------------------------------------------------------------------------------
 
     def loader(self, **changes: Any) -> fastload.DataLoader:
-        """A new loader of this dataset, with some other settings; closed with the subject."""
+        """A new loader with the settings of the case and with these changes; `close` closes it."""
         case = dataclasses.replace(self.case, **changes)
         generator = torch.Generator()
         generator.manual_seed(case.seed)
@@ -118,10 +126,15 @@ class Subject:
         return loader
 
     def read(self, loader: fastload.DataLoader, goes_on_from: Reader | None = None) -> Reader:
-        """Begin the next epoch of a loader, or go on where a state of another loader was loaded."""
+        """Begin the next epoch of a loader, or go on with the rest of an epoch after `load_state_dict()`.
+
+        Args:
+            loader: A loader of this subject.
+            goes_on_from: A reader of the epoch that is resumed.
+        """
         if goes_on_from is not None:
             return Reader(self, loader, goes_on_from.epoch, goes_on_from.due)
-        # Where random numbers follow from it there are two: an epoch repeats those of the last but one.
+        # With random numbers only two epoch numbers take turns, so that most epochs have to repeat numbers.
         epoch = 1 + self._num_reads % 2 if self.case.kind == "draws" else 1 + self._num_reads
         self._num_reads += 1
         loader.set_epoch(epoch)
@@ -133,10 +146,10 @@ class Subject:
             loader.close()
         datasets.forget_kept_batches()
 
-    # --- what is expected ---------------------------------------------------------------------------------
+    # --- expected batches ---------------------------------------------------------------------------------
 
     def expected(self, due: order.Due, *, channels_last: bool) -> Any:
-        """The batch, from the formulas alone; random numbers are left out."""
+        """The expected batch, made from the formulas, without random numbers."""
         collate = datasets.COLLATES[self.case.collate]
         samples = [self.expected_sample(index) for index in due.indices]
         if due.is_single:
@@ -146,18 +159,18 @@ class Subject:
         return with_channels_last(batch) if channels_last else batch
 
     def expected_sample(self, index: int) -> Any:
-        """One sample, from the formulas alone."""
+        """The expected sample at an index of the loader, made from the formulas, without random numbers."""
         fresh = datasets.known_sample(self.case, order.source_index(self.case, index))
         return datasets.TRANSFORMS[self.case.transform].known(fresh)
 
 
 class Received:
-    """One batch that came, beside the one that was expected.
+    """One batch from a loader, with the expected batch.
 
     Attributes:
-        batch: As the loader gave it.
-        expected: The same from the formulas.
-        place: Where it came.
+        batch: The batch from the loader.
+        expected: The expected batch, in memory of its own.
+        place: The batch's number, epoch and indices, for messages.
     """
 
     def __init__(self, batch: Any, expected: Any, place: str) -> None:
@@ -177,16 +190,21 @@ class Received:
 
 
 class Reader:
-    """An iterator over one epoch that knows what has to come.
+    """An iterator over one epoch of a loader; it compares each batch with the one that is due.
 
     Args:
-        subject: Whose epoch.
-        loader: That brings it.
-        epoch: Its number.
-        due: What it brings; None to follow from the loader's generators.
+        subject: The subject of the case.
+        loader: A loader of the subject.
+        epoch: The number of the epoch.
+        due: The batches of the epoch; None to compute them from the state of the loader's generators.
 
     Attributes:
-        iterator: The loader's.
+        iterator: The iterator of the loader.
+        case: The settings of the loader.
+        has_ended: Whether the iterator has raised StopIteration.
+        may_skip: How many batches may be missing, because signals interrupted the iterator.
+        cycle: The reader itself, if only the garbage collector shall free it.
+        raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
     """
 
     def __init__(
@@ -198,23 +216,23 @@ class Reader:
         self._generator: torch.Generator = loader.own_generator  # type: ignore[attr-defined]
         self._due = None if due is None else list(due)
         has_workers = self.case.num_workers > 0
-        if due is None and has_workers:  # the sampler draws when workers are given their first tasks
+        if due is None and has_workers:  # the sampler draws as soon as the iterator is made
             is_new = loader._iterator is None
             self._due = order.due_batches(self.case, epoch, self._generator, draws_base_seed=is_new)
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
-        self.may_skip = 0  # batches that signals have cost
-        self.cycle: Reader | None = None  # itself, where the garbage collector shall end it
-        self.raises_timeouts = False  # else it waits again
+        self.may_skip = 0
+        self.cycle: Reader | None = None
+        self.raises_timeouts = False
 
     @property
     def due(self) -> list[order.Due]:
-        """What is still to come, in order."""
+        """The batches that are still due, in order; callers may change the list."""
         return self._draw()
 
     def _draw(self) -> list[order.Due]:
-        if self._due is None:  # without workers the sampler draws when the first batch is asked for
+        if self._due is None:  # without workers the sampler draws with the first batch
             self._due = order.due_batches(self.case, self.epoch, self._generator, draws_base_seed=False)
         return self._due
 
@@ -222,11 +240,12 @@ class Reader:
         return self
 
     def __next__(self) -> Received:
-        """The next batch, compared.
+        """The next batch; errors that are due are passed over.
 
         Raises:
-            StopIteration: The epoch has ended, at its end.
-            SoakError: It has not, or the batch is wrong, or an error came that should not.
+            StopIteration: The epoch has ended, and no batch is due.
+            SoakError: The batch is wrong, or the epoch has ended early.
+            Exception: An error of the loader that is not due.
         """
         while True:
             self._draw()
@@ -247,13 +266,21 @@ class Reader:
             return self.take(batch)
 
     def expect_end(self) -> None:
-        """The epoch has ended; raises if it should not have."""
+        """Note that the epoch has ended.
+
+        Raises:
+            SoakError: Batches are still due.
+        """
         if len(self.due) > self.may_skip:
             raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early")
         self.has_ended = True
 
     def take(self, batch: Any) -> Received:
-        """A batch that this epoch's iterator gave, compared."""
+        """Compare a batch of the iterator with the one that is due.
+
+        Raises:
+            SoakError: They differ.
+        """
         place = f"batch {self.num_received} of epoch {self.epoch}"
         self.num_received += 1
         if not self.due:
@@ -287,7 +314,7 @@ class Reader:
 
     def _expected(self, due: order.Due, batch: Any) -> Any:
         expected = self.subject.expected(due, channels_last=self.case.channels_last)
-        if self.case.kind == "draws":  # what came is looked at by itself
+        if self.case.kind == "draws":  # _compare_noise looks at the random numbers
             expected = _with_noise_of(expected, batch["on device"] if self.case.device else batch)
         return {"on device": expected} if self.case.device else expected
 
@@ -302,7 +329,11 @@ class Reader:
                 raise SoakError(f"epoch, index, occurrence {place} drew {row} now, and {before} before")
 
     def take_error(self, error: ValueError) -> None:
-        """An error came in the place of a batch; raises it again if it should not have."""
+        """Note that an error came in place of a batch.
+
+        Raises:
+            ValueError: The same error, if it is not due.
+        """
         expected = self.due[:1] if self.case.in_order else self.due
         for due in expected:
             if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
@@ -312,7 +343,7 @@ class Reader:
 
 
 def _with_noise_of(expected: Any, got: Any) -> Any:
-    """The expected batch with the random numbers of the one that came, which nobody can know."""
+    """The expected batch with a copy of the random numbers in the batch that came."""
     if isinstance(expected, dict) and isinstance(got, dict):
         return {**expected, "noise": copy.deepcopy(got.get("noise"))}
     if isinstance(expected, list) and isinstance(got, list):
@@ -330,7 +361,7 @@ def _noise_rows(batch: Any, due: order.Due) -> list[np.ndarray[Any, Any]]:
 
 @contextlib.contextmanager
 def pretended_accelerator(case: Case) -> Iterator[None]:
-    """Let loaders that ask for it pin their batches, where pinning is a copy into plain memory."""
+    """Let a loader with pin_memory=True pin its batches as if there were an accelerator, by a plain copy."""
     base = tud.dataloader._BaseDataLoaderIter
     begin = base.__init__
 

@@ -1,4 +1,4 @@
-"""The soak itself: planted faults are found, and each case can be run again from its seed."""
+"""The soak finds planted faults, and runs each case again from its seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**62))
 def test_a_case_follows_from_its_seed_and_its_settings_go_together(seed: int) -> None:
-    """The same seed gives the same case, in which nothing is left to be settled."""
+    """The same seed gives the same case, and settling it again changes nothing."""
     case = draw(seed)
 
     assert case == draw(seed)
@@ -38,7 +38,7 @@ def test_a_case_follows_from_its_seed_and_its_settings_go_together(seed: int) ->
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**62))
 def test_what_is_printed_of_a_case_can_be_given_to_the_command(seed: int) -> None:
-    """A shell and --with make the same case of the settings that a failure shows."""
+    """The settings that a failure shows, given to --with in a shell, make the same case."""
     case = draw(seed)
 
     assert Case(seed).changed(shlex.split(case.settings())) == case
@@ -83,7 +83,7 @@ def _another_dtype(samples: list[Any]) -> Any:
 def test_a_wrong_batch_is_found(
     collate: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A value, a batch that changes while it is held, and a dtype: the error says where and what."""
+    """A wrong value, a batch that changes while it is held, a wrong dtype: the error says where and what."""
     planted = datasets.COLLATES["default"]._replace(given=collate)
     monkeypatch.setitem(datasets.COLLATES, "default", planted)
 
@@ -105,7 +105,7 @@ def test_a_wrong_batch_is_found(
 def test_batches_that_are_not_due_are_found(
     indices: list[int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another order, an epoch that ends early, one that does not end."""
+    """Another order, an epoch that ends early, and one that has too many batches."""
     planted = {"batch_size": 4, "sampler": indices}
     monkeypatch.setattr(order, "sampling", lambda case, generator: planted)
     monkeypatch.setattr(
@@ -120,7 +120,7 @@ def test_batches_that_are_not_due_are_found(
 
 
 def test_an_error_that_does_not_come_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample 4 should have raised, and gave a batch."""
+    """Sample 4 is expected to raise, and its batch comes instead."""
     monkeypatch.setattr(datasets, "raises_at", lambda index: False)
 
     with pytest.raises(SoakError, match="came where the error of sample 4 was expected"):
@@ -141,7 +141,7 @@ class _Fails:
 
 
 def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """The settings, the difference, the command; the exit code is 1."""
+    """The output has the settings, the difference and the command, and the exit code is 1."""
     options = argparse.Namespace(known=True, minutes=0.001, seed=12)
 
     code = command.Round(_Fails(12), options).run()  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.Captur
 
 
 def test_cases_without_a_failure_are_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
-    """The last line counts the cases."""
+    """The last line has the number of failures."""
     options = argparse.Namespace(known=True, minutes=0.001, seed=12)
 
     assert command.Round(_Fails(0), options).run() == 0  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_case_that_hangs_ends_with_all_stacks() -> None:
-    """The watch shows where this process and its worker stand, and ends both."""
+    """The command shows the stacks of its process and of the worker, and ends both."""
     changes = ["mode=plain", "source=plain", "num_workers=1", "delay_ms=100000"]
 
     done = _run("-m", "tests.soak", "--case", "3", "--limit", "2", "--with", *changes)
@@ -214,7 +214,7 @@ for name in leaks:
 
 @pytest.mark.slow
 def test_what_a_case_leaves_behind_is_found() -> None:
-    """A thread, a descriptor, a child process, and a batch that keeps its slot."""
+    """The soak reports a thread, a descriptor, a child process, and the shared memory of a batch."""
     done = _run("-c", _LEAKS)
 
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What the consumer does with loaders and batches in several threads, and in forked children."""
+"""Modes in which a consumer uses loaders and batches in several threads, and in forked children."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def hands_over(subject: Subject, rng: random.Random) -> None:
-    """Another thread looks at the batches, and lets them go, while this one reads on."""
+    """Another thread compares and drops the batches, while this one iterates."""
     loader = subject.loader()
     handed: queue.Queue[Received | None] = queue.Queue(maxsize=5)
 
@@ -48,7 +48,7 @@ def hands_over(subject: Subject, rng: random.Random) -> None:
 
 
 def moves_between_threads(subject: Subject, rng: random.Random) -> None:
-    """One thread begins the epoch, another goes on, this one ends it."""
+    """One thread makes the iterator, another one reads a part of the epoch, and this one reads the rest."""
     loader = subject.loader()
     held = Held(rng)
     readers: list[Reader] = []
@@ -60,7 +60,7 @@ def moves_between_threads(subject: Subject, rng: random.Random) -> None:
 
 
 def two_threads(subject: Subject, rng: random.Random) -> None:
-    """Two threads ask one iterator without workers: each batch comes once, to one of them."""
+    """Two threads use one iterator without workers; each batch comes once."""
     reader = subject.read(subject.loader())
     batches: list[Any] = []
     errors: list[ValueError] = []
@@ -72,12 +72,12 @@ def two_threads(subject: Subject, rng: random.Random) -> None:
             except StopIteration:
                 return
             except ValueError as error:
-                if "already executing" not in str(error):  # torch's sampler is a generator, of one thread
+                if "already executing" not in str(error):  # two threads were in torch's sampler, a generator
                     errors.append(error)
 
     due = reader.due
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns in the middle of a batch, too
+    sys.setswitchinterval(1e-5)  # so that threads take turns within a batch
     try:
         _in_threads([take, take])
     finally:
@@ -92,9 +92,9 @@ def two_threads(subject: Subject, rng: random.Random) -> None:
 
 
 def side_by_side(subject: Subject, rng: random.Random) -> None:
-    """Two threads, each with a loader of its own, over one dataset."""
+    """Two threads iterate over one dataset, each with a loader of its own."""
 
-    def read(seed: int) -> None:
+    def read(seed: float) -> None:
         own = random.Random(seed)
         loader = subject.loader()
         held = Held(own)
@@ -112,7 +112,7 @@ def side_by_side(subject: Subject, rng: random.Random) -> None:
 
 
 def forks(subject: Subject, rng: random.Random) -> None:
-    """Children of this process hold the same batches; nothing that happens here later changes them there."""
+    """Forked children hold the batches of their parent; later batches in the parent do not change them."""
     loader = subject.loader()
     held = Held(rng)
     children: list[tuple[int, int]] = []
@@ -120,7 +120,7 @@ def forks(subject: Subject, rng: random.Random) -> None:
         for _ in range(subject.case.epochs):
             for received in subject.read(loader):
                 if rng.random() < 0.3:
-                    spoil(received.batch)  # no child has seen it: parent and child share the pages
+                    spoil(received.batch)  # no child holds it yet: parent and child share the memory
                     continue
                 held.add(received)
                 if len(children) < 3 and rng.random() < 0.3:
@@ -128,7 +128,7 @@ def forks(subject: Subject, rng: random.Random) -> None:
         for child, wake in children:
             os.write(wake, b".")
             if os.waitpid(child, 0)[1] != 0:
-                raise SoakError("a forked child has found something wrong; its stderr says what")
+                raise SoakError("a forked child has failed; standard error has its traceback")
     finally:
         for child, wake in children:
             os.close(wake)
@@ -136,12 +136,15 @@ def forks(subject: Subject, rng: random.Random) -> None:
 
 
 def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
-    """A child that looks at these batches again when it is woken; its pid, and what wakes it.
+    """Fork a child that compares the held batches when it is woken.
 
     Args:
-        subject: Whose batches.
-        held: The batches.
-        reads: Whether the child reads an epoch of its own, and closes all loaders that it knows.
+        subject: The subject of the case.
+        held: The held batches.
+        reads: Whether the child first reads an epoch with a loader of its own, and closes all loaders.
+
+    Returns:
+        The child's pid, and the descriptor to write to in order to wake it.
     """
     read, wake = os.pipe()
     child = os.fork()
@@ -152,21 +155,18 @@ def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
     try:
         os.close(wake)
         if reads:
-            for _ in subject.read(
-                subject.loader(num_workers=len(held.received) % 2, method="fork", **_ALONE)
-            ):
+            changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
+            loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
+            for _ in subject.read(loader):
                 pass
             subject.close()
         os.read(read, 1)
         held.check("in a forked child")
         status = 0
-    except BaseException:  # noqa: BLE001  # nothing may leave this branch of the program
+    except BaseException:  # noqa: BLE001  # the child must not return into the code of its parent
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
-
-
-_ALONE = {"is_persistent": False, "timeout_s": 0, "in_order": True}
 
 
 def _end(child: int) -> None:
@@ -174,11 +174,11 @@ def _end(child: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     except (ProcessLookupError, ChildProcessError):
-        pass  # it was waited for
+        pass  # it has ended, and was waited for
 
 
-class _collected:  # reads like a function of contextlib
-    """Keeps an exception of a thread for the one that joins it."""
+class _collected:
+    """A context that appends the exception of a thread to a list, for the thread that joins it."""
 
     def __init__(self, errors: list[BaseException]) -> None:
         self._errors = errors
@@ -193,7 +193,7 @@ class _collected:  # reads like a function of contextlib
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> None:
-    """Do these at the same time, each in a thread; the first error that one of them meets is raised here."""
+    """Call all functions at the same time, each in its own thread, and raise the first error of a thread."""
     errors: list[BaseException] = []
 
     def run(work: Callable[[], Any]) -> None:
