@@ -75,7 +75,7 @@ class Stream(IterableDataset[Any]):
         self.samples = Samples(case, case.num_samples, with_transform=True)
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(*share_of(self.case, _worker_id())):
+        for index in range(*_own_share(self.case)):
             yield self.samples[index]
 
 
@@ -86,7 +86,7 @@ class StatefulStream(Stream):
     _loaded: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        first, stop, step = share_of(self.case, _worker_id())
+        first, stop, step = _own_share(self.case)
         begin, self._loaded = first if self._loaded is None else self._loaded, None
         for index in range(begin, stop, step):
             self._next = index + step
@@ -99,16 +99,17 @@ class StatefulStream(Stream):
         self._loaded = state["next"]
 
 
-def share_of(case: Case, worker: int) -> tuple[int, int, int]:
+def share_of(case: Case, worker: int, num_workers: int) -> tuple[int, int, int]:
     """The first index, the stop and the step of one worker's share of a stream."""
-    if case.is_sharded and case.num_workers:
-        return worker, case.num_samples, case.num_workers
+    if case.is_sharded and num_workers:
+        return worker, case.num_samples, num_workers
     return 0, case.num_samples, 1
 
 
-def _worker_id() -> int:
+def _own_share(case: Case) -> tuple[int, int, int]:
+    """The share of this process."""
     info = get_worker_info()
-    return 0 if info is None else info.id
+    return share_of(case, 0, 0) if info is None else share_of(case, info.id, info.num_workers)
 
 
 def known_sample(case: Case, index: int) -> Any:

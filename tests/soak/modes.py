@@ -295,7 +295,8 @@ def interrupts(subject: Subject, rng: random.Random) -> None:
 
 def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
     """Other settings of the workers, which change nothing in the batches."""
-    num_workers = case.num_workers if case.is_stream else rng.randrange(4)
+    # The state of a stream is that of its copies in the workers.
+    num_workers = case.num_workers if case.is_stream and case.mode == "resumes" else rng.randrange(4)
     methods = ["fork", "fork", "forkserver"]
     if case.kind != "draws" or case.method == "thread":  # threads cannot repeat the draws of processes
         methods.append("thread")

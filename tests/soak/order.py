@@ -100,7 +100,7 @@ def _stream_batches(case: Case) -> Iterator[Any]:
     """The workers take turns; each makes batches of its own share until the share is used up."""
     shares = []
     for worker in range(max(1, case.num_workers)):
-        indices = list(range(*share_of(case, worker)))
+        indices = list(range(*share_of(case, worker, case.num_workers)))
         size = case.batch_size
         if size is None:
             shares.append(collections.deque[Any](indices))

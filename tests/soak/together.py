@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -126,7 +127,8 @@ def forks(subject: Subject, rng: random.Random) -> None:
                 if len(children) < 3 and rng.random() < 0.3:
                     children.append(_fork(subject, held, reads=rng.random() < 0.4))
         for child, wake in children:
-            os.write(wake, b".")
+            with contextlib.suppress(BrokenPipeError):  # the child has ended already
+                os.write(wake, b".")
             if os.waitpid(child, 0)[1] != 0:
                 raise SoakError("a forked child has failed; standard error has its traceback")
     finally:
