@@ -13,18 +13,8 @@ from tests.soak.samples import KINDS
 
 PLAIN = ("plain", "bulk", "subset")
 STREAMS = ("stream", "stateful stream")
-CACHED = (
-    "ram",
-    "keyed ram",
-    "subset of ram",
-    "lmdb",
-    "png lmdb",
-    "shards",
-    "tiers",
-    "from_cache",
-    "from_cache in ram",
-)
-PROCESSES = ("fork", "forkserver", "spawn")
+LMDB = ("lmdb", "png lmdb", "shards", "tiers", "from_cache", "from_cache in ram")
+CACHED = ("ram", "keyed ram", "subset of ram", *LMDB)
 
 # In these modes a sample is also read outside of a loader, or in two threads: rng="sample" cannot set the
 # generators there.

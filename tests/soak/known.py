@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.soak.case import LMDB
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -75,6 +77,15 @@ KNOWN = (
             and case.transform == "alias"
             and case.is_cached
             and case.mode in ("writes", "forks", "reads samples")
+        ),
+    ),
+    Defect(
+        "a child that is forked while threads read an LMDB cache hangs when it reads the same cache",
+        lambda case: (
+            case.source in LMDB
+            and case.num_workers > 0
+            and case.method == "thread"
+            and case.mode in ("forks", "interleaves", "resumes")
         ),
     ),
     Defect(
