@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test test-emulated lint bench mutants photos clean
+.PHONY: demo test soak test-emulated lint bench mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,11 @@ demo: $(PHOTOS)/.ready
 
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# Random cases until the time is over, from any seed on, or from SEED.
+MINUTES ?= 30
+soak: $(BIN)/.ready
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # What needs a GPU, without one: a CUDA build of torch (5 GB) over a runtime that works on the CPU.
 build/cuda/.ready: pyproject.toml

@@ -1,0 +1,153 @@
+"""The soak as a command: run random cases until the time is over, and report the failures."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import ctypes
+import gc
+import random
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tests.soak.case import draw
+from tests.soak.known import known_defect
+from tests.soak.run import Soak, replay
+
+if TYPE_CHECKING:
+    from tests.soak.case import Case
+
+MOST_FAILURES = 10
+WARM_CASES = 30  # after these the memory of this process is measured for the first time
+MOST_GROWTH_BYTES = 256 << 20
+
+
+def main() -> int:
+    options = _parse()
+    soak = Soak(options.limit)
+    try:
+        if options.case is not None:
+            return _one(soak, draw(options.case).changed(options.changes), options.times)
+        return Round(soak, options).run()
+    finally:
+        soak.close()
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases")
+    parser.add_argument("--seed", type=int, help="the first case; the next ones follow (default: random)")
+    parser.add_argument("--case", type=int, help="run this case alone")
+    parser.add_argument(
+        "--with", dest="changes", nargs="+", default=[], help="change settings of that case: name=value"
+    )
+    parser.add_argument("--times", type=int, default=1, help="how often to run that case")
+    parser.add_argument(
+        "--limit", type=float, default=60.0, help="seconds after which a case counts as hanging"
+    )
+    parser.add_argument("--known", action="store_true", help="also run cases that meet a known defect")
+    return parser.parse_args()
+
+
+def say(text: str, end: str = "\n") -> None:
+    print(text, end=end, flush=True)  # noqa: T201  # a command's own output
+
+
+def _one(soak: Soak, case: Case, times: int) -> int:
+    say(str(case))
+    for _ in range(times):
+        failure = soak.run(case)
+        if failure is not None:
+            say(f"FAILED {failure}")
+            return 1
+    say("passed")
+    return 0
+
+
+class Round:
+    """Runs cases one after another until the time is over.
+
+    Args:
+        soak: Runs a case.
+        options: Of the command line.
+    """
+
+    def __init__(self, soak: Soak, options: argparse.Namespace) -> None:
+        self._soak = soak
+        self._runs_known = options.known
+        self._seconds = 60 * options.minutes
+        self._first = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
+        self._num_cases = 0
+        self._failed: list[Case] = []
+        self._passed_over: collections.Counter[str] = collections.Counter()
+        self._counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self._mode_seconds: dict[str, float] = collections.defaultdict(float)
+        self._warm_bytes = 0
+
+    def run(self) -> int:
+        """Run the cases; gives the exit code of the command."""
+        start_s = time.monotonic()
+        say(f"soak: cases from seed {self._first} on for {self._seconds:.0f} s")
+        seed = self._first
+        while time.monotonic() < start_s + self._seconds and len(self._failed) < MOST_FAILURES:
+            self._run_case(draw(seed))
+            seed += 1
+        return self._conclude(time.monotonic() - start_s)
+
+    def _run_case(self, case: Case) -> None:
+        defect = known_defect(case)
+        if defect is not None and not self._runs_known:
+            self._passed_over[defect] += 1
+            return
+        say(f"{case} ... ", end="")
+        start_s = time.monotonic()
+        failure = self._soak.run(case)
+        seconds = time.monotonic() - start_s
+        say(f"{seconds:.1f} s" if failure is None else f"FAILED after {seconds:.1f} s")
+        if failure is not None:
+            self._failed.append(case)
+            say(f"{failure}\n{replay(case)}")
+        self._num_cases += 1
+        if self._num_cases == WARM_CASES:
+            self._warm_bytes = _resident_bytes()
+        self._mode_seconds[case.mode] += seconds
+        method = case.method if case.num_workers else "no workers"
+        for name in ("mode", "kind", "source"):
+            self._counts[name][getattr(case, name)] += 1
+        self._counts["workers"][method] += 1
+
+    def _conclude(self, seconds: float) -> int:
+        for name, counts in self._counts.items():
+            say(f"{name}: " + ", ".join(f"{value} {count}" for value, count in counts.most_common()))
+        spent = sorted(self._mode_seconds.items(), key=lambda item: -item[1])
+        say("seconds: " + ", ".join(f"{mode} {mode_seconds:.0f}" for mode, mode_seconds in spent))
+        for defect, count in self._passed_over.most_common():
+            say(f"not run, {count} cases: known defect: {defect}")
+        grown_bytes = 0
+        if self._warm_bytes:
+            end_bytes = _resident_bytes()
+            grown_bytes = end_bytes - self._warm_bytes
+            say(f"memory: {self._warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now")
+        has_grown = grown_bytes > MOST_GROWTH_BYTES
+        if has_grown:
+            say(f"FAILED: the memory of this process has grown by {grown_bytes >> 20} MB")
+        for case in self._failed:
+            say(f"FAILED {case}")
+        say(f"soak: {self._num_cases} cases in {seconds:.0f} s, {len(self._failed)} failed")
+        return 1 if self._failed or has_grown else 0
+
+
+def _resident_bytes() -> int:
+    """The resident memory of this process, after the allocator has given back the memory that is free."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,379 @@
+"""The dataset and the loaders of a case, and a reader that compares each batch with the expected one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.utils.data as tud
+
+import fastload
+from fastload.cache.disk.build import build_lmdb
+from tests.soak import datasets, order
+from tests.soak.compare import SoakError, difference, leaves, with_channels_last, wrong_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.soak.case import Case
+
+
+class Subject:
+    """The dataset of a case, its loaders and their epochs.
+
+    Args:
+        case: The settings.
+        folder: An empty folder for the files of this case.
+
+    Attributes:
+        case: As given.
+        key: The key of a cache that other processes share.
+        dataset: The dataset of all loaders.
+        noise: The random numbers of `rng="sample"` by epoch, index and number of earlier occurrences of the
+            index in the epoch.
+    """
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.key = f"soak-{case.seed}"
+        self._folder = folder
+        self.dataset = self._make_dataset()
+        self._num_reads = 0
+        self._loaders: list[fastload.DataLoader] = []
+        self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
+
+    def open_again(self) -> None:
+        """Close the dataset and make it again, which attaches to a cache that another process holds.
+
+        Call it before the first loader is made.
+        """
+        self.dataset = None
+        self.dataset = self._make_dataset()
+
+    def _make_dataset(self) -> Any:
+        case = self.case
+        if case.is_stream:
+            return (datasets.StatefulStream if case.source == "stateful stream" else datasets.Stream)(case)
+        kind = datasets.BulkSamples if case.source == "bulk" else datasets.Samples
+        margin = datasets.SUBSET_MARGIN if "subset" in case.source else 0
+        samples = kind(case, case.num_samples + margin, with_transform=not case.is_cached)
+        dataset: Any = self._cached(samples) if case.is_cached else samples
+        if case.is_cached and case.is_filled:
+            dataset.fill(num_workers=case.num_workers % 2, progress=False)
+        return tud.Subset(dataset, range(case.num_samples)[::-1]) if margin else dataset
+
+    def _cached(self, samples: Any) -> fastload.CachedDataset:
+        case = self.case
+        transform = datasets.TRANSFORMS[case.transform].make(case)
+        budget: Any = case.budget
+        if budget == "half":
+            sizes = [leaf.nbytes for leaf in leaves(samples[0]) if hasattr(leaf, "nbytes")]
+            budget = max(1, (sum(sizes) + 64) * len(samples) // 2)
+        options = {"budget": budget, "progress": False, "num_workers": 0}
+        if case.source in ("ram", "subset of ram"):
+            return fastload.CachedDataset(samples, transform, **options)
+        if case.source == "keyed ram":
+            return fastload.CachedDataset(samples, transform, key=self.key, **options)
+        path = self._folder / "samples.lmdb"
+        codec = "png" if case.source == "png lmdb" else None
+        shards = 3 if case.source == "shards" else 1
+        num_workers = case.seed % 2  # half of the builds have a worker
+        built = build_lmdb(samples, path, codec=codec, shards=shards, num_workers=num_workers, progress=False)
+        built.close()
+        if case.source == "tiers":
+            return fastload.CachedDataset(samples, transform, cache=["ram", f"lmdb:{path}"], **options)
+        if case.source.startswith("from_cache"):
+            in_ram = case.source == "from_cache in ram"
+            return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, budget=budget)
+        return fastload.CachedDataset(samples, transform, cache=f"lmdb:{path}", **options)
+
+    # --- loaders ------------------------------------------------------------------------------------------
+
+    def loader(self, **changes: Any) -> fastload.DataLoader:
+        """A new loader with the settings of the case and with these changes; `close` closes it."""
+        case = dataclasses.replace(self.case, **changes)
+        generator = torch.Generator()
+        generator.manual_seed(case.seed)
+        has_workers = case.num_workers > 0
+        is_thread = has_workers and case.method == "thread"
+        loader = fastload.DataLoader(
+            self.dataset,
+            num_workers=case.num_workers,
+            collate_fn=datasets.COLLATES[case.collate].given,
+            pin_memory=case.is_pinned,
+            timeout=case.timeout_s,
+            multiprocessing_context=case.method if has_workers and not is_thread else None,
+            prefetch_factor=case.prefetch_factor if has_workers else None,
+            persistent_workers=case.is_persistent,
+            in_order=case.in_order,
+            memory_format=torch.channels_last if case.channels_last else None,
+            ring_bytes=case.ring_bytes,
+            rng=case.rng,  # type: ignore[arg-type]
+            worker_method="thread" if is_thread else "process",
+            device=case.device,
+            device_transform=datasets.on_device if case.device else None,
+            **order.sampling(case, generator),
+        )
+        loader.case = case  # type: ignore[attr-defined]
+        loader.own_generator = generator  # type: ignore[attr-defined]
+        self._loaders.append(loader)
+        return loader
+
+    def read(self, loader: fastload.DataLoader, goes_on_from: Reader | None = None) -> Reader:
+        """Begin the next epoch of a loader, or go on with the rest of an epoch after `load_state_dict()`.
+
+        Args:
+            loader: A loader of this subject.
+            goes_on_from: A reader of the epoch that is resumed.
+        """
+        if goes_on_from is not None:
+            return Reader(self, loader, goes_on_from.epoch, goes_on_from.due)
+        # With random numbers only two epoch numbers take turns, so that most epochs have to repeat numbers.
+        epoch = 1 + self._num_reads % 2 if self.case.kind == "draws" else 1 + self._num_reads
+        self._num_reads += 1
+        loader.set_epoch(epoch)
+        return Reader(self, loader, epoch)
+
+    def close(self) -> None:
+        """Close all loaders."""
+        for loader in self._loaders:
+            loader.close()
+        datasets.forget_kept_batches()
+
+    # --- expected batches ---------------------------------------------------------------------------------
+
+    def expected(self, due: order.Due, *, channels_last: bool) -> Any:
+        """The expected batch, made from the formulas, without random numbers."""
+        collate = datasets.COLLATES[self.case.collate]
+        samples = [self.expected_sample(index) for index in due.indices]
+        if due.is_single:
+            batch = samples[0] if collate.given else tud.default_convert(samples[0])
+        else:
+            batch = collate.known(samples)
+        return with_channels_last(batch) if channels_last else batch
+
+    def expected_sample(self, index: int) -> Any:
+        """The expected sample at an index of the loader, made from the formulas, without random numbers."""
+        fresh = datasets.known_sample(self.case, order.source_index(self.case, index))
+        return datasets.TRANSFORMS[self.case.transform].known(fresh)
+
+
+class Received:
+    """One batch from a loader, with the expected batch.
+
+    Attributes:
+        batch: The batch from the loader.
+        expected: The expected batch, in memory of its own.
+        place: The batch's number, epoch and indices, for messages.
+    """
+
+    def __init__(self, batch: Any, expected: Any, place: str) -> None:
+        self.batch = batch
+        self.expected = expected
+        self.place = place
+
+    def check(self, when: str = "when it came") -> None:
+        """Compare the two.
+
+        Raises:
+            SoakError: They differ.
+        """
+        found = difference(self.expected, self.batch)
+        if found is not None:
+            raise SoakError(f"{self.place} is wrong {when}: {found}")
+
+
+class Reader:
+    """An iterator over one epoch of a loader; it compares each batch with the one that is due.
+
+    Args:
+        subject: The subject of the case.
+        loader: A loader of the subject.
+        epoch: The number of the epoch.
+        due: The batches of the epoch; None to compute them from the state of the loader's generators.
+
+    Attributes:
+        iterator: The iterator of the loader.
+        case: The settings of the loader.
+        has_ended: Whether the iterator has raised StopIteration.
+        may_skip: How many batches may be missing, because signals interrupted the iterator.
+        cycle: The reader itself, if only the garbage collector shall free it.
+        raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
+    """
+
+    def __init__(
+        self, subject: Subject, loader: fastload.DataLoader, epoch: int, due: list[order.Due] | None = None
+    ) -> None:
+        self.subject = subject
+        self.case: Case = loader.case  # type: ignore[attr-defined]
+        self.epoch = epoch
+        self._generator: torch.Generator = loader.own_generator  # type: ignore[attr-defined]
+        self._due = None if due is None else list(due)
+        has_workers = self.case.num_workers > 0
+        if due is None and has_workers:  # the sampler draws as soon as the iterator is made
+            is_new = loader._iterator is None
+            self._due = order.due_batches(self.case, epoch, self._generator, draws_base_seed=is_new)
+        self.iterator = iter(loader)
+        self.num_received = 0
+        self.has_ended = False
+        self.may_skip = 0
+        self.cycle: Reader | None = None
+        self.raises_timeouts = False
+
+    @property
+    def due(self) -> list[order.Due]:
+        """The batches that are still due, in order; callers may change the list."""
+        return self._draw()
+
+    def _draw(self) -> list[order.Due]:
+        if self._due is None:  # without workers the sampler draws with the first batch
+            self._due = order.due_batches(self.case, self.epoch, self._generator, draws_base_seed=False)
+        return self._due
+
+    def __iter__(self) -> Reader:
+        return self
+
+    def __next__(self) -> Received:
+        """The next batch; errors that are due are passed over.
+
+        Raises:
+            StopIteration: The epoch has ended, and no batch is due.
+            SoakError: The batch is wrong, or the epoch has ended early.
+            Exception: An error of the loader that is not due.
+        """
+        while True:
+            self._draw()
+            try:
+                batch = next(self.iterator)
+            except StopIteration:
+                self.expect_end()
+                raise
+            except ValueError as error:
+                self.take_error(error)
+                continue
+            except RuntimeError as error:
+                if "timed out after" not in str(error) or self.case.mode != "times out":
+                    raise
+                if self.raises_timeouts:
+                    raise TimeoutError from None
+                continue
+            return self.take(batch)
+
+    def expect_end(self) -> None:
+        """Note that the epoch has ended.
+
+        Raises:
+            SoakError: Batches are still due.
+        """
+        if len(self.due) > self.may_skip:
+            raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early")
+        self.has_ended = True
+
+    def take(self, batch: Any) -> Received:
+        """Compare a batch of the iterator with the one that is due.
+
+        Raises:
+            SoakError: They differ.
+        """
+        place = f"batch {self.num_received} of epoch {self.epoch}"
+        self.num_received += 1
+        if not self.due:
+            raise SoakError(f"{place} came after the end")
+        shared = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
+        if shared:
+            raise SoakError(f"{place} came through torch's transport: is_shared() is True")
+        if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
+            raise SoakError(f"{place}: {wrong}")
+        candidates = self.due[: 1 + self.may_skip]
+        if not self.case.in_order:
+            candidates = [due for due in self.due if due.error is None]
+        found = None
+        for due in candidates:
+            received = Received(batch, self._expected(due, batch), f"{place}, indices {due.indices},")
+            try:
+                received.check()
+            except SoakError as error:
+                found = found or error
+                continue
+            if due.error is not None:
+                break
+            if self.may_skip:
+                skipped = self.due.index(due)
+                self.may_skip -= skipped
+                del self.due[:skipped]
+            self.due.remove(due)
+            self._compare_noise(due, batch)
+            return received
+        raise found or SoakError(f"{place} came where the error of sample {due.error} was expected")
+
+    def _expected(self, due: order.Due, batch: Any) -> Any:
+        expected = self.subject.expected(due, channels_last=self.case.channels_last)
+        if self.case.kind == "draws":  # _compare_noise looks at the random numbers
+            expected = _with_noise_of(expected, batch["on device"] if self.case.device else batch)
+        return {"on device": expected} if self.case.device else expected
+
+    def _compare_noise(self, due: order.Due, batch: Any) -> None:
+        if self.case.kind != "draws":
+            return
+        rows = _noise_rows(batch["on device"] if self.case.device else batch, due)
+        for row, index, occurrence in zip(rows, due.indices, due.occurrences, strict=True):
+            place = (self.epoch, index, occurrence)
+            before = self.subject.noise.setdefault(place, row.copy())
+            if not np.array_equal(before, row):
+                raise SoakError(f"epoch, index, occurrence {place} drew {row} now, and {before} before")
+
+    def take_error(self, error: ValueError) -> None:
+        """Note that an error came in place of a batch.
+
+        Raises:
+            ValueError: The same error, if it is not due.
+        """
+        expected = self.due[:1] if self.case.in_order else self.due
+        for due in expected:
+            if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
+                self.due.remove(due)
+                return
+        raise error
+
+
+def _with_noise_of(expected: Any, got: Any) -> Any:
+    """The expected batch with a copy of the random numbers in the batch that came."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        return {**expected, "noise": copy.deepcopy(got.get("noise"))}
+    if isinstance(expected, list) and isinstance(got, list):
+        return [_with_noise_of(one, other) for one, other in zip(expected, got, strict=False)]
+    return expected
+
+
+def _noise_rows(batch: Any, due: order.Due) -> list[np.ndarray[Any, Any]]:
+    if due.is_single:
+        return [np.asarray(batch["noise"])]
+    if isinstance(batch, list):
+        return [np.asarray(sample["noise"]) for sample in batch]
+    return list(batch["noise"].numpy())
+
+
+@contextlib.contextmanager
+def pretended_accelerator(case: Case) -> Iterator[None]:
+    """Let a loader with pin_memory=True pin its batches as if there were an accelerator, by a plain copy."""
+    base = tud.dataloader._BaseDataLoaderIter
+    begin = base.__init__
+
+    def init(self: Any, loader: Any) -> None:
+        begin(self, loader)
+        self._pin_memory = loader.pin_memory
+
+    def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+        return tensor.clone()
+
+    if not case.is_pinned:
+        yield
+        return
+    with mock.patch.object(base, "__init__", init), mock.patch.object(torch.Tensor, "pin_memory", pin):
+        yield

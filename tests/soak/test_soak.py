@@ -1,0 +1,220 @@
+"""The soak finds planted faults, and runs each case again from its seed."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.soak import __main__ as command
+from tests.soak import datasets, order
+from tests.soak.case import Case, draw, settled
+from tests.soak.compare import SoakError
+from tests.soak.run import consume
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# --- cases -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**62))
+def test_a_case_follows_from_its_seed_and_its_settings_go_together(seed: int) -> None:
+    """The same seed gives the same case, and settling it again changes nothing."""
+    case = draw(seed)
+
+    assert case == draw(seed)
+    assert case == settled(case)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**62))
+def test_what_is_printed_of_a_case_can_be_given_to_the_command(seed: int) -> None:
+    """The settings that a failure shows, given to --with in a shell, make the same case."""
+    case = draw(seed)
+
+    assert Case(seed).changed(shlex.split(case.settings())) == case
+
+
+# --- planted faults --------------------------------------------------------------------------------------
+
+
+def _one_value_wrong(samples: list[Any]) -> Any:
+    images, labels = datasets.default_collate(samples)
+    images[-1, 0, 0, 0] += labels[-1].item() == 7
+    return [images, labels]
+
+
+_last: list[Any] = []
+
+
+def _writes_into_the_batch_before(samples: list[Any]) -> Any:
+    for images, _ in _last:
+        images[0] = 0
+    _last[:] = [datasets.default_collate(samples)]
+    return _last[0]
+
+
+def _another_dtype(samples: list[Any]) -> Any:
+    images, labels = datasets.default_collate(samples)
+    return [images.to(torch.int16), labels]
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (
+            _one_value_wrong,
+            r"batch 1 of epoch 1, indices \(4, 5, 6, 7\), is wrong when it came: batch\[0\]: 1 of",
+        ),
+        (_writes_into_the_batch_before, r"batch \d of epoch 1, .* is wrong while it was held: batch\[0\]"),
+        (_another_dtype, "expected torch.uint8 .*, got torch.int16"),
+    ],
+    ids=["value", "held", "dtype"],
+)
+def test_a_wrong_batch_is_found(
+    collate: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong value, a batch that changes while it is held, a wrong dtype: the error says where and what."""
+    planted = datasets.COLLATES["default"]._replace(given=collate)
+    monkeypatch.setitem(datasets.COLLATES, "default", planted)
+
+    with pytest.raises(SoakError, match=message):
+        consume(Case(3, mode="holds"), tmp_path)
+
+    _last.clear()
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([0, 1, 2, 3, 5, 4, *range(6, 12)], "batch 1 of epoch 1, .* is wrong when it came"),
+        (list(range(8)), "epoch 1 ended 1 batches early"),
+        (list(range(13)), "batch 3 of epoch 1 came after the end"),
+    ],
+    ids=["order", "too few", "too many"],
+)
+def test_batches_that_are_not_due_are_found(
+    indices: list[int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another order, an epoch that ends early, and one that has too many batches."""
+    planted = {"batch_size": 4, "sampler": indices}
+    monkeypatch.setattr(order, "sampling", lambda case, generator: planted)
+    monkeypatch.setattr(
+        order, "_drawn", lambda case, given, epoch: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    )
+    monkeypatch.setattr(
+        datasets.Samples, "__getitem__", lambda self, index: datasets.known_sample(self.case, index)
+    )
+
+    with pytest.raises(SoakError, match=message):
+        consume(Case(3), tmp_path)
+
+
+def test_an_error_that_does_not_come_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample 4 is expected to raise, and its batch comes instead."""
+    monkeypatch.setattr(datasets, "raises_at", lambda index: False)
+
+    with pytest.raises(SoakError, match="came where the error of sample 4 was expected"):
+        consume(Case(3, raises=True), tmp_path)
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+class _Fails:
+    """A soak in which one case fails."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def run(self, case: Case) -> str | None:
+        return "SoakError: it was wrong" if case.seed == self.seed else None
+
+
+def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """The output has the settings, the difference and the command, and the exit code is 1."""
+    options = argparse.Namespace(known=True, minutes=0.001, seed=12)
+
+    code = command.Round(_Fails(12), options).run()  # type: ignore[arg-type]
+
+    out = capsys.readouterr().out
+    assert code == 1
+    assert f"FAILED {draw(12)}" in out
+    assert "SoakError: it was wrong\nreplay: " in out
+    assert "-m tests.soak --case 12\n" in out
+
+
+def test_cases_without_a_failure_are_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """The last line has the number of failures."""
+    options = argparse.Namespace(known=True, minutes=0.001, seed=12)
+
+    assert command.Round(_Fails(0), options).run() == 0  # type: ignore[arg-type]
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" 0 failed")
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_case_that_hangs_ends_with_all_stacks() -> None:
+    """The command shows the stacks of its process and of the worker, and ends both."""
+    changes = ["mode=plain", "source=plain", "num_workers=1", "delay_ms=100000"]
+
+    done = _run("-m", "tests.soak", "--case", "3", "--limit", "2", "--with", *changes)
+
+    assert done.returncode == 1
+    assert "no end after 2 s" in done.stderr
+    assert "in consume" in done.stderr
+    assert "Fatal Python error: Aborted" in done.stderr  # the worker's stack
+    assert "in __getitem__" in done.stderr
+    assert "replay: " in done.stderr
+    assert "--with mode=plain source=plain delay_ms=100000 num_workers=1" in done.stderr
+
+
+_LEAKS = """
+import os, subprocess, threading
+from tests import conftest
+from tests.soak import run
+from tests.soak.case import Case
+
+conftest.GRACE_S = 0.1
+gate, children, kept = threading.Event(), [], []
+leaks = {
+    "threads": lambda *_: threading.Thread(target=gate.wait, daemon=True).start(),
+    "descriptors": lambda *_: os.dup(0),
+    "child processes": lambda *_: children.append(subprocess.Popen(["sleep", "100"])),
+    "shared memory": lambda subject, _: kept.append(next(iter(subject.loader(num_workers=1)))),
+}
+told = {}
+soak = run.Soak(60)
+try:
+    for name, leak in leaks.items():
+        run._ALL_MODES["plain"] = leak
+        told[name] = soak.run(Case(3))
+finally:
+    soak.close()
+    for child in children:
+        child.kill()
+for name in leaks:
+    assert "left behind: " in told[name] and f"'{name}': " in told[name], told
+"""
+
+
+@pytest.mark.slow
+def test_what_a_case_leaves_behind_is_found() -> None:
+    """The soak reports a thread, a descriptor, a child process, and the shared memory of a batch."""
+    done = _run("-c", _LEAKS)
+
+    assert done.returncode == 0, done.stderr

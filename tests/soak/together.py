@@ -1,0 +1,223 @@
+"""Modes in which a consumer uses loaders and batches in several threads, and in forked children."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from tests.soak.compare import SoakError, spoil
+from tests.soak.modes import Held, some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.soak.subject import Reader, Received, Subject
+
+
+def hands_over(subject: Subject, rng: random.Random) -> None:
+    """Another thread compares and drops the batches, while this one iterates."""
+    loader = subject.loader()
+    handed: queue.Queue[Received | None] = queue.Queue(maxsize=5)
+
+    def look() -> None:
+        held = Held(rng)
+        while (received := handed.get()) is not None:
+            if not errors:
+                with _collected(errors):
+                    held.add(received)
+
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=look, name="soak-looks")
+    thread.start()
+    try:
+        for _ in range(subject.case.epochs):
+            for received in subject.read(loader):
+                handed.put(received)
+    finally:
+        handed.put(None)
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def moves_between_threads(subject: Subject, rng: random.Random) -> None:
+    """One thread makes the iterator, another one reads a part of the epoch, and this one reads the rest."""
+    loader = subject.loader()
+    held = Held(rng)
+    readers: list[Reader] = []
+    _in_threads([lambda: readers.append(subject.read(loader))])
+    _in_threads([lambda: some(readers[0], rng, held)])
+    for received in readers[0]:
+        held.add(received)
+    held.check("after it was moved between threads")
+
+
+def two_threads(subject: Subject, rng: random.Random) -> None:
+    """Two threads use one iterator without workers; each batch comes once."""
+    reader = subject.read(subject.loader())
+    batches: list[Any] = []
+    errors: list[ValueError] = []
+
+    def take() -> None:
+        while True:
+            try:
+                batches.append(next(reader.iterator))
+            except StopIteration:
+                return
+            except ValueError as error:
+                if "already executing" not in str(error):  # two threads were in torch's sampler, a generator
+                    errors.append(error)
+
+    due = reader.due
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that threads take turns within a batch
+    try:
+        _in_threads([take, take])
+    finally:
+        sys.setswitchinterval(interval_s)
+    reader.case = dataclasses.replace(reader.case, in_order=False)  # threads overtake each other
+    for error in errors:
+        reader.take_error(error)
+    for batch in batches:
+        reader.take(batch)
+    if due:
+        raise SoakError(f"{len(due)} batches never came")
+
+
+def side_by_side(subject: Subject, rng: random.Random) -> None:
+    """Two threads iterate over one dataset, each with a loader of its own."""
+
+    def read(seed: float) -> None:
+        own = random.Random(seed)
+        loader = subject.loader()
+        held = Held(own)
+        for _ in range(subject.case.epochs):
+            reader = subject.read(loader)
+            if own.random() < 0.3:
+                some(reader, own, held)
+                continue
+            for received in reader:
+                held.add(received)
+        held.check("beside another thread")
+
+    seeds = [rng.random(), rng.random()]
+    _in_threads([lambda: read(seeds[0]), lambda: read(seeds[1])])
+
+
+def forks(subject: Subject, rng: random.Random) -> None:
+    """Forked children hold the batches of their parent; later batches in the parent do not change them."""
+    loader = subject.loader()
+    held = Held(rng)
+    children: list[tuple[int, int]] = []
+    try:
+        for _ in range(subject.case.epochs):
+            for received in subject.read(loader):
+                if rng.random() < 0.3:
+                    spoil(received.batch)  # no child holds it yet: parent and child share the memory
+                    continue
+                held.add(received)
+                if len(children) < 3 and rng.random() < 0.3:
+                    children.append(_fork(subject, held, reads=rng.random() < 0.4))
+        for child, wake in children:
+            with contextlib.suppress(BrokenPipeError):  # the child has ended already
+                os.write(wake, b".")
+            if os.waitpid(child, 0)[1] != 0:
+                raise SoakError("a forked child has failed; standard error has its traceback")
+    finally:
+        for child, wake in children:
+            os.close(wake)
+            _end(child)
+
+
+def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
+    """Fork a child that compares the held batches when it is woken.
+
+    Args:
+        subject: The subject of the case.
+        held: The held batches.
+        reads: Whether the child first reads an epoch with a loader of its own, and closes all loaders.
+
+    Returns:
+        The child's pid, and the descriptor to write to in order to wake it.
+    """
+    read, wake = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(read)
+        return child, wake
+    status = 1
+    try:
+        os.close(wake)
+        if reads:
+            changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
+            loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
+            for _ in subject.read(loader):
+                pass
+            subject.close()
+        os.read(read, 1)
+        held.check("in a forked child")
+        status = 0
+    except BaseException:  # noqa: BLE001  # the child must not return into the code of its parent
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(status)
+
+
+def _end(child: int) -> None:
+    try:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # it has ended, and was waited for
+
+
+class _collected:
+    """A context that appends the exception of a thread to a list, for the thread that joins it."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self._errors = errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is not None:
+            self._errors.append(error)
+        return True
+
+
+def _in_threads(works: list[Callable[[], Any]]) -> None:
+    """Call all functions at the same time, each in its own thread, and raise the first error of a thread."""
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        with _collected(errors):
+            work()
+
+    threads = [
+        threading.Thread(target=run, args=[work], name=f"soak-works-{number}")
+        for number, work in enumerate(works)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+TOGETHER: dict[str, Callable[[Subject, random.Random], None]] = {
+    "hands over": hands_over,
+    "moves between threads": moves_between_threads,
+    "two threads": two_threads,
+    "side by side": side_by_side,
+    "forks": forks,
+}
