@@ -19,8 +19,9 @@ from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.loader import DataLoader
 from tests.cache.contract import SharedContract
-from tests.cache.zoo import Everything, Images, RaggedImages, assert_same
+from tests.cache.zoo import Everything, Images, RaggedImages, Triples, assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -293,3 +294,16 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(CacheError, match=r"sample 1 was asked of the cache at .* after its close"):
         dataset[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ram", [False, True])
+def test_a_spawned_worker_knows_the_namedtuples_of_its_parent(ram: bool, tmp_path: Path) -> None:
+    """Nothing else takes the module of their class to a process that has no source."""
+    build_lmdb(Triples(8), tmp_path / "cache", num_workers=0, progress=False)
+    dataset = CachedDataset.from_cache(tmp_path / "cache", ram=ram)
+
+    batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn"))
+
+    assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
+    assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]

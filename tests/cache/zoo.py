@@ -167,3 +167,11 @@ def assert_same(one: Any, other: Any) -> None:
         assert one.tobytes() == other.tobytes()
     else:
         assert one == other or (one != one and other != other)
+
+
+class Triples(Images):
+    """Samples are namedtuples of this module."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)[:2]
+        return Triple(image, label, index)

@@ -22,7 +22,8 @@ from fastload.cache.disk.gather import stack_records
 from fastload.cache.disk.open_file import damaged
 from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
-from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.cache.spec import Spec
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -62,12 +63,29 @@ class LMDBCache:
         self.path = os.path.abspath(os.fspath(path))
         self.reason = "opened by its path"
         self._is_closed = False
+        self._spec: Spec | None = None  # of an unpickled cache that is not opened yet
         self._files: tuple[OpenFile, ...] | None = open_cache(self.path)
         self._plan: Plan | None = self._files[0].description.plan
         self._build_id = self._plan.build_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unopened, (self.path, self._build_id, self.reason)
+        return _unopened, (self.path, self._build_id, self.reason, self._known_spec())
+
+    def _known_spec(self) -> Spec | None:
+        """The structure of sample 0, which takes the classes of its namedtuples to another process.
+
+        None if it is not known, or if this process has not imported those classes either.
+        """
+        if self._plan is None:
+            return self._spec
+        if self._plan.spec is None:
+            return None
+        spec = Spec.parse(self._plan.spec.encode("ascii"))
+        try:
+            spec.__reduce__()
+        except CacheError:
+            return None
+        return spec
 
     def __copy__(self) -> LMDBCache:
         return self
@@ -264,8 +282,9 @@ class LMDBCache:
         self._is_closed = True
 
 
-def _unopened(path: str, build_id: str, reason: str) -> LMDBCache:
+def _unopened(path: str, build_id: str, reason: str, spec: Spec | None) -> LMDBCache:
+    """Unpickle; the structure is there to have the modules of its classes imported."""
     cache = LMDBCache.__new__(LMDBCache)
-    cache.path, cache.reason, cache._build_id = path, reason, build_id
+    cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
     cache._files, cache._plan, cache._is_closed = None, None, False
     return cache
