@@ -23,6 +23,15 @@ METHODS = [
     pytest.param("spawn", marks=pytest.mark.slow),
 ]
 READING = ("fetch", "transform", "collate", "pack")
+# Spawned workers run the code of those of the fork server: one stage shows that they get there.
+PLACES = [
+    *[pytest.param(stage, "fork", id=f"{stage}-fork") for stage in READING],
+    *[
+        pytest.param(stage, "forkserver", id=f"{stage}-forkserver", marks=pytest.mark.slow)
+        for stage in READING
+    ],
+    pytest.param("fetch", "spawn", id="fetch-spawn", marks=pytest.mark.slow),
+]
 DEATHS = {
     "exits": "exited with code 3",
     "exits at once": "exited with code 4",
@@ -72,8 +81,7 @@ def assert_a_new_epoch_works(loader: Any, name: str) -> None:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage", READING)
+@pytest.mark.parametrize(("stage", "method"), PLACES)
 @pytest.mark.parametrize("name", DEATHS)
 def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stage: str, method: str) -> None:
     """The batches before it came; the error names worker, cause and batch; the epoch is over."""
@@ -91,8 +99,7 @@ def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stag
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage", READING)
+@pytest.mark.parametrize(("stage", "method"), PLACES)
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage: str, method: str) -> None:
     """It comes at its turn, with its own type, text and place; the batches after it come."""
@@ -111,8 +118,7 @@ def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage:
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage", [*READING, "init"])
+@pytest.mark.parametrize(("stage", "method"), [*PLACES, ("init", "fork")])
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: str) -> None:
     """Children, threads, handlers and a missing stderr in a worker: all batches come."""
