@@ -59,6 +59,15 @@ class Received:
         self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
         self.is_cut = len(fds) < num_fds
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether `load` gives the message."""
+        try:
+            self.load()
+        except Exception:  # noqa: BLE001  # whatever the classes in the message raise
+            return False
+        return True
+
     def load(self) -> Any:
         """The message, if it is not cut.
 

@@ -290,7 +290,9 @@ class Pool:
         else:
             try:
                 reply, memory = Reply.of_plain(received.load()), None
-            except Exception as error:  # noqa: BLE001  # it may name indices, which are objects of the user's
+            except Exception as error:  # it may name indices, which are objects of the user's
+                if received.is_readable:
+                    raise  # from a handler for signals; the answer is still here for the next call
                 self._lose(task, f"the answer could not be unpickled: {error!r}")
                 return
             if received.fd is not None:

@@ -119,12 +119,12 @@ def test_a_directory_that_is_not_private_is_not_used(fault: str, registry: Path,
 
 def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Without a registry there are no entries, and the log says why."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")  # each path is logged once a process
     with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
         assert not is_alone
         assert owners.register("a", 7) is None
 
-    assert "no registry of shared caches at /proc/no/such" in caplog.text
+    assert "no registry of shared caches at /proc/no/registry" in caplog.text
 
 
 def test_one_creator_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

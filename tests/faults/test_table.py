@@ -178,11 +178,12 @@ def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_bat
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stopped_worker_is_waited_for_and_goes_on(method: str) -> None:
     """SIGSTOP is no death: with a time-out it is torch's error, and after SIGCONT its batch comes."""
-    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method, timeout=0.2)
+    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method, timeout=60)
     iterator = iter(loader)
     pid = iterator._pool.pids[0]
     next(iterator), next(iterator), next(iterator), next(iterator)
     os.kill(pid, signal.SIGSTOP)
+    iterator._timeout = 0.2
     firsts, error = take(iterator)  # its next batch may have been on its way
     assert firsts in ([], [16], [16, 20])
     assert "timed out" in str(error)
