@@ -67,7 +67,7 @@ class WorkerProcess:
             end.socket.close()
         self.pid: int = self._process.pid
         try:
-            self._pidfd = os.pidfd_open(self.pid)
+            self._pidfd = _pidfd_of(self.pid)
         except BaseException:
             self._process.kill()
             self._process.join()
@@ -113,6 +113,19 @@ class WorkerProcess:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+
+
+def _pidfd_of(pid: int) -> int:
+    """A descriptor that becomes readable when the process has ended; at once if it is gone already.
+
+    A fork server may have waited for a process that ended at once.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        readable, writable = os.pipe()
+        os.close(writable)  # the end of the pipe: poll(2) says so for ever
+        return readable
 
 
 def wait_for_all(processes: Iterable[WorkerProcess], limit_s: float) -> bool:

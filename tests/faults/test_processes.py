@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import fastload
+from fastload.transport import starting
 from tests import zoo as datasets
 from tests.faults import zoo
 from tests.survival.attack_zoo import Gate
@@ -106,3 +109,27 @@ def test_threads_that_cannot_be_started_leave_none_behind(
         iter(loader)
 
     assert torch.get_num_threads() == num_threads
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_a_worker_that_ended_before_it_could_be_watched_is_a_death(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server may have waited for it, and its number then names no process."""
+
+    parent, original = os.getpid(), os.pidfd_open
+
+    def gone(pid: int) -> int:
+        if os.getpid() != parent:
+            return original(pid)  # a worker watches its parent
+        os.kill(pid, signal.SIGKILL)
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", gone)
+    monkeypatch.setattr(starting, "why_no_processes", lambda: None)
+    loader = fastload.DataLoader(
+        datasets.Made(zoo.array, 8), 2, num_workers=1, multiprocessing_context=method
+    )
+
+    with pytest.raises(fastload.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
+        list(loader)
