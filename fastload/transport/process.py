@@ -52,7 +52,6 @@ class WorkerProcess:
         inherited: list[Channel],
     ) -> None:
         is_fork = context.get_start_method() == "fork"
-        self._is_of_fork_server = context.get_start_method() == "forkserver"
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled_signals() if is_fork else ())
         try:
             setup = Setup(
@@ -87,7 +86,7 @@ class WorkerProcess:
 
         None if another part of this program has waited for the process and taken the code.
         """
-        if self._is_of_fork_server and self._process.exitcode is None:
+        if self._process.exitcode is None:
             self._process.join(_EXIT_CODE_WAIT_S)
         code: int | None = self._process.exitcode
         return code

@@ -116,7 +116,6 @@ def test_a_worker_that_ended_before_it_could_be_watched_is_a_death(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fork server may have waited for it, and its number then names no process."""
-
     parent, original = os.getpid(), os.pidfd_open
 
     def gone(pid: int) -> int:
