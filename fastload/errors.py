@@ -16,6 +16,20 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+_PLACE = "fastload: batch "
+
+
+def add_place(error: BaseException, place: str) -> None:
+    """Note which batch an error belongs to, as ``"3, dataset index 7"``.
+
+    The note replaces that of an earlier batch: a dataset may raise the same object again and again.
+    """
+    with contextlib.suppress(Exception):
+        notes = getattr(error, "__notes__", [])
+        notes[:] = [note for note in notes if not note.startswith(_PLACE)]
+        error.add_note(_PLACE + place)
+
+
 class FastloadError(Exception):
     """Base of all errors that fastload itself raises."""
 

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
-from fastload.errors import LoaderClosedError, add_note
+from fastload.errors import LoaderClosedError, add_place
 from fastload.failures import FailureCount, num_samples_of
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
@@ -128,7 +128,7 @@ class LocalIterator(_BaseDataLoaderIter):
         except BaseException as error:
             self._received(index)  # a caller who goes on after an error gets the next batch
             place = self._fetcher.place_of_error(index, error)
-            add_note(error, f"fastload: batch {self._num_drawn - 1}, {place}")
+            add_place(error, f"{self._num_drawn - 1}, {place}")
             raise
         finally:
             self._is_fetching = False  # first: a signal may interrupt the next line

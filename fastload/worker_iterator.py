@@ -24,7 +24,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note, add_place
 from fastload.failures import FailureCount, num_samples_of
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
@@ -250,7 +250,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         except BaseException as error:
             for note in task.notes:
                 add_note(error, note)
-            add_note(error, f"fastload: batch {task.number}, worker {worker}, {place}")
+            add_place(error, f"{task.number}, worker {worker}, {place}")
             raise
 
     def _drop_pinned(self) -> None:

@@ -274,6 +274,25 @@ def test_it_runs_as_a_command() -> None:
     assert json.loads(done.stdout)["versions"]["python"] == sys.version.split()[0]
 
 
+@pytest.mark.slow
+def test_without_proc_the_command_answers() -> None:
+    """Resident memory is unknown then, in JSON and as text; the machine's memory is known."""
+    program = (
+        "import sys; from tests.refusals import hide_proc; hide_proc() or sys.exit(77)\n"
+        "import fastload; from fastload.cli import main\n"
+        "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
+        "sys.argv = ['fastload', 'doctor', '--json']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
+    if done.returncode == 77:
+        pytest.skip("this user may not change what is mounted")
+
+    assert done.returncode == 0, done.stderr
+    memory = json.loads(done.stdout)["memory"]
+    assert memory["process_rss_bytes"] is None
+    assert memory["host_total_bytes"] >= memory["host_available_bytes"] > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_bandwidths_are_measured() -> None:

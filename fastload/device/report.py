@@ -66,7 +66,7 @@ class MemoryReport:
         host_total_bytes: The machine's memory.
         host_available_bytes: What this process could still take, by MemAvailable and every cgroup.
         cgroup_limit_bytes: The tightest limit of this process's cgroups; None without one.
-        process_rss_bytes: Resident pages of this process, shared ones in full.
+        process_rss_bytes: Resident pages of this process, shared ones in full; None if unknown.
         process_pss_bytes: The same, shared pages divided by the processes that map them; None if unknown.
         locked_bytes: Pages that this process locked (mlock); None if unknown. Memory that the CUDA driver
             pinned need not be counted here.
@@ -81,7 +81,7 @@ class MemoryReport:
     host_total_bytes: int
     host_available_bytes: int
     cgroup_limit_bytes: int | None
-    process_rss_bytes: int
+    process_rss_bytes: int | None
     process_pss_bytes: int | None
     locked_bytes: int | None
     locked_limit_bytes: int | None
@@ -112,7 +112,7 @@ class MemoryReport:
             ("  available", _size(self.host_available_bytes)),
             ("  cgroup limit", _size(self.cgroup_limit_bytes, "none")),
             ("process", ""),
-            ("  resident (RSS)", _size(self.process_rss_bytes)),
+            ("  resident (RSS)", _size(self.process_rss_bytes, "unknown")),
             ("  proportional (PSS)", _size(self.process_pss_bytes, "unknown")),
             ("  locked", _size(self.locked_bytes, "unknown")),
             ("  locked, limit", _size(self.locked_limit_bytes, "none")),
@@ -147,10 +147,10 @@ def memory_report() -> MemoryReport:
     segments = _segment_bytes()
     devices = tuple(_read_device(index) for index in _devices_with_context())
     return MemoryReport(
-        host_total_bytes=int(psutil.virtual_memory().total),
+        host_total_bytes=_total_bytes(),
         host_available_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
-        process_rss_bytes=int(psutil.Process().memory_info().rss),
+        process_rss_bytes=_resident_bytes(),
         process_pss_bytes=_kilobytes("smaps_rollup", "Pss"),
         locked_bytes=_kilobytes("status", "VmLck"),
         locked_limit_bytes=_locked_limit(),
@@ -167,6 +167,20 @@ def _size(nbytes: int | None, without: str = "") -> str:
 
 
 # --- the host ---------------------------------------------------------------------------------------------
+
+
+def _total_bytes() -> int:
+    try:
+        return int(psutil.virtual_memory().total)
+    except OSError:  # /proc is not there
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_bytes() -> int | None:
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (OSError, psutil.Error):  # /proc is not there, or hides this process
+        return None
 
 
 def _kilobytes(file: str, name: str) -> int | None:

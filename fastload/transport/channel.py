@@ -24,9 +24,12 @@ import socket
 import struct
 from collections import deque
 from multiprocessing import reduction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastload.transport.segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
@@ -55,6 +58,7 @@ class Received:
 
     def __init__(self, data: bytes, fds: list[int]) -> None:
         self._fds = fds
+        self._unclosed = iter(fds)
         self._data = data
         self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
         self.is_cut = len(fds) < num_fds
@@ -86,8 +90,7 @@ class Received:
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
-        while self._fds:
-            os.close(self._fds.pop())
+        _close_all(self._unclosed)
 
 
 class Channel:
@@ -101,7 +104,7 @@ class Channel:
     def __init__(self, end: socket.socket, *, blocking: bool) -> None:
         end.setblocking(blocking)
         self._socket = end
-        self._outbox: deque[tuple[bytes, list[int]]] = deque()
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
         self._arrived: deque[Any] = deque()  # as the socket gave it
         self._inbox: deque[Received] = deque()
 
@@ -149,9 +152,8 @@ class Channel:
                 self._socket.sendmsg([data], ancillary)
             except BlockingIOError:
                 return False
+            _close_all(map(fds.pop, [0] * len(fds)))
             self._outbox.popleft()
-            for fd in fds:
-                os.close(fd)
         return True
 
     def peek(self) -> Received | None:
@@ -213,14 +215,12 @@ class Channel:
     def abandon(self) -> None:
         """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
         while self._outbox:
-            for fd in self._outbox.popleft()[1]:
-                os.close(fd)
+            _close_all(iter(self._outbox.popleft()[1]))
         if self._inbox:
             self._arrived.clear()
             self.take_out()
         while self._arrived:
-            for fd in _descriptors(self._arrived.pop()[1]):
-                os.close(fd)
+            _close_all(iter(_descriptors(self._arrived.pop()[1])))
         self._socket.close()
 
 
@@ -246,6 +246,11 @@ def make_channel() -> tuple[Channel, ChannelEnd]:
     """A connected pair: the parent's channel and the end that a worker will open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(ours, blocking=False), ChannelEnd(theirs)
+
+
+def _close_all(fds: Iterator[int]) -> None:
+    """Close descriptors as they leave the iterator, in one call: no signal handler runs between the two."""
+    deque(map(os.close, fds), maxlen=0)
 
 
 def _write_all(fd: int, data: bytes) -> None:

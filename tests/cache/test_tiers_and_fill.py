@@ -41,7 +41,12 @@ class Failing(Images):
 @pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages, Everything])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_path: Path) -> None:
-    """After fill() every sample is cached and right, read once but for the guard's two."""
+    """After fill() every sample is cached and right, read once but for the guard's two.
+
+    A worker that finds the lock on ragged space held for long, on a busy machine, leaves its sample to
+    another round, which reads it again.
+    """
+    most_again = 10 if num_workers and kind is not Images else 0
     dataset = kind(200, log=tmp_path / "reads")
     ds = CachedDataset(dataset, budget=64 << 20)
     info = ds.fill(num_workers, progress=False)
@@ -50,8 +55,8 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
         assert_same(ds.view(index), dataset.sample(index))
 
     assert info.num_cached == 200
-    assert reads == 202
-    assert sum(dataset.reads) == 202
+    assert 202 <= reads <= 202 + most_again
+    assert sum(dataset.reads) == reads
 
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ import psutil
 import pytest
 
 import fastload
-from fastload.transport import pool
+from fastload.transport import channel, pool
+from fastload.transport.channel import Received
 from tests import zoo as datasets
 from tests.faults import zoo
 
@@ -231,6 +233,24 @@ def _value(batch: Any) -> int:
     values = [zoo.value_of(sample) for sample in batch]
     assert values == [values[0], values[0] + 1]
     return values[0]
+
+
+def test_an_exception_while_descriptors_are_closed_leaves_none_open() -> None:
+    """Wherever it comes in close() of a message that has arrived: a second close() closes the rest."""
+    place, was_reached = 0, True
+    while was_reached:
+        place += 1
+        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
+        received = Received(channel._HEADER.pack(False, len(fds), 1, 0), [*fds])
+        injection = Injection(place, AlarmError)
+        with contextlib.suppress(AlarmError), injection:
+            received.close()
+        was_reached = injection.left <= 0
+        received.close()
+
+        assert [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")] == []
+
+    assert place > 2  # or the places were not found
 
 
 def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:

@@ -292,3 +292,25 @@ def test_a_batch_that_cannot_be_opened_costs_itself_alone() -> None:
 
     assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index 2"]
     assert [*got, *map(int, iterator)] == [0, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: int) -> None:
+    """A dataset keeps one error object and raises it at each access: its notes do not grow."""
+    raised = ValueError("unreadable")
+    raised.add_note("of the user's own")
+
+    def read(index: int) -> Any:
+        raise raised
+
+    method = "thread" if num_workers else "process"
+    loader = fastload.DataLoader(zoo.Made(read, 6), 2, num_workers=num_workers, worker_method=method)
+    iterator = iter(loader)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="unreadable"):
+            next(iterator)
+
+    own, place = raised.__notes__
+    assert own == "of the user's own"
+    assert place.startswith("fastload: batch 2, ")
+    loader.close()
