@@ -236,14 +236,12 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         except KeyError:
             raise AttributeError("this loader has no collate_fn yet") from None
         known = self.__dict__.get
-        lost = {
-            'rng="sample"': known("rng") == "sample",
-            "device": known("device") is not None,
-            "device_transform": known("device_transform") is not None,
-        }
-        names = tuple(name for name, is_set in lost.items() if is_set)
+        names = ['rng="sample"'] if known("rng") == "sample" else []
+        names += [name for name in ("device", "device_transform") if known(name) is not None]
         channels_last = known("memory_format") is torch.channels_last
-        return LoaderCollate(own, names, channels_last=channels_last) if names or channels_last else own
+        return (
+            LoaderCollate(own, tuple(names), channels_last=channels_last) if names or channels_last else own
+        )
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:

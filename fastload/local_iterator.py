@@ -12,6 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._utils import ExceptionWrapper
+from torch.autograd import profiler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
@@ -91,36 +92,45 @@ class LocalIterator(_BaseDataLoaderIter):
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 
+    def __next__(self) -> Any:
+        if profiler._is_profiler_enabled or self._IterableDataset_len_called is not None:
+            return super().__next__()  # which labels the profile, and warns of lengths
+        batch = self._next_data()
+        self._num_yielded += 1
+        return batch
+
     def _next_data(self) -> Any:
         with self._turn:
-            if self._is_fetching:
-                raise RuntimeError(
-                    "the dataset asked the iterator for a batch that is reading it for another one: "
-                    "make a second iterator with iter(loader)"
-                )
-            if self._is_closed:
-                raise LoaderClosedError
-            if self._has_ended:
-                raise StopIteration  # the buffers may be another iterator's by now
+            if self._is_fetching or self._is_closed or self._has_ended:
+                self._refuse()
             try:
-                index = self._next_index()  # type: ignore[no-untyped-call]
+                index, draw = self._epoch.draw(next(self._sampler_iter))
                 self._num_drawn += 1
-                batch = self._fetch(*self._epoch.draw(index))
+                batch = self._fetch(index, draw)
             except StopIteration:
                 self._epoch.ended()
                 self._has_ended = True
                 raise
-            if self._pin_memory:
-                batch = pin_batch(batch, self._pin_memory_device)
-            return batch
+            return pin_batch(batch, self._pin_memory_device) if self._pin_memory else batch
+
+    def _refuse(self) -> None:
+        """Raise what the caller gets in the place of a batch."""
+        if self._is_fetching:
+            raise RuntimeError(
+                "the dataset asked the iterator for a batch that is reading it for another one: "
+                "make a second iterator with iter(loader)"
+            )
+        if self._is_closed:
+            raise LoaderClosedError
+        raise StopIteration  # the buffers may be another iterator's by now
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
+        at = None
+        if self._replaces:
+            at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
         try:
             self._is_fetching = True
             self._buffers.begin()
-            at = None
-            if self._replaces:
-                at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
             with self._pipelines:
                 batch = self._fetcher.fetch(index, draw, at)
         except StopIteration:

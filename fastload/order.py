@@ -24,23 +24,25 @@ DEFAULT = "default"  # the place of torch's own generator
 
 def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
     """The samplers of a loader, each once."""
-    held = {
-        "batch_sampler": loader.batch_sampler,
-        "sampler": loader.sampler,
-        "batch_sampler.sampler": getattr(loader.batch_sampler, "sampler", None),
-    }
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    inner = getattr(batch_sampler, "sampler", None)
     found: dict[str, Any] = {}
-    for place, sampler in held.items():
-        if sampler is not None and not any(sampler is other for other in found.values()):
-            found[place] = sampler
+    if batch_sampler is not None:
+        found["batch_sampler"] = batch_sampler
+    if sampler is not None and sampler is not batch_sampler:
+        found["sampler"] = sampler
+    if inner is not None and inner is not batch_sampler and inner is not sampler:
+        found["batch_sampler.sampler"] = inner
     return found
 
 
 def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     found = {DEFAULT: torch.default_generator}
-    for place, owner in {"loader": loader, **samplers_by_place(loader)}.items():
+    for place, owner in (("loader", loader), *samplers_by_place(loader).items()):
         generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and not any(generator is g for g in found.values()):
+        if generator is None or not isinstance(generator, torch.Generator):
+            continue
+        if not any(generator is other for other in found.values()):
             found[place] = generator
     return found
 
@@ -92,15 +94,13 @@ def samplers_of(loader: DataLoader[Any]) -> dict[str, bytes]:
     Each is pickled, because a sampler may return the very objects that it goes on to change. Only this
     process may unpickle them.
     """
-    return {
-        place: pickle.dumps(sampler.state_dict())
-        for place, sampler in samplers_by_place(loader).items()
-        if keeps_state(sampler)
-    } | {
-        f"{place}.epoch": pickle.dumps(int(sampler.epoch))  # DistributedSampler's order follows from it
-        for place, sampler in samplers_by_place(loader).items()
-        if _counts_epochs(sampler)
-    }
+    states = {}
+    for place, sampler in samplers_by_place(loader).items():
+        if keeps_state(sampler):
+            states[place] = pickle.dumps(sampler.state_dict())
+        if _counts_epochs(sampler):  # DistributedSampler's order follows from it
+            states[f"{place}.epoch"] = pickle.dumps(int(sampler.epoch))
+    return states
 
 
 def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
@@ -151,9 +151,11 @@ def keeps_state(owner: Any) -> bool:
 
 
 def _accepts(method: Any, *arguments: Any) -> bool:
+    if not callable(method):
+        return False
     try:
         inspect.signature(method).bind(*arguments)
-    except TypeError:  # it is no callable, or needs other arguments
+    except TypeError:  # it needs other arguments
         return False
     except ValueError:  # written in C, without a signature: its call tells
         return True

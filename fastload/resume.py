@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterableDataset
+from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.epoch import Epoch
 from fastload.errors import ResumeError, add_note
@@ -125,9 +125,9 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
 
 def obstacle(loader: DataLoader[Any]) -> str | None:
     """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
-    dataset = loader.dataset
-    if not isinstance(dataset, IterableDataset) or keeps_dataset_state(loader):
+    if loader._dataset_kind == _DatasetKind.Map or keeps_dataset_state(loader):
         return None
+    dataset = loader.dataset
     reason = "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
     if not callable(getattr(dataset, "state_dict", None)):
         return reason + "give it state_dict() and load_state_dict()"
@@ -139,7 +139,7 @@ def obstacle(loader: DataLoader[Any]) -> str | None:
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
-    return isinstance(loader.dataset, IterableDataset) and keeps_state(loader.dataset)
+    return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:

@@ -4,31 +4,41 @@ Runs wherever samples are fetched: in a worker, or in the parent without workers
 
 1. The result is what torch.utils.data.default_collate gives for the same samples in the same kind of
    process: values, types, dtypes, strides, and errors.
-2. A sample is let go as soon as it is written, so that its memory is warm for the next one.
-3. Only exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors are written here.
-   Every other leaf is kept and collated by torch at the end.
-4. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
+2. Where copies run on one thread, as in workers, arrays and tensors of at least ROW_TENSOR_BYTES are written
+   to rows. Where torch copies with several threads, arrays below THREADS_PAY_BYTES are. Every other leaf is
+   kept until the end and stacked by torch in one call; a sample without a leaf for rows is kept whole.
+3. A sample is let go as soon as it is written, so that its memory is warm for the next one.
+4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
+5. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
    still fetched (random streams must go on), and torch's own collate decides; its error is the error.
-5. No sample lies in the memory that rows are written to: while samples are read, default_collate stacks
+6. No sample lies in the memory that rows are written to: while samples are read, default_collate stacks
    where torch stacks.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
 
 from fastload.transport.packing import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from fastload.transport.memory import Arena
 
 IMAGE_CHANNELS = (1, 3, 4)
+
+# All measured in benchmarks/NOTES.md. A tensor from here on is written to a row, while it is warm, in no more
+# time than torch.stack takes for it at the end; a smaller one takes up to ten times as long.
+ROW_TENSOR_BYTES = 32 * 1024
+# Leaves from here on are stacked faster by several threads at the end than by one while they are warm.
+THREADS_PAY_BYTES = 128 * 1024
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
@@ -44,7 +54,12 @@ class _Batch:
         self.arena = arena
         self.in_worker = in_worker
         self.channels_last = channels_last
+        self.has_threads = torch.get_num_threads() > 1
         self.count = 0
+        rules: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
+        if not in_worker:  # there the rule in torch's own table stacks into the slot
+            rules[torch.Tensor] = functools.partial(_stack, arena)
+        self.collate = functools.partial(torch_collate.collate, collate_fn_map=rules)
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Writable rows for the whole batch: ``(count, *shape)``."""
@@ -56,6 +71,25 @@ class _Batch:
             channels, height, width = shape
             return flat.reshape(self.count, height, width, channels).transpose(0, 3, 1, 2)
         return flat.reshape(self.count, *shape)
+
+
+def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
+    """Torch's rule for tensors, but large batches are stacked in memory that is warm."""
+    first = tensors[0]
+    nbytes = first.numel() * first.itemsize
+    if nbytes < THREADS_PAY_BYTES or not _are_alike(tensors):
+        return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+    rows = torch.from_numpy(arena.allocate(nbytes * len(tensors)))
+    return torch.stack(tuple(tensors), 0, out=rows.view(first.dtype).view(len(tensors), *first.shape))
+
+
+def _are_alike(tensors: Any) -> bool:
+    """Whether torch.stack gives plain contiguous rows of one kind, whatever it is given to write to."""
+    shape, dtype = tensors[0].shape, tensors[0].dtype
+    return all(
+        is_plain(tensor) and tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous()
+        for tensor in tensors
+    )
 
 
 def _is_chw(shape: tuple[int, ...]) -> bool:
@@ -131,9 +165,11 @@ class _TensorRows:
 
 
 class _Kept:
-    """A leaf that torch collates: numbers, strings, and everything this file does not know."""
+    """A part of each sample that torch collates: small tensors, numbers, strings, and all else."""
 
-    def __init__(self, *, in_sequence: bool) -> None:
+    def __init__(self, batch: _Batch, path: str, *, in_sequence: bool) -> None:
+        self._batch = batch
+        self._path = path
         self._values: list[Any] = []
         # torch transposes sequences with zip: what it collates there is a tuple, and strings stay one.
         self._in_sequence = in_sequence
@@ -149,8 +185,7 @@ class _Kept:
 
     def result(self, count: int) -> Any:
         values, self._values = self._values, []
-        collate: Callable[[Any], Any] = default_collate
-        return collate(tuple(values) if self._in_sequence else values)
+        return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path)
 
 
 class _DictNode:
@@ -205,57 +240,83 @@ class _SequenceNode:
 class RowCollate:
     """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
 
+    Its length is the number of samples that were added to the batch so far.
+
     Args:
         arena: Where rows are laid out.
         in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
         channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
+
+    Attributes:
+        kept: The samples of this batch, once it is known that they are kept: whoever reads samples may then
+            append to it instead of calling `add`. None while rows are written.
     """
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
         self._root: Any = None
-        self._num_samples = 0
-        self._strays: list[Any] | None = None
+        self._num_rows = 0
+        self.kept: list[Any] | None = None
 
-    def begin(self, count: int) -> None:
-        """Start a batch of at most ``count`` samples."""
+    def begin(self, count: int, *, keeps: bool = False) -> None:
+        """Start a batch of at most ``count`` samples.
+
+        Args:
+            count: The number of rows.
+            keeps: Whether samples are kept whatever they are, for `take`.
+        """
         self._batch.count = count
-        self._num_samples = 0
-        self._strays = None
+        self._num_rows = 0
+        self.kept = [] if keeps else None
+
+    def __len__(self) -> int:
+        return self._num_rows if self.kept is None else len(self.kept)
 
     def add(self, sample: Any) -> None:
-        """Write the next sample into its rows; it is not needed afterwards."""
-        row = self._num_samples
-        self._num_samples += 1
-        if self._strays is not None:
-            self._strays.append(sample)
+        """Take the next sample; unless it is kept, it is not needed afterwards."""
+        if self.kept is not None:
+            self.kept.append(sample)
             return
+        row = self._num_rows
         if row == 0:
             self._add_first(sample)
             return
         try:
             self._root.write(sample, row)
+            self._num_rows = row + 1
         except _MismatchError:
-            self._strays = [self._root.restore(earlier) for earlier in range(row)]
-            self._strays.append(sample)
-            self.forget()
+            self.kept = [self._root.restore(earlier) for earlier in range(row)]
+            self.kept.append(sample)
+            self._root = None
+
+    def add_all(self, samples: Any, *, keeps: bool) -> None:
+        """Take all samples of a batch, which were read together: a list, or what the user gives for one."""
+        if keeps or not len(samples) or not has_row(samples[0], self._batch):
+            self.kept = samples
+        else:
+            for sample in samples:
+                self.add(sample)
 
     def finish(self) -> Any:
         """The batch of the samples that were added."""
-        if self._strays is not None or not self._num_samples:
-            strays, self._strays = self._strays or [], None
-            try:
-                return default_collate(strays)
-            except Exception as error:
-                _explain_shapes(strays, error)
-                raise
-        return self._root.result(self._num_samples)
+        if self.kept is None and self._num_rows:
+            return self._root.result(self._num_rows)
+        return _collate(self._batch, self.take(), "$")
+
+    def take(self) -> list[Any]:
+        """The samples that were kept, for another collate function."""
+        samples, self.kept = self.kept, None
+        return [] if samples is None else samples
 
     def forget(self) -> None:
-        """Let go of rows and plan, after an error or a mismatch."""
+        """Let go of samples, rows and plan, after an error."""
         self._root = None
+        self.kept = None
 
     def _add_first(self, sample: Any) -> None:
+        if not has_row(sample, self._batch):
+            self.kept = [sample]
+            return
         if self._root is not None:
             try:
                 self._root.begin()
@@ -268,11 +329,27 @@ class RowCollate:
             self._root = _compile(sample, self._batch)
             self._root.begin()
             self._root.write(sample, 0)
+        self._num_rows = 1
 
 
-def _explain_shapes(samples: list[Any], error: Exception) -> None:
+def _collate(batch: _Batch, values: Any, path: str) -> Any:
+    """Values of all samples of a batch, by torch's rules.
+
+    Args:
+        batch: Which batch.
+        values: Whole samples, or what lies at ``path`` in each of them.
+        path: Where they lie in a sample.
+    """
+    try:
+        return batch.collate(values)
+    except Exception as error:
+        _explain_shapes(values, path, error)
+        raise
+
+
+def _explain_shapes(values: Any, path: str, error: Exception) -> None:
     """Add to an error of default_collate which leaf differs in shape, and what to do, if one does."""
-    shapes = [dict(_shapes(sample, "$")) for sample in samples]
+    shapes = [dict(_shapes(value, path)) for value in values]
     for number, other in enumerate(shapes):
         for path, shape in shapes[0].items():
             if other.get(path, shape) != shape:
@@ -296,37 +373,62 @@ def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from _shapes(part, f"{path}[{place}]")
 
 
-def _compile(sample: Any, batch: _Batch, *, in_sequence: bool = False) -> Any:
-    """The tree of writers for samples like this one."""
+def has_row(sample: Any, batch: _Batch) -> bool:
+    """Whether some leaf of a sample is written to a row."""
     kind = type(sample)
+    if kind is torch.Tensor:
+        return _is_row_tensor(sample, batch)
+    if kind is np.ndarray:
+        return _is_row_array(sample, batch)
     if kind is dict:
-        return _DictNode({key: _compile(value, batch) for key, value in sample.items()})
-    if kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make")):
-        return _SequenceNode(kind, [_compile(part, batch, in_sequence=True) for part in sample])
-    if kind is np.ndarray and _is_row_array(sample, batch):
+        sample = sample.values()
+    elif not (kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make"))):
+        return False
+    for part in sample:  # noqa: SIM110  # any() would make a generator for each sample
+        if has_row(part, batch):
+            return True
+    return False
+
+
+def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool = False) -> Any:
+    """The tree of writers for samples like this one, of which ``path`` says where it lies in the whole."""
+    kind = type(sample)
+    if not has_row(sample, batch):
+        return _Kept(batch, path, in_sequence=in_sequence)
+    if kind is np.ndarray:
         return _ArrayRows(batch, sample)
-    if kind is torch.Tensor and _is_row_tensor(sample, batch):
+    if kind is torch.Tensor:
         return _TensorRows(batch, sample)
-    return _Kept(in_sequence=in_sequence)
+    if kind is dict:
+        return _DictNode({key: _compile(value, batch, f"{path}[{key!r}]") for key, value in sample.items()})
+    parts = [_compile(part, batch, f"{path}[{place}]", in_sequence=True) for place, part in enumerate(sample)]
+    return _SequenceNode(kind, parts)
 
 
 def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
-    if not array.nbytes or array.dtype.hasobject or array.dtype.names is not None:
+    if not 0 < array.nbytes < (THREADS_PAY_BYTES if batch.has_threads else sys.maxsize):
+        return False
+    if array.dtype.hasobject or array.dtype.names is not None:
         return False
     if not array.flags.c_contiguous:
         if min(array.strides) < 0:
             return False
         if not (batch.in_worker or (batch.channels_last and array.ndim == 3)):
             return False
+    return _torch_takes(array.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_takes(dtype: np.dtype[Any]) -> bool:
     try:
-        torch.from_numpy(np.empty(0, array.dtype))
+        torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):
         return False  # a dtype or byte order that torch refuses; it says so itself
     return True
 
 
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
-    if not tensor.numel() or not is_plain(tensor):
+    if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
         return False
     return batch.in_worker or tensor.is_contiguous() or (batch.channels_last and tensor.dim() == 3)
 

@@ -7,6 +7,7 @@ StopIteration ends an epoch are torch's rules (torch/utils/data/_utils/fetch.py)
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,13 @@ from fastload.transport.stacking import StackingInto, is_torch_default
 from fastload.transport.stream_state import ENDED, StreamState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastload.rng.draws import Draw
     from fastload.rng.sample_rng import SampleRng
     from fastload.transport.job import Job
     from fastload.transport.memory import Arena
     from fastload.transport.replacing import Place
-
-
-_NOTHING = object()  # no index: None may be one
 
 
 class Fetcher:
@@ -73,11 +71,15 @@ class Fetcher:
         self._drop_last = job.drop_last
         self._arena = arena
         self._channels_last = job.channels_last
+        self._writes_rows = self._auto_collation and is_torch_default(job.collate_fn)
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
+        self._stacking = StackingInto(arena) if in_worker else None
+        self._cache = _find_cache(dataset) if self._writes_rows else None
         self.replacer: Replacer | None = None
         if job.on_error != "raise":
             self.replacer = Replacer(job.on_error, job.replacements, worker_id)
-        self._reading: Any = _NOTHING  # the index of the sample that is being read
+        self._indices: Sequence[Any] = ()  # of the batch whose samples are being read one by one
+        self._left: Iterator[Any] = iter(())  # those of them that come after the one that is being read
 
     def dataset_state(self) -> StreamState:
         """Where an iterable dataset that has a state_dict() stands."""
@@ -94,7 +96,7 @@ class Fetcher:
         Raises:
             StopIteration: An iterable dataset has ended.
         """
-        self._reading = _NOTHING
+        self._indices = ()
         if self.replacer is not None and place is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
@@ -116,7 +118,9 @@ class Fetcher:
             index: What `fetch` was given.
             error: What it raised; its ``path`` or ``filename`` is named too.
         """
-        place = f"dataset index {short(index if self._reading is _NOTHING else self._reading)}"
+        if self._indices:
+            index = self._indices[-1 - operator.length_hint(self._left)]
+        place = f"dataset index {short(index)}"
         path = path_of(error)
         return place if path is None else f"{place}, {path}"
 
@@ -124,17 +128,25 @@ class Fetcher:
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            self._reading = index
-            with StackingInto(self._arena):  # a dataset that makes whole batches makes them here
-                return self._collate_fn(self._getter((index,), draw)(index))
-        if not is_torch_default(self._collate_fn):
-            samples = self._fetch_samples(index, draw)
-            with StackingInto(self._arena):
-                return self._collate_fn(samples)
-        cached = _find_cache(self._dataset)
-        if cached is not None:
-            return self._fetch_cached(cached, list(index), draw)
-        return self._fetch_rows(index, draw)
+            return self._stacked(self._fetch_whole, index, draw)  # the dataset may make whole batches
+        if self._cache is not None:
+            return self._fetch_cached(self._cache, list(index), draw)
+        rows = self._rows
+        self._read_samples(index, draw)
+        return (
+            self._stacked(rows.finish) if self._writes_rows else self._stacked(self._collate_fn, rows.take())
+        )
+
+    def _fetch_whole(self, index: Any, draw: Draw | None) -> Any:
+        self._indices, self._left = (index,), iter(())
+        return self._collate_fn(self._getter((index,), draw)(index))
+
+    def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
+        """What ``collate`` makes; in a worker default_collate stacks it into the slot."""
+        if self._stacking is None:
+            return collate(*args)
+        with self._stacking:
+            return collate(*args)
 
     def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
         """What gets a sample; with a draw, after its generators are set."""
@@ -142,28 +154,38 @@ class Fetcher:
             return get
         return self._sample_rng.seeded(get, indices, draw)
 
-    def _fetch_samples(self, indices: Any, draw: Draw | None) -> Any:
+    def _read_samples(self, indices: Any, draw: Draw | None) -> None:
+        """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
         if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
-            return self._read_in_bulk(indices)
-        return self._read(indices, draw)
-
-    def _read_in_bulk(self, indices: Any) -> Any:
-        try:
-            return self._dataset.__getitems__(indices)
-        except Exception:
-            if self.replacer is None:
-                raise
-        return self._read(indices, None)  # which of them it is, and all others
-
-    def _read(self, indices: Any, draw: Draw | None) -> list[Any]:
-        get = self._getter(indices, draw)
-        samples = []
-        for index in indices:
-            self._reading = index
-            samples.append(get(index))
-        self._reading = _NOTHING
-        return samples
+            try:
+                samples = dataset.__getitems__(indices)
+            except Exception:
+                if self.replacer is None:
+                    raise
+            else:
+                self._rows.begin(len(samples))
+                self._rows.add_all(samples, keeps=not self._writes_rows)
+                return
+        if type(indices) is not list:
+            indices = list(indices)
+        rows = self._rows
+        rows.begin(len(indices), keeps=not self._writes_rows)
+        self._indices, self._left = indices, iter(indices)
+        left = self._left
+        if draw is None and self.replacer is None:
+            if rows.kept is None:
+                for index in left:
+                    rows.add(dataset[index])
+                    if rows.kept is not None:
+                        break
+            if rows.kept is not None:
+                rows.kept += [dataset[index] for index in left]
+        else:
+            get = self._getter(indices, draw)
+            for index in left:
+                rows.add(get(index))
+        self._indices = ()
 
     def _getter(self, indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
         """What gets the samples of ``indices``, one after another, and replaces those that cannot be read."""
@@ -177,72 +199,45 @@ class Fetcher:
             self._sample_rng.begin(draw, index, occurrence)
         return self._get(index)
 
-    def _fetch_rows(self, indices: Any, draw: Draw | None) -> Any:
-        dataset, rows = self._dataset, self._rows
-        if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
-            samples = self._read_in_bulk(indices)
-            rows.begin(len(samples))
-            for sample in samples:
-                rows.add(sample)
-            return self._finish_rows()
-        if not hasattr(indices, "__len__"):
-            indices = list(indices)
-        rows.begin(len(indices))
-        get = self._getter(indices, draw)
-        for index in indices:
-            self._reading = index
-            rows.add(get(index))
-        return self._finish_rows()
-
-    def _finish_rows(self) -> Any:
-        self._reading = _NOTHING
-        with StackingInto(self._arena):
-            return self._rows.finish()
-
     def _fetch_cached(self, dataset: CachedDataset, indices: list[Any], draw: Draw | None) -> Any:
         positions = _positions(self._dataset, indices)
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
         if self.replacer is not None:
-            return self._fetch_rows(indices, draw)
+            self._read_samples(indices, draw)
+            return self._stacked(self._rows.finish)
         get: Callable[[Any], Any] = dataset.view
         if dataset.transform is not None:
             get = self._seeded(dataset.__getitem__, indices, draw)
         rows = self._rows
         rows.begin(len(positions))
-        for index, position in zip(indices, positions, strict=True):
-            self._reading = index
+        self._indices, self._left = indices, iter(positions)
+        for position in self._left:
             rows.add(get(position))
-        return self._finish_rows()
+        self._indices = ()
+        return self._stacked(rows.finish)
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
         if self._has_ended:
             raise StopIteration
         if not self._auto_collation:
-            with StackingInto(self._arena):
-                return self._collate_fn(next(samples))
-        writes_rows = is_torch_default(self._collate_fn)
-        kept: list[Any] = []
-        keep = kept.append
-        if writes_rows:
-            self._rows.begin(len(index))
-            keep = self._rows.add
-        count = 0
-        for _ in index:
-            try:
-                sample = next(samples)
-            except StopIteration:
-                self._has_ended = True
-                break
-            keep(sample)
-            count += 1
-        if count == 0 or (self._drop_last and count < len(index)):
+            return self._stacked(lambda: self._collate_fn(next(samples)))
+        rows, size = self._rows, len(index)
+        rows.begin(size, keeps=not self._writes_rows)
+        if rows.kept is None:
+            for sample in itertools.islice(samples, size):
+                rows.add(sample)
+                if rows.kept is not None:
+                    break
+        if rows.kept is not None:
+            rows.kept.extend(itertools.islice(samples, size - len(rows)))
+        self._has_ended = len(rows) < size
+        if not len(rows) or (self._drop_last and self._has_ended):
             raise StopIteration
-        if writes_rows:
-            return self._finish_rows()
-        with StackingInto(self._arena):
-            return self._collate_fn(kept)
+        return (
+            self._stacked(rows.finish) if self._writes_rows else self._stacked(self._collate_fn, rows.take())
+        )
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(dtype)

@@ -156,23 +156,24 @@ class Buffers:
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
         self._memories: list[Memory] = []
-        self._current: Memory | None = None
 
     def begin(self) -> None:
-        """Start a batch in memory that is free, the most recently used first."""
-        self._current = next((memory for memory in reversed(self._memories) if not memory.is_leased), None)
-        self.arena.begin(self._current)
+        """Start a batch, in memory that is free once there is something to lay out."""
+        self.arena.begin(None)
 
     def clear(self) -> None:
         """Forget all memory; what the caller holds stays valid."""
         self._memories.clear()
-        self._current = None
         self.arena.begin(None)
 
     def _make(self, nbytes: int) -> Memory:
-        if self._current is not None:  # it was free and too small
-            self._memories.remove(self._current)
-            self._current = None
+        """Memory that nobody looks at: what was used last if it is large enough, else new memory instead."""
+        for memory in reversed(self._memories):
+            if not memory.is_leased:
+                if memory.nbytes >= nbytes:
+                    return memory
+                self._memories.remove(memory)
+                break
         memory = private_memory(nbytes)
         kept_bytes = sum(kept.nbytes for kept in self._memories)
         if len(self._memories) < self._max_buffers and kept_bytes + memory.nbytes <= self._limit_bytes:

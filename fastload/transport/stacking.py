@@ -87,13 +87,11 @@ def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
     first = batch[0]
     arena = _stacking.arena
-    if (
-        arena is None
-        or not first.numel()
-        or not all(is_plain(t) and t.dtype is first.dtype and t.shape == first.shape for t in batch)
-    ):
+    if arena is None or not first.numel() or not is_plain(first):
         return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    nbytes = first.numel() * first.itemsize * len(batch)
-    flat = torch.from_numpy(arena.allocate(nbytes)).view(first.dtype)
-    out = flat.view(len(batch), *first.shape)
-    return torch.stack(tuple(batch), 0, out=out)
+    shape = (len(batch), *first.shape)
+    flat = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(batch)))
+    try:
+        return torch.stack(tuple(batch), 0, out=flat.view(first.dtype).view(shape))
+    except Exception:  # noqa: BLE001  # they differ in shape, dtype or kind: torch decides, and says so
+        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
