@@ -199,7 +199,6 @@ class Row:
         batch_size: As the loaders take it.
         options: Further arguments of both loaders.
         ours: Arguments of our loader alone.
-        base: Which loader the other side is, with `base_options`.
         starts: Whether workers are started for each epoch.
         pins: Whether an accelerator is emulated.
     """
@@ -209,7 +208,6 @@ class Row:
     batch_size: int | None = 256
     options: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
-    base: Any = torch.utils.data.DataLoader
     starts: bool = False
     pins: bool = False
 
@@ -321,11 +319,10 @@ def rows() -> list[Row]:
         ),
         Row("start: 2 batches of 3x224x224 uint8", made(image, 128, labelled=True), 64, starts=True),
         Row(
-            'rng="sample" beside rng="worker", 3x224x224 uint8',
+            'rng="sample", 3x224x224 uint8 + label',
             made(image, 1024, labelled=True),
             64,
             ours={"rng": "sample"},
-            base=fastload.DataLoader,
         ),
     ]
 
@@ -372,7 +369,7 @@ def compare(row: Row, num_workers: int, runs: int) -> tuple[list[float], list[fl
         **row.options,
     }
     loaders = [
-        row.base(dataset, row.batch_size, **options),
+        torch.utils.data.DataLoader(dataset, row.batch_size, **options),
         fastload.DataLoader(dataset, row.batch_size, **options, **row.ours),
     ]
     for loader in loaders:

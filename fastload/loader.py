@@ -251,8 +251,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers serve the process that forked this one
-        with resume.beginning(self):
-            return super().__iter__()
+        return resume.beginning(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
         if self.device is None:

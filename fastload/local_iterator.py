@@ -64,8 +64,9 @@ class LocalIterator(_BaseDataLoaderIter):
         self._turn = threading.RLock()
         self._is_fetching = False
         self._num_drawn = self._epoch.num_received  # batches of the epoch
-        self._replaces = loader.on_error != "raise"
-        self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
+        self._failures: FailureCount | None = None
+        if loader.on_error != "raise":
+            self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
         job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
         sample_rng = None
         if job.seeds_samples:
@@ -126,7 +127,7 @@ class LocalIterator(_BaseDataLoaderIter):
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
         at = None
-        if self._replaces:
+        if self._failures is not None:
             at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
         try:
             self._is_fetching = True
@@ -144,7 +145,7 @@ class LocalIterator(_BaseDataLoaderIter):
             self._is_fetching = False  # first: a signal may interrupt the next line
             self._buffers.arena.end()
         self._received(index)
-        if self._fetcher.replacer is not None:
+        if self._failures is not None and self._fetcher.replacer is not None:
             self._failures.note(self._fetcher.replacer.failed)
         return batch
 

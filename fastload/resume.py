@@ -14,7 +14,6 @@ as many lists of indices are passed over; no sample is read. Rules:
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -42,7 +41,7 @@ from fastload.saved_state import SavedState
 from fastload.transport.stream_state import ENDED, NOT_BEGUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
     from torch.utils.data import DataLoader
 
@@ -74,21 +73,22 @@ def current_epoch(loader: Any) -> Epoch:
     return epoch
 
 
-@contextlib.contextmanager
-def beginning(loader: DataLoader[Any]) -> Iterator[None]:
-    """If no iterator can be made in the block, the loader stands where it stood before.
+def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, an iterator; if it raises, the loader stands where it stood before.
 
     A state that was loaded stays loaded then, and all that an order follows from is put back, so that another
     `iter(loader)` begins at the same place. Without one the loader's generator stays where torch leaves it.
     """
     book = book_of(loader)
     before = book.next_number, book.current, book.loaded
-    with contextlib.nullcontext() if book.loaded is None else unchanged_on_error(loader):
-        try:
-            yield
-        except BaseException:
-            book.next_number, book.current, book.loaded = before
-            raise
+    try:
+        if book.loaded is None:
+            return make()
+        with unchanged_on_error(loader):
+            return make()
+    except BaseException:
+        book.next_number, book.current, book.loaded = before
+        raise
 
 
 def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:

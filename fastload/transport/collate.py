@@ -17,6 +17,7 @@ Runs wherever samples are fetched: in a worker, or in the parent without workers
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ IMAGE_CHANNELS = (1, 3, 4)
 ROW_TENSOR_BYTES = 32 * 1024
 # Leaves from here on are stacked faster by several threads at the end than by one while they are warm.
 THREADS_PAY_BYTES = 128 * 1024
+# Batches from here on are stacked in memory that is used again: malloc may map fresh pages for each of them,
+# and touching those takes several times as long as writing to warm ones.
+WARM_BYTES = 8 * 1024 * 1024
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
@@ -76,20 +80,18 @@ class _Batch:
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, but large batches are stacked in memory that is warm."""
     first = tensors[0]
-    nbytes = first.numel() * first.itemsize
-    if nbytes < THREADS_PAY_BYTES or not _are_alike(tensors):
-        return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-    rows = torch.from_numpy(arena.allocate(nbytes * len(tensors)))
-    return torch.stack(tuple(tensors), 0, out=rows.view(first.dtype).view(len(tensors), *first.shape))
+    nbytes = first.numel() * first.itemsize * len(tensors)
+    if nbytes >= WARM_BYTES and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+        rows = torch.from_numpy(arena.allocate(nbytes)).view(first.dtype).view(len(tensors), *first.shape)
+        with contextlib.suppress(RuntimeError):  # they differ, or one requires a gradient: torch decides
+            return torch.stack(tuple(tensors), 0, out=rows)
+    return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
 def _are_alike(tensors: Any) -> bool:
-    """Whether torch.stack gives plain contiguous rows of one kind, whatever it is given to write to."""
-    shape, dtype = tensors[0].shape, tensors[0].dtype
-    return all(
-        is_plain(tensor) and tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    """Whether torch.stack gives the type and dtype of the first, whatever it is given to write to."""
+    dtype = tensors[0].dtype
+    return all(type(tensor) is torch.Tensor and tensor.dtype is dtype for tensor in tensors)
 
 
 def _is_chw(shape: tuple[int, ...]) -> bool:

@@ -37,6 +37,11 @@ def limit_bytes(ring_bytes: int | float | str) -> int:
     return budget.parse_budget(ring_bytes, name="ring_bytes")
 
 
+# Once so many batches held no bytes at all, such as lists of strings, a worker may have several under way
+# though nothing is known of their size. Should larger ones come then, the first of them may exceed `ring_bytes`.
+EMPTY_BATCHES = 8
+
+
 class SlotState(enum.Enum):
     """Where a slot stands."""
 
@@ -73,8 +78,10 @@ class Ring:
     def __init__(self, num_workers: int, slots_in_flight: int, ring_bytes: int) -> None:
         self.ring_bytes = ring_bytes
         self._slots: list[list[Slot]] = [[] for _ in range(num_workers)]
+        self._slots_in_flight = slots_in_flight
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
         self._largest_bytes: int | None = None  # of a slot; None until a batch has brought memory
+        self._num_empty = 0  # batches before that
         self.num_copies = 0  # batches that were copied out because slots were scarce
 
     @property
@@ -112,6 +119,8 @@ class Ring:
         nbytes = 0 if slot.memory is None else slot.memory.nbytes
         if nbytes:  # a batch of none says nothing of the next one
             self._largest_bytes = max(self._largest_bytes or 0, nbytes)
+        elif self._largest_bytes is None:
+            self._num_empty += 1
         slot.state = SlotState.READY
 
     def lend(self, slot: Slot) -> bool:
@@ -164,7 +173,7 @@ class Ring:
         if not slots:
             return True
         if self._largest_bytes is None:
-            return False
+            return self._num_empty >= EMPTY_BATCHES and len(slots) < self._slots_in_flight
         # Room is spoken for by slots whose memory is still to be made, and by workers without a slot.
         spoken_for = sum(slot.memory is None for slot in self.slots) + sum(
             not others for others in self._slots
