@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import platform
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -296,3 +295,57 @@ def test_what_a_system_refuses_costs_nothing_or_is_an_error_that_says_so(
             assert row.error[1] in text
     assert bool(lines) == bool(row.line)
     assert all(row.line in line for line in lines)
+
+
+# --- the interpreter's exit -------------------------------------------------------------------------------
+
+_EXIT = """
+pool._GRACE_S = pool._TERMINATE_S = 0.1
+held = zoo.make_loader({name!r}, {stage!r}, multiprocessing_context={method!r}, persistent_workers={is_idle})
+fault, context = held.worker_init_fn.fault, multiprocessing.get_context({method!r})
+fault.begins, fault.may_begin = context.Event(), context.Event()
+iterator = iter(held)
+print(*iterator._pool.pids, flush=True)
+if {is_idle}:
+    batches = list(iterator)
+    fault.may_begin.set()
+else:
+    fault.may_begin.set()
+    batches = [next(iterator) for _ in range(4)]
+assert fault.begins.wait(20)
+"""
+
+
+def exit_program(name: str, stage: str, method: str) -> str:
+    """Exits with a worker that has a fault: at batch 4, or after an epoch."""
+    return _EXIT.format(name=name, stage=stage, method=method, is_idle=stage == "idle")
+
+
+STAYING = ("hangs", "ignores SIGTERM", "blocks all signals", "is stopped")
+EXITS = {
+    f"{name}-{stage}-{method}": exit_program(name, stage, method)
+    for name, stage, method in [
+        *itertools.product([*STAYING, "exits at once", "SIGKILL", "SIGSEGV"], ["fetch"], ["fork"]),
+        *itertools.product(["is stopped", "exits at once", "SIGKILL", "SIGSEGV"], ["idle"], ["fork"]),
+        *itertools.product(["ignores SIGTERM", "is stopped"], ["fetch"], ["forkserver"]),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def exits() -> dict[str, tuple[int, str, str]]:
+    """Exit code and output of each program."""
+    return run_each(EXITS, shared=_SHARED)
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_an_interpreter_exits_in_silence_whatever_its_worker_does(
+    name: str, exits: dict[str, tuple[int, str, str]]
+) -> None:
+    """Exit code 0, nothing on standard error, no worker left: one that does not leave is killed."""
+    code, out, err = exits[name]
+
+    assert (code, err) == (0, "")
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
