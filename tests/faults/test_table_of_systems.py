@@ -124,7 +124,7 @@ def left_behind_for_long(before):
 def read_two_epochs(in_worker=None, is_long=False, **options):
     before = open_files(), set(os.listdir("/dev/shm"))
     if "worker_method" not in options:
-        options["multiprocessing_context"] = "fork"
+        options.setdefault("multiprocessing_context", "fork")
     loader = zoo.make_loader("raises", "nowhere", **options)
     if in_worker is not None:
         loader.worker_init_fn = AtInit(loader.worker_init_fn.fault, in_worker)
@@ -209,6 +209,13 @@ ROWS = {
         [],
         ("BlockingIOError", "temporarily unavailable"),
         left=PIPES,
+    ),
+    "no processes for the fork server": Row(
+        "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
+        "read_two_epochs(multiprocessing_context='forkserver')",
+        [],
+        ("WorkerStartError", "most often a limit on processes or memory is reached"),
+        left=("descriptors", "processes"),  # the resource tracker, which lives as long as the interpreter
     ),
     "no threads": Row(
         "refuse('clone3', errno.EAGAIN)" + READ,
