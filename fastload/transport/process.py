@@ -68,8 +68,9 @@ class WorkerProcess:
             self._process.start()
         except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends itself
             raise WorkerStartError(
-                f"worker {worker_id} could not be started: the fork server, or the new process, ended before "
-                "it had its setup. Its error is on stderr; most often a limit on processes or memory is reached"
+                f"worker {worker_id} could not be started: the fork server, or the new process, ended "
+                "before it had its setup. The error is on stderr; most often a limit on processes or memory "
+                "is reached"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
