@@ -20,8 +20,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _NUMBERS = {  # of system calls
-    "x86_64": {"memfd_create": 319, "pidfd_open": 434, "flock": 73, "fcntl": 72},
-    "aarch64": {"memfd_create": 279, "pidfd_open": 434, "flock": 32, "fcntl": 25},
+    "x86_64": {
+        "memfd_create": 319,
+        "pidfd_open": 434,
+        "pidfd_send_signal": 424,
+        "flock": 73,
+        "fcntl": 72,
+        "socketpair": 53,
+        "sendmsg": 46,
+        "recvmsg": 47,
+        "ftruncate": 77,
+        "pwrite64": 18,
+        "madvise": 28,
+        "mlock": 149,
+        "clone": 56,
+        "clone3": 435,
+    },
+    "aarch64": {
+        "memfd_create": 279,
+        "pidfd_open": 434,
+        "pidfd_send_signal": 424,
+        "flock": 32,
+        "fcntl": 25,
+        "socketpair": 199,
+        "sendmsg": 211,
+        "recvmsg": 212,
+        "ftruncate": 46,
+        "pwrite64": 68,
+        "madvise": 233,
+        "mlock": 228,
+        "clone": 220,
+        "clone3": 435,
+    },
 }
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _FILTER_MODE = 2

@@ -242,9 +242,9 @@ class Pool:
             with self.lock:
                 self.expect_open()
                 worker = self._workers[worker_id]
+                self._drop_done(worker, number)  # first, because `_feed` may use the slots that it frees
                 for other_id, other in enumerate(self._workers):
                     self._feed(other, other_id)
-                self._drop_done(worker, number)
                 task = worker.sent[0] if worker.sent else None
                 if task is not None and task.reply is not None:
                     return task

@@ -19,6 +19,7 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+from fastload.errors import WorkerStartError
 from fastload.transport.worker import Setup, main
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class WorkerProcess:
         job: What it does.
         end: Its end of the pipe; closed here once the process has it.
         inherited: The parent's ends of pipes, which a forked worker closes.
+
+    Raises:
+        WorkerStartError: The fork server, or a spawned process, ended before the worker had its setup.
+        OSError: The system refuses a process.
     """
 
     def __init__(
@@ -61,6 +66,12 @@ class WorkerProcess:
                 target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
             )
             self._process.start()
+        except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends itself
+            raise WorkerStartError(
+                f"worker {worker_id} could not be started: the fork server, or the new process, ended "
+                "before it had its setup. The error is on stderr; most often a limit on processes or memory "
+                "is reached"
+            ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             end.socket.close()

@@ -6,6 +6,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from multiprocessing import forkserver, process
@@ -25,15 +26,19 @@ def why_no_processes() -> str | None:
     """Why worker processes cannot use our transport here, in a clause for people; None if they can.
 
     The function tries, once in each process, what a filter of system calls may refuse: besides segments
-    workers need socket pairs that keep messages apart, and pidfd_open, by which a process notices that
-    another one has ended.
+    workers need socket pairs that keep messages apart, pidfd_open, by which a process notices that another
+    one has ended, and pidfd_send_signal, by which the parent ends workers that do not leave.
     """
     reason = why_unsupported()
     if reason is not None:
         return reason
     if not hasattr(os, "pidfd_open"):
         return "this platform has no pidfd_open"
-    trials: dict[str, Callable[[], None]] = {"pidfd_open": _try_pidfd, "socketpair": _try_socket_pair}
+    trials: dict[str, Callable[[], None]] = {
+        "pidfd_open": _try_pidfd,
+        "pidfd_send_signal": _try_signal,
+        "socketpair": _try_socket_pair,
+    }
     for name, trial in trials.items():
         try:
             trial()
@@ -45,6 +50,14 @@ def why_no_processes() -> str | None:
 
 def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_signal() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(pidfd, 0)  # which sends none
+    finally:
+        os.close(pidfd)
 
 
 def _try_socket_pair() -> None:

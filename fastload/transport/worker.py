@@ -349,7 +349,8 @@ class _Worker:
     def _short_error(self, reply: Reply, error: Exception) -> bytes:
         """What stands for a reply that could not be sent: short enough for the pipe itself."""
         if reply.error is None:
-            return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {error}", self._id)))
+            reason = str(error) or repr(error)  # a MemoryError of the interpreter's has no text
+            return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", self._id)))
         wrapper, place, _ = pickle.loads(reply.error)
         text: str = wrapper.exc_msg
         text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text

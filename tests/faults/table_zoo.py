@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import itertools
 import os
 import resource
 import signal
@@ -10,9 +12,11 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
+from fastload.transport.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
 SIZE = 40
 BATCH = 4
 FAULTY = 18  # a sample of batch 4, which worker 0 of 2 reads
+FAULTY_REPLY = 2  # of the replies of worker 0, with batch 4
 
 
 class OwnError(Exception):
@@ -35,6 +40,7 @@ def _raise(error: BaseException) -> None:
 
 
 def _kill(number: int) -> None:
+    faulthandler.disable()  # its dump of all stacks would hide everything else in the test's log
     os.kill(os.getpid(), number)
     threading.Event().wait(30)  # a signal may take a moment; nothing after it is to run
 
@@ -97,6 +103,21 @@ def _close_stderr() -> None:
     sys.stderr = None
 
 
+def _hang() -> None:
+    while True:
+        signal.pause()
+
+
+def _ignore_sigterm_and_hang() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _hang()
+
+
+def _block_signals_and_hang() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _hang()
+
+
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": lambda: _raise(OwnError("it is mine")),
     "raises a BaseException": lambda: _raise(OwnBaseError("it is mine")),
@@ -114,6 +135,10 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "leaves a daemon thread": _leave_a_daemon_thread,
     "own signal handlers": _own_handlers,
     "closes stderr": _close_stderr,
+    "hangs": _hang,
+    "ignores SIGTERM": _ignore_sigterm_and_hang,
+    "blocks all signals": _block_signals_and_hang,
+    "is stopped": lambda: _kill(signal.SIGSTOP),
 }
 
 
@@ -123,17 +148,28 @@ class Fault:
     Args:
         name: Of the fault.
         stage: Where it happens.
+
+    Attributes:
+        begins: An event of multiprocessing's that is set when the fault begins, if somebody waits for that.
+        may_begin: The same, for a fault that waits until the event is set.
     """
 
     def __init__(self, name: str, stage: str) -> None:
         self.name = name
         self.stage = stage
         self.parent = os.getpid()
+        self.begins: Any = None
+        self.may_begin: Any = None
 
     def at(self, stage: str, index: int = FAULTY) -> None:
         """Have the fault, if this is its stage, its sample, and a worker."""
-        if stage == self.stage and index == FAULTY and os.getpid() != self.parent:
-            FAULTS[self.name]()
+        if stage != self.stage or index != FAULTY or os.getpid() == self.parent:
+            return
+        if self.may_begin is not None:
+            self.may_begin.wait()
+        if self.begins is not None:
+            self.begins.set()
+        FAULTS[self.name]()
 
 
 class Samples:
@@ -154,6 +190,29 @@ class Samples:
         self.fault.at("start")
 
 
+class Nested(Samples):
+    """The same samples, each the batches of a loader of its own, one row after the other."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.cat(list(fastload.DataLoader(Rows(self.fault, index), 2)))
+
+
+class Rows:
+    """The five rows of one sample."""
+
+    def __init__(self, fault: Fault, index: int) -> None:
+        self.fault = fault
+        self.index = index
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, row: int) -> Any:
+        if row == 3:
+            self.fault.at("inner loader", self.index)
+        return np.full(5, self.index)
+
+
 class Transform:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -170,6 +229,26 @@ class Init:
     def __call__(self, worker_id: int) -> None:
         if worker_id == 0:
             self.fault.at("init")
+            if self.fault.stage in ("reply", "replied"):
+                _have_at_reply(self.fault)
+            if self.fault.stage == "idle":
+                threading.Thread(target=self.fault.at, args=("idle",), daemon=True).start()
+
+
+def _have_at_reply(fault: Fault) -> None:
+    """Have the fault before or after this worker sends one of its replies."""
+    original = Channel.send
+    numbers = itertools.count()
+
+    def send(self: Channel, *args: Any, **options: Any) -> None:
+        number = next(numbers)
+        if number == FAULTY_REPLY:
+            fault.at("reply")
+        original(self, *args, **options)
+        if number == FAULTY_REPLY:
+            fault.at("replied")
+
+    Channel.send = send  # type: ignore[method-assign]
 
 
 class Collate:
@@ -198,7 +277,7 @@ class Packed:
 def make_loader(name: str, stage: str, **options: Any) -> fastload.DataLoader:
     """A loader with two workers that has one fault at one stage."""
     fault = Fault(name, stage)
-    dataset: Any = Samples(fault)
+    dataset: Any = Nested(fault) if stage == "inner loader" else Samples(fault)
     if stage == "transform":
         dataset = fastload.CachedDataset(dataset, transform=Transform(fault))
     return fastload.DataLoader(

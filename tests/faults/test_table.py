@@ -2,36 +2,60 @@
 
 The table says what the caller gets. Every row checks the error's type and text, that each batch that arrived
 is right, that nobody waits for a batch that will not come, and that a new epoch works once the fault is gone;
-the leak guard of conftest.py checks that nothing is left behind.
+the leak guard of conftest.py checks that nothing is left behind. test_table_of_systems.py has the rows that
+need a process of their own: systems that refuse, and the interpreter's exit.
+
+Each row runs under fork and under the fork server, whose workers unpickle the job and are no children of this
+process. Under spawn each worker imports torch, which takes more than a second. A spawned worker runs the
+same code as those of the fork server, and differs in three mechanisms: it is a child whose exit code this
+process reads itself, it unpickles the dataset after its own imports, and its libraries are in the state of a
+new process at init. So spawn has three faults (an exit code, a signal, an error) while the dataset is
+unpickled, at init, and while a sample is fetched.
 """
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import os
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import fastload
 from fastload.transport import pool
+from fastload.transport.process import wait_for_all
 from tests.faults import table_zoo as zoo
 
-METHODS = [
-    "fork",
-    pytest.param("forkserver", marks=pytest.mark.slow),
-    pytest.param("spawn", marks=pytest.mark.slow),
-]
-READING = ("fetch", "transform", "collate", "pack")
-# Spawned workers run the code of those of the fork server: one stage shows that they get there.
-PLACES = [
-    *[pytest.param(stage, "fork", id=f"{stage}-fork") for stage in READING],
-    *[
-        pytest.param(stage, "forkserver", id=f"{stage}-forkserver", marks=pytest.mark.slow)
-        for stage in READING
-    ],
-    pytest.param("fetch", "spawn", id="fetch-spawn", marks=pytest.mark.slow),
-]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+FORKSERVER = pytest.param("forkserver", marks=pytest.mark.slow)
+METHODS = ["fork", FORKSERVER]
+READING = ("fetch", "transform", "inner loader", "collate", "pack")
+SPAWNED = ("exits at once", "SIGKILL", "raises")
+
+
+def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Each fault at each stage, under fork and the fork server, and some of them under spawn.
+
+    Args:
+        names: Of the faults.
+        stages: Where they happen.
+        spawned: Stages at which the faults in SPAWNED also happen under spawn.
+    """
+    found = []
+    for name, stage in itertools.product(names, stages):
+        methods = ["fork", "forkserver", *(["spawn"] if name in SPAWNED and stage in spawned else [])]
+        for method in methods:
+            if (stage, method) == ("start", "fork"):
+                continue  # a forked worker unpickles nothing
+            marks = [pytest.mark.slow] if method != "fork" else []
+            found.append(pytest.param(name, stage, method, marks=marks, id=f"{name}-{stage}-{method}"))
+    return pytest.mark.parametrize(("name", "stage", "method"), found)
+
+
 DEATHS = {
     "exits": "exited with code 3",
     "exits at once": "exited with code 4",
@@ -74,15 +98,17 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_GRACE_S", 100.0)
 
 
-def assert_a_new_epoch_works(loader: Any, name: str) -> None:
+def assert_a_new_epoch_works(loader: Any) -> None:
+    """Without the fault, in forked workers in the place of spawned ones, which would import torch again."""
     for part in (loader.worker_init_fn, loader.collate_fn):
         part.fault.stage = "nowhere"
-    assert take(iter(loader)) == (ALL, None), name
+    if loader.multiprocessing_context.get_start_method() == "spawn":
+        loader.multiprocessing_context = "fork"
+    assert take(iter(loader)) == (ALL, None)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("stage", "method"), PLACES)
-@pytest.mark.parametrize("name", DEATHS)
+@rows(DEATHS, [*READING, "reply"], spawned=["fetch"])
 def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stage: str, method: str) -> None:
     """The batches before it came; the error names worker, cause and batch; the epoch is over."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
@@ -95,12 +121,11 @@ def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stag
     assert f"worker 0 {DEATHS[name]}" in str(error)
     assert "It was at batch 4" in str(error)
     assert take(iterator) == ([], None)
-    assert_a_new_epoch_works(loader, name)
+    assert_a_new_epoch_works(loader)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("stage", "method"), PLACES)
-@pytest.mark.parametrize("name", ERRORS)
+@rows(ERRORS, READING, spawned=["fetch"])
 def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage: str, method: str) -> None:
     """It comes at its turn, with its own type, text and place; the batches after it come."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
@@ -114,12 +139,46 @@ def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage:
     assert text in str(error)
     assert "fastload: batch 4, worker 0, dataset index" in error.__notes__[-1]
     assert take(iterator) == (AFTER, None)
-    assert_a_new_epoch_works(loader, name)
+    assert_a_new_epoch_works(loader)
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(("stage", "method"), [*PLACES, ("init", "fork")])
-@pytest.mark.parametrize("name", HARMLESS)
+@rows(ERRORS, ["reply"])
+def test_a_reply_that_cannot_be_sent_costs_its_batch_alone(name: str, stage: str, method: str) -> None:
+    """The error that comes in its place says why, and the batches after it come."""
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
+    iterator = iter(loader)
+
+    firsts, error = take(iterator)
+
+    assert firsts == BEFORE
+    assert isinstance(error, RuntimeError)
+    assert "the batch could not be sent: " in str(error)
+    assert (ERRORS[name][1] or "MemoryError()") in str(error)
+    assert "fastload: batch 4, worker 0, dataset index" in error.__notes__[-1]
+    assert take(iterator) == (AFTER, None)
+    assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(90)
+@rows(DEATHS, ["replied"])
+def test_a_death_after_a_reply_is_an_error_at_the_batch_after_it(name: str, stage: str, method: str) -> None:
+    """The reply in the pipe is read, unless the death is seen while worker 1's batch before it is awaited."""
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
+    iterator = iter(loader)
+
+    firsts, error = take(iterator)
+
+    assert firsts in (ALL[:3], ALL[:5], ALL[:6])
+    assert isinstance(error, fastload.WorkerDiedError)
+    assert f"worker 0 {DEATHS[name]}" in str(error)
+    assert f"It was at batch {4 if firsts == ALL[:3] else 6}" in str(error)
+    assert take(iterator) == ([], None)
+    assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(90)
+@rows(HARMLESS, [*READING, "init", "reply", "replied", "idle"])
 def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: str) -> None:
     """Children, threads, handlers and a missing stderr in a worker: all batches come."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
@@ -128,11 +187,10 @@ def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: s
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [*DEATHS, *ERRORS])
-def test_a_fault_at_init_is_an_error_before_the_first_batch(name: str, method: str) -> None:
+@rows([*DEATHS, *ERRORS], ["init"], spawned=["init"])
+def test_a_fault_at_init_is_an_error_before_the_first_batch(name: str, stage: str, method: str) -> None:
     """A death ends the epoch; an error is that of every batch of its worker."""
-    loader = zoo.make_loader(name, "init", multiprocessing_context=method)
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
 
     firsts, error = take(iterator)
@@ -148,18 +206,16 @@ def test_a_fault_at_init_is_an_error_before_the_first_batch(name: str, method: s
         assert firsts == [zoo.BATCH]
         assert isinstance(error, ERRORS[name][0])
         loader.close()
-    assert_a_new_epoch_works(loader, name)
+    assert_a_new_epoch_works(loader)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("name", [*DEATHS, *ERRORS])
+@rows([*DEATHS, *ERRORS], ["start"], spawned=["start"])
 def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_batch(
-    name: str, method: str
+    name: str, stage: str, method: str
 ) -> None:
     """In both workers, because both unpickle it."""
-    loader = zoo.make_loader(name, "start", multiprocessing_context=method)
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
 
     firsts, error = take(iterator)
@@ -171,7 +227,67 @@ def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_bat
     else:
         assert isinstance(error, ERRORS[name][0])
     loader.close()
-    assert_a_new_epoch_works(loader, name)
+    assert_a_new_epoch_works(loader)
+
+
+# --- a worker that waits for work ------------------------------------------------------------------------
+
+IDLE_DEATHS = [name for name in DEATHS if name not in ("exits", "raises a BaseException")]  # a thread's error
+
+
+def end_between_epochs(loader: Any, method: str) -> None:
+    """Read an epoch with persistent workers, let worker 0 die after it, and wait until it has."""
+    loader.worker_init_fn.fault.may_begin = multiprocessing.get_context(method).Event()
+    iterator = iter(loader)
+    assert take(iterator) == (ALL, None)
+    loader.worker_init_fn.fault.may_begin.set()
+    assert wait_for_all([iterator._pool._workers[0].process], 60)
+    loader.worker_init_fn.fault.may_begin.clear()  # or a worker in its place dies as well
+
+
+@pytest.mark.timeout(90)
+@rows(IDLE_DEATHS, ["idle"])
+def test_a_death_between_two_epochs_is_an_error_of_the_second(name: str, stage: str, method: str) -> None:
+    """It says how the worker ended, and at which batch of the new epoch it was needed."""
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True)
+    end_between_epochs(loader, method)
+    iterator = iter(loader)
+
+    firsts, error = take(iterator)
+
+    assert firsts == []
+    assert isinstance(error, fastload.WorkerDiedError)
+    assert f"worker 0 {DEATHS[name]}" in str(error)
+    assert "It was at batch 0" in str(error)
+    assert take(iterator) == ([], None)
+    assert_a_new_epoch_works(loader)
+    loader.close()
+
+
+@pytest.mark.timeout(90)
+@rows(IDLE_DEATHS, ["idle"])
+def test_a_death_between_two_epochs_costs_nothing_where_a_worker_may_be_replaced(
+    name: str, stage: str, method: str
+) -> None:
+    """The new worker reads the second epoch."""
+    options: dict[str, Any] = {"persistent_workers": True, "restart_workers": 1}
+    with zoo.make_loader(name, stage, multiprocessing_context=method, **options) as loader:
+        end_between_epochs(loader, method)
+
+        assert take(iter(loader)) == (ALL, None)
+
+
+@pytest.mark.timeout(90)
+@rows(IDLE_DEATHS, ["idle"])
+def test_a_death_between_two_epochs_is_no_error_of_close(name: str, stage: str, method: str) -> None:
+    """Nobody needs the worker any more."""
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True)
+    end_between_epochs(loader, method)
+
+    loader.close()
+
+    assert_a_new_epoch_works(loader)
+    loader.close()
 
 
 @pytest.mark.timeout(90)
@@ -195,17 +311,57 @@ def test_a_stopped_worker_is_waited_for_and_goes_on(method: str) -> None:
     assert (firsts + rest, error) == ([first for first in ALL if first >= 16], None)
 
 
+# --- a worker that does not leave ------------------------------------------------------------------------
+
+
 @pytest.mark.timeout(60)
-def test_a_stopped_worker_does_not_keep_close_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM waits for a stopped process; SIGKILL does not."""
+@rows(["hangs", "ignores SIGTERM", "blocks all signals", "is stopped"], ["fetch", "inner loader", "init"])
+def test_close_ends_a_worker_that_does_not_leave(
+    name: str, stage: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its time it gets SIGTERM and then SIGKILL; batches that are held stay right."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.1)
     monkeypatch.setattr(pool, "_TERMINATE_S", 0.1)
-    loader = zoo.make_loader("raises", "nowhere")
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
+    begins = loader.worker_init_fn.fault.begins = multiprocessing.get_context(method).Event()
     iterator = iter(loader)
-    next(iterator)
-    os.kill(iterator._pool.pids[0], signal.SIGSTOP)
+    held = [] if stage == "init" else list(itertools.islice(iterator, 4))
+    assert begins.wait(50)
 
     loader.close()
 
     with pytest.raises(fastload.LoaderClosedError):
         next(iterator)
+    assert take(held) == (BEFORE[: len(held)], None)
+    loader.worker_init_fn.fault.begins = None
+    assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
+    number: signal.Signals, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One dies or is stopped after it was told to leave, and before it has left."""
+    monkeypatch.setattr(pool, "_GRACE_S", 0.1)
+    monkeypatch.setattr(pool, "_TERMINATE_S", 0.1)
+    original = pool.wait_for_all
+
+    def wait_and_kill(processes: Any, limit_s: float) -> bool:
+        monkeypatch.setattr(pool, "wait_for_all", original)
+        processes[0].send_signal(number)
+        return original(processes, limit_s)
+
+    loader = zoo.make_loader("hangs", "fetch", multiprocessing_context=method)
+    begins = loader.worker_init_fn.fault.begins = multiprocessing.get_context(method).Event()
+    iterator = iter(loader)
+    held = list(itertools.islice(iterator, 4))
+    assert begins.wait(50)
+    monkeypatch.setattr(pool, "wait_for_all", wait_and_kill)
+
+    loader.close()
+
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
+    assert take(held) == (BEFORE, None)

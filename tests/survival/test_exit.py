@@ -1,22 +1,14 @@
-"""The interpreter exits while iterators live: exit code 0, not a word, nobody left.
-
-One process imports torch, and forks a child for each program; the child leaves through the end of the script,
-as any interpreter does: threads are joined, atexit functions and finalizers run.
-"""
+"""The interpreter exits while iterators live: exit code 0, not a word, nobody left."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
-from typing import Any
 
 import psutil
 import pytest
 
-_SCRIPT = """
-import gc, json, os, signal, sys, threading
-sys.path[:0] = {path!r}
+from tests.programs import run_each
+
+_SHARED = """
+import threading
 import fastload
 from tests import zoo
 from tests.survival import attack_zoo, pretending
@@ -30,36 +22,6 @@ def loader(**options):
 
 def pids(*iterators):
     print(*(pid for iterator in iterators for pid in iterator._pool.pids), flush=True)
-
-
-def read_all(fd):
-    with open(fd) as file:
-        return file.read()
-
-
-gc.freeze()  # what was imported needs not be looked through at each exit
-results = {{}}
-program = ""
-for name, text in json.loads(sys.stdin.read()).items():
-    out, err = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(out[1], 1)
-        os.dup2(err[1], 2)
-        for fd in (*out, *err):
-            os.close(fd)
-        signal.alarm(30)
-        program = text
-        break
-    os.close(out[1])
-    os.close(err[1])
-    texts = read_all(out[0]), read_all(err[0])  # ends when nobody is left who could write
-    _, status = os.waitpid(child, 0)
-    results[name] = os.waitstatus_to_exitcode(status), *texts
-if program:
-    exec(program)
-else:
-    print(json.dumps(results))
 """
 
 PROGRAMS = {
@@ -190,23 +152,14 @@ threading.Thread(target=consume).start()
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Any]:
+def results() -> dict[str, tuple[int, str, str]]:
     """Exit code, stdout and stderr of each program."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(path=sys.path)],
-        input=json.dumps(PROGRAMS),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return run_each(PROGRAMS, shared=_SHARED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_interpreter_exits_in_silence(results: dict[str, Any], name: str) -> None:
+def test_an_interpreter_exits_in_silence(results: dict[str, tuple[int, str, str]], name: str) -> None:
     """Exit code 0, nothing on stderr, no worker left."""
     code, out, err = results[name]
 

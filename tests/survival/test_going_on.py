@@ -152,6 +152,19 @@ def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_ol
 # --- errors of the sampler -------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(60)
+def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
+    monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
+    dataset = zoo.Made(attack_zoo.numbered, 24)
+    with fastload.DataLoader(dataset, 4, num_workers=1, persistent_workers=True, ring_bytes=4096) as loader:
+        for _ in range(3):
+            iterator = iter(loader)
+            assert_numbered(next(iterator), 0, 4)
+
+        assert_rest(iter(loader), 0)
+
+
 @pytest.mark.parametrize(
     ("num_workers", "persistent"), [(0, False), (1, False), (1, True), (2, False), (2, True)]
 )

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import resource
+import signal
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,9 @@ def test_a_refused_memfd_create_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     assert starting.why_no_processes() == segment.why_unsupported()
 
 
-@pytest.mark.parametrize(("module", "call"), [(os, "pidfd_open"), (socket, "socketpair")])
+@pytest.mark.parametrize(
+    ("module", "call"), [(os, "pidfd_open"), (signal, "pidfd_send_signal"), (socket, "socketpair")]
+)
 def test_what_workers_alone_need_is_no_reason_against_memory(
     module: Any, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

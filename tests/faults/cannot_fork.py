@@ -1,0 +1,9 @@
+"""A fork server that imports this can start no worker."""
+
+from __future__ import annotations
+
+import errno
+
+from tests.refusals import refuse
+
+refuse("clone", errno.EAGAIN)

@@ -1,0 +1,366 @@
+"""Rows of the table of faults that need a process of their own: systems that refuse, limits, exits.
+
+What a filter of system calls refuses, and what a process without privileges has given up, cannot be taken
+back. Each row here is a program: it makes its system refuse, reads two epochs with two workers, and prints
+what came. Where fastload has another way (torch's transport, pages one at a time), the refusal costs nothing;
+elsewhere it is an error that gives the system's own reason, and every batch that arrived is right. After each
+program no process, thread, descriptor or file in /dev/shm is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import platform
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.faults import table_zoo as zoo
+from tests.programs import run_each
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        platform.machine() not in ("x86_64", "aarch64"), reason="the filter's numbers are of these machines"
+    ),
+]
+ALL = list(range(0, zoo.SIZE, zoo.BATCH))
+OF_WORKER_1 = ALL[1::2]
+
+_SHARED = """
+import contextlib, errno, logging, multiprocessing.popen_fork, resource, select, threading, time
+import fastload
+from fastload.transport import pool
+from tests.faults import table_zoo as zoo
+from tests.faults.test_table import take
+from tests.refusals import hide_proc, limited, refuse
+
+
+class Lines(logging.Handler):
+    def emit(self, record):
+        lines.append(record.getMessage())
+
+
+lines = []
+logging.getLogger("fastload").addHandler(Lines())
+
+
+def become_a_user():
+    # One that has no other process and no privilege, so that limits hold and count this process alone.
+    if os.geteuid() != 0:
+        print(json.dumps("only root can become a user that has no other process"))
+        sys.exit(0)
+    os.setgroups([])
+    os.setresgid(61234, 61234, 61234)
+    os.setresuid(61234, 61234, 61234)
+
+
+def expect_clone3():
+    # By which glibc starts threads since 2.34; before that it did so by the call that also forks.
+    _, version = os.confstr("CS_GNU_LIBC_VERSION").split()
+    if tuple(map(int, version.split("."))) < (2, 34):
+        print(json.dumps("threads cannot be refused without processes here"))
+        sys.exit(0)
+
+
+def limit(name, allowed):
+    resource.setrlimit(getattr(resource, name), (allowed, allowed))
+
+
+class AtInit(zoo.Init):
+    # Does something to worker 0 alone.
+    def __init__(self, fault, act):
+        super().__init__(fault)
+        self.act = act
+
+    def __call__(self, worker_id):
+        if worker_id == 0:
+            self.act()
+
+
+class Long(zoo.Collate):
+    # Batches whose messages do not fit into the pipe.
+    def __call__(self, samples):
+        batch, packed = super().__call__(samples)
+        return batch, Text(packed.first)
+
+
+class Text(zoo.Packed):
+    def __init__(self, first):
+        super().__init__(zoo.Fault("raises", "nowhere"), first)
+
+    def __reduce__(self):
+        return number_of, (f"{self.first} " + "x" * 5000,)
+
+
+def number_of(text):
+    return int(text.split()[0])
+
+
+def open_files():
+    found = []
+    for fd in range(200):
+        with contextlib.suppress(OSError):
+            os.fstat(fd)
+            found.append(fd)
+    return found
+
+
+def left_behind(before):
+    found = []
+    if open_files() != before[0]:
+        found.append("descriptors")
+    if threading.active_count() > 1:
+        found.append("threads")
+    if set(os.listdir("/dev/shm")) - before[1]:  # other programs of this machine use it too, for moments
+        found.append("files in /dev/shm")
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+        found.append("processes")
+    return found
+
+
+def left_behind_for_long(before):
+    deadline = time.monotonic() + 5
+    while (found := left_behind(before)) != left_by_others and time.monotonic() < deadline:
+        select.select([], [], [], 0.02)
+    return found
+
+
+def read_two_epochs(in_worker=None, is_long=False, **options):
+    before = open_files(), set(os.listdir("/dev/shm"))
+    if "worker_method" not in options:
+        options.setdefault("multiprocessing_context", "fork")
+    loader = zoo.make_loader("raises", "nowhere", **options)
+    if in_worker is not None:
+        loader.worker_init_fn = AtInit(loader.worker_init_fn.fault, in_worker)
+    if is_long:
+        loader.collate_fn = Long(loader.collate_fn.fault)
+    report = []
+    for _ in range(2):
+        firsts, errors = [], []
+        try:
+            iterator = iter(loader)
+            while True:
+                some, error = take(iterator)
+                firsts += some
+                if error is None or len(errors) == 8:
+                    break
+                errors.append([[kind.__name__ for kind in type(error).__mro__], str(error)])
+                del error
+        except Exception as error:
+            errors.append([[kind.__name__ for kind in type(error).__mro__], str(error)])
+        iterator = None
+        report.append([firsts, errors])
+        loader.close()
+    gc.collect()
+    print(json.dumps([report, lines, left_behind_for_long(before)]))
+"""
+
+
+class Row(NamedTuple):
+    """What one system refuses, and what the caller gets.
+
+    Attributes:
+        program: Ends with `read_two_epochs`.
+        firsts: Of the batches that come in each epoch.
+        error: The type of every error, and part of its text; none where the refusal costs nothing.
+        line: Part of a line of the log; none where the log is empty.
+        left: What others leave behind.
+    """
+
+    program: str
+    firsts: list[int] = ALL
+    error: tuple[str, str] | None = None
+    line: str = ""
+    left: tuple[str, ...] = ()
+
+
+READ = "\nread_two_epochs()"
+TORCHS = "workers use torch's own transport"
+PIPES = ("descriptors",)
+ROWS = {
+    # Calls without which workers have torch's transport.
+    **{
+        f"{call} gives {code}": Row(f"refuse({call!r}, errno.{code})" + READ, line=TORCHS)
+        for call, code in [
+            *[("memfd_create", "EPERM"), ("pidfd_open", "ENOSYS"), ("pidfd_send_signal", "EPERM")],
+            ("socketpair", "EPERM"),
+        ]
+    },
+    # Calls that fastload does without.
+    **{
+        f"{call} gives {code}": Row(f"refuse({call!r}, errno.{code})" + READ)
+        for call, code in [
+            ("madvise", "ENOSYS"),
+            ("madvise", "EPERM"),
+            ("mlock", "EPERM"),
+            ("flock", "EPERM"),
+        ]
+    },
+    "no locked memory": Row("become_a_user()\nlimit('RLIMIT_MEMLOCK', 0)" + READ),
+    "no /proc": Row("hide_proc() or (print('\"this user may not mount\"'), sys.exit(0))" + READ),
+    # Processes and threads. multiprocessing's Popen makes two pipes before it forks, and leaves them open.
+    "no processes": Row(
+        "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable"), left=PIPES
+    ),
+    "no processes for this user": Row(
+        "become_a_user()\nlimit('RLIMIT_NPROC', 1)" + READ,
+        [],
+        ("BlockingIOError", "temporarily unavailable"),
+        left=PIPES,
+    ),
+    "one process for this user": Row(
+        "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ,
+        [],
+        ("BlockingIOError", "temporarily unavailable"),
+        left=PIPES,
+    ),
+    "no processes for the fork server": Row(
+        "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
+        "read_two_epochs(multiprocessing_context='forkserver')",
+        [],
+        ("WorkerStartError", "most often a limit on processes or memory is reached"),
+        left=("descriptors", "processes"),  # the resource tracker, which lives as long as the interpreter
+    ),
+    "no threads": Row(
+        "expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ,
+        [],
+        ("WorkerDiedError", "exited with code 1"),
+        "exited with code 1",
+    ),
+    "no threads for worker threads": Row(
+        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_method='thread')",
+        [],
+        ("RuntimeError", "can't start new thread"),
+    ),
+    # The pipe.
+    "no messages": Row(
+        "refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "Operation not permitted")
+    ),
+    "no answers": Row(
+        "refuse('recvmsg', errno.EPERM)" + READ, [], ("PermissionError", "Operation not permitted")
+    ),
+    # In worker 0 alone, once it has started.
+    "a full disk in a worker": Row(
+        "read_two_epochs(lambda: refuse('ftruncate', errno.ENOSPC))",
+        OF_WORKER_1,
+        ("SegmentError", "No space left on device"),
+    ),
+    "no memory for pages in a worker": Row(
+        "read_two_epochs(lambda: refuse('madvise', errno.ENOMEM))",
+        OF_WORKER_1,
+        ("SegmentError", "bytes of shared memory: [Errno 12] Cannot allocate memory"),
+    ),
+    "no room in files in a worker": Row(
+        "read_two_epochs(lambda: limit('RLIMIT_FSIZE', 0))",
+        OF_WORKER_1,
+        ("SegmentError", "RLIMIT_FSIZE is 0"),
+    ),
+    "no room for a long message of a worker": Row(
+        "read_two_epochs(lambda: refuse('pwrite64', errno.ENOSPC), is_long=True)",
+        OF_WORKER_1,
+        ("RuntimeError", "the batch could not be sent: [Errno 28] No space left on device"),
+    ),
+    "no replies of a worker": Row(
+        "read_two_epochs(lambda: refuse('sendmsg', errno.EPERM))",
+        [],
+        ("WorkerDiedError", "exited with code 1"),
+        "exited with code 1",
+    ),
+    "no tasks for a worker": Row(
+        "read_two_epochs(lambda: refuse('recvmsg', errno.EPERM))",
+        [],
+        ("WorkerDiedError", "exited with code 1"),
+        "exited with code 1",
+    ),
+    "no locked memory in a worker": Row("read_two_epochs(lambda: refuse('mlock', errno.EPERM))"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, tuple[int, str, str]]:
+    """What each program printed."""
+    programs = {name: f"left_by_others = {list(row.left)}\n{row.program}" for name, row in ROWS.items()}
+    return run_each(programs, shared=_SHARED)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_system_refuses_costs_nothing_or_is_an_error_that_says_so(
+    name: str, reports: dict[str, tuple[int, str, str]]
+) -> None:
+    """Two epochs in a row, with the same batches, the same errors, and nothing left behind."""
+    code, out, err = reports[name]
+    assert code == 0, err
+    report = json.loads(out)
+    if isinstance(report, str):
+        pytest.skip(report)
+    epochs, lines, left = report
+    row = ROWS[name]
+
+    assert left == list(row.left)
+    for firsts, errors in epochs:
+        assert firsts == row.firsts
+        assert bool(errors) == (row.error is not None)
+        for kinds, text in errors:
+            assert row.error is not None
+            assert row.error[0] in kinds
+            assert row.error[1] in text
+    assert bool(lines) == bool(row.line)
+    assert all(row.line in line for line in lines)
+
+
+# --- the interpreter's exit -------------------------------------------------------------------------------
+
+_EXIT = """
+pool._GRACE_S = pool._TERMINATE_S = 0.1
+held = zoo.make_loader({name!r}, {stage!r}, multiprocessing_context={method!r}, persistent_workers={is_idle})
+fault, context = held.worker_init_fn.fault, multiprocessing.get_context({method!r})
+fault.begins, fault.may_begin = context.Event(), context.Event()
+iterator = iter(held)
+print(*iterator._pool.pids, flush=True)
+if {is_idle}:
+    batches = list(iterator)
+    fault.may_begin.set()
+else:
+    fault.may_begin.set()
+    batches = [next(iterator) for _ in range(4)]
+assert fault.begins.wait(20)
+"""
+
+
+def exit_program(name: str, stage: str, method: str) -> str:
+    """Exits with a worker that has a fault: at batch 4, or after an epoch."""
+    return _EXIT.format(name=name, stage=stage, method=method, is_idle=stage == "idle")
+
+
+STAYING = ("hangs", "ignores SIGTERM", "blocks all signals", "is stopped")
+EXITS = {
+    f"{name}-{stage}-{method}": exit_program(name, stage, method)
+    for name, stage, method in [
+        *itertools.product([*STAYING, "exits at once", "SIGKILL", "SIGSEGV"], ["fetch"], ["fork"]),
+        *itertools.product(["is stopped", "exits at once", "SIGKILL", "SIGSEGV"], ["idle"], ["fork"]),
+        *itertools.product(["ignores SIGTERM", "is stopped"], ["fetch"], ["forkserver"]),
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def exits() -> dict[str, tuple[int, str, str]]:
+    """Exit code and output of each program."""
+    return run_each(EXITS, shared=_SHARED)
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_an_interpreter_exits_in_silence_whatever_its_worker_does(
+    name: str, exits: dict[str, tuple[int, str, str]]
+) -> None:
+    """Exit code 0, nothing on standard error, no worker left: one that does not leave is killed."""
+    code, out, err = exits[name]
+
+    assert (code, err) == (0, "")
+    pids = [int(pid) for pid in out.split()]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
