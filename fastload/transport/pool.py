@@ -475,10 +475,12 @@ class Pool:
             processes = [worker.process for worker in self._workers]
             try:
                 if not wait_for_all(processes, _GRACE_S if grace_s is None else grace_s):
-                    _signal(processes, signal.SIGTERM)
+                    for process in processes:
+                        process.send_signal(signal.SIGTERM)
                     wait_for_all(processes, _TERMINATE_S)
             finally:
-                _signal(processes, signal.SIGKILL)
+                for process in processes:
+                    process.send_signal(signal.SIGKILL)
                 wait_for_all(processes, _TERMINATE_S)
                 for process in processes:
                     process.clean_up()
@@ -488,12 +490,6 @@ class Pool:
                     self.unregister()
                     if isinstance(self._job, PickledJob):
                         self._job.close()
-
-
-def _signal(processes: list[WorkerProcess], number: int) -> None:
-    for process in processes:
-        if not process.has_ended:
-            process.send_signal(number)
 
 
 def _slot_of(task: Task) -> Slot:

@@ -82,6 +82,18 @@ def test_another_number_of_workers(kind: str, before: int, after: int, *, persis
         assert seen + labels(resumed) == expected[1]
 
 
+def test_an_epoch_that_workers_began_is_finished_without_them() -> None:
+    """Torch begins with a sampler twice where there are workers, and its order is that of the second time."""
+    expected = uninterrupted("stateful", 1, num_workers=2)
+    with make("stateful", 2) as loader:
+        seen = labels(itertools.islice(loader, 5))
+        state = through_json(loader.state_dict())
+    resumed = make("stateful")
+    resumed.load_state_dict(state)
+
+    assert seen + labels(resumed) == expected[0]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 12), max_size=6),
