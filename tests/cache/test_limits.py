@@ -149,6 +149,14 @@ def test_a_limit_hardly_above_what_the_samples_need_costs_nothing(kind: type[Ima
     assert caplog.text == ""
 
 
+def test_samples_that_fill_whole_pages_have_a_row_each_under_a_limit_hardly_above_them() -> None:
+    """What is asked for has room for the alignment of columns, too."""
+    with limited(resource.RLIMIT_FSIZE, 8192 + 16 * 4096 + 16_384):
+        cache = SharedMemoryCache(16, [np.zeros(4096, np.uint8)], budget="100GB")
+
+    assert cache.capacity == 16
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], caplog: Any) -> None:
     """As much as the limit grants is cached, the rest is right, and a warning names sizes and limit."""

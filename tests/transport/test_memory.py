@@ -300,9 +300,9 @@ def _array_or_count(index: int) -> Any:
 
 
 def _outgrowing_or_count(index: int) -> Any:
-    """An empty array and one that its memory is too small for, or how many segments are open for nothing."""
+    """Two arrays that outgrow the memory of the first, or how many segments are open and not mapped."""
     if index % 2 == 0:
-        return np.zeros(0, np.uint8), np.full(100_000, index, np.uint8)
+        return np.zeros(10, np.uint8), np.full(100_000, index, np.uint8)
     files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     is_slot = "memfd:fastload-slot"
     opened = {file.stat().st_ino for file in files if file.is_symlink() and is_slot in os.readlink(file)}
@@ -315,7 +315,7 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
     batches = list(fastload.DataLoader(zoo.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     assert batches[1::2] == [0] * 4
-    assert [int(large[0]) for empty, large in batches[::2]] == [0, 2, 4, 6]
+    assert [int(large[0]) for _, large in batches[::2]] == [0, 2, 4, 6]
 
 
 def _no_memory(mapping: Any) -> None:

@@ -182,6 +182,29 @@ def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatc
         os.kill(pid, 0)
 
 
+def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has closed its standard input gets such ones."""
+    open_pidfd = process_module._pidfd_of
+    standard_input = os.dup(0)
+
+    def open_as_0(pid: int) -> int:
+        pidfd = open_pidfd(pid)
+        os.dup2(pidfd, 0)
+        os.close(pidfd)
+        return 0
+
+    monkeypatch.setattr(process_module, "_pidfd_of", open_as_0)
+    try:
+        batches = list(fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1))
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+    finally:
+        os.dup2(standard_input, 0)
+        os.close(standard_input)
+
+    assert len(batches) == 4
+
+
 # --- what a forked worker inherits -----------------------------------------------------------------------
 
 
