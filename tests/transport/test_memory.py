@@ -119,6 +119,23 @@ def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: i
     assert memory.address % 4096 == 0
 
 
+def test_private_memory_needs_no_descriptor() -> None:
+    """However much of it there is."""
+    before = os.listdir("/proc/self/fd")
+    memories = [private_memory(4096) for _ in range(3)]
+
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(memories) == 3
+
+
+def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when it is written to."""
+    monkeypatch.setattr(memory_module, "populate", _no_memory)
+
+    with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
+        private_memory(4096)
+
+
 def test_stretches_are_aligned_and_do_not_overlap() -> None:
     """64 bytes, as torch's own allocator."""
     arena = Arena(private_memory)
@@ -216,6 +233,26 @@ def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> N
     assert kept[0] > 200_000
     assert (buffers._memories, buffers.arena.memory) == ([], None)
     assert held[0].sum() == 5 * 200_000
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
+    """More than once, and also after all memory was forgotten while the batch was made."""
+    buffers = Buffers(1 << 30)
+    buffers.begin()
+    buffers.arena.allocate(1000)
+    buffers.arena.end()
+
+    buffers.begin()
+    for nbytes in (100_000, 300_000):
+        if clears:
+            buffers.clear()
+        else:
+            buffers.arena.begin(None)
+        part = buffers.arena.allocate(nbytes)
+        part[:] = 5
+
+    assert part.sum() == 5 * 300_000
 
 
 @pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
