@@ -402,8 +402,7 @@ class Pool:
                         raise
                     return
                 self._note_death(dead)
-            self.close(_GRACE_AFTER_DEATH_S)
-            raise WorkerDiedError(self._death)
+            self.close(_GRACE_AFTER_DEATH_S)  # the caller finds the death in expect_open()
 
     def _note_death(self, dead: list[int]) -> None:
         messages = [self._cause_of_death(worker_id) for worker_id in dead]

@@ -87,6 +87,14 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     assert len(data) < 4000
 
 
+def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
+    """With what the system said."""
+    data = worker.short_error(worker.Reply(worker.Kind.BATCH), OSError(24, "Too many open files"), 3)
+
+    with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
+        pickle.loads(data).wrapper.reraise()
+
+
 def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:
     """A list of indices beyond one message needs a descriptor in the worker."""
     make = zoo.EatsDescriptorsAndGoesOn(4)

@@ -48,7 +48,8 @@ TESTS = {
     "transport/memory.py": "tests/transport/test_memory.py tests/transport/test_schedule_and_ring.py",
     "transport/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py"
     " -k 'not timeout and not spawn'",
-    "transport/worker.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
+    "transport/worker.py": "tests/transport/test_fetch.py tests/transport/test_process.py"
+    " tests/survival/test_start.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that and not timeout'",
     "transport/pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py tests/faults/test_restart.py -m 'not slow'"

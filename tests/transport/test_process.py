@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -119,6 +120,18 @@ def test_a_process_has_ended_from_its_end_on(worker: WorkerProcess) -> None:
     assert (before, worker.has_ended) == (False, True)
 
 
+def test_whether_a_process_has_ended_is_told_at_once(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked for without a wait."""
+    limits = []
+    monkeypatch.setattr(process_module, "_ended", lambda processes, limit_s: limits.append(limit_s))
+    has_ended = worker.has_ended
+    monkeypatch.undo()
+
+    assert (has_ended, limits) == (False, [0.0])
+
+
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
     """It has ended for all who ask; signals and further clean-ups do nothing."""
     os.kill(worker.pid, signal.SIGKILL)
@@ -158,6 +171,21 @@ def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
     monkeypatch.undo()
 
     assert code == 7
+
+
+def test_a_process_whose_exit_code_others_took_is_cleaned_up_after_all_the_same(
+    worker: WorkerProcess,
+) -> None:
+    """Its code is not known, and no process is left for multiprocessing to wait for."""
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitpid(worker.pid, 0)
+    wait_for_all([worker], 30)
+    code = worker.exit_code()
+
+    worker.clean_up()
+
+    assert (code, worker.fileno()) == (None, -1)
+    assert worker._process not in multiprocessing.active_children()
 
 
 def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +252,27 @@ def test_a_forked_worker_blocks_the_signals_that_its_parent_blocked() -> None:
 
     assert list(found) == expected
     assert signal.SIGUSR2 in expected
+
+
+def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no longer: the handler runs in this process afterwards."""
+    fork = os.fork
+    masks = []
+
+    def fork_and_look() -> int:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return fork()
+
+    before = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        monkeypatch.setattr(os, "fork", fork_and_look)
+        batches = list(fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1))
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+    assert [signal.SIGUSR2 in mask for mask in masks] == [True, False]
+    assert len(batches) == 4
 
 
 def _num_sockets(index: int = 0) -> int:
