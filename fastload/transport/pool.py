@@ -402,8 +402,7 @@ class Pool:
                         raise
                     return
                 self._note_death(dead)
-            self.close(_GRACE_AFTER_DEATH_S)
-            raise WorkerDiedError(self._death)
+            self.close(_GRACE_AFTER_DEATH_S)  # the caller finds the death in expect_open()
 
     def _note_death(self, dead: list[int]) -> None:
         messages = [self._cause_of_death(worker_id) for worker_id in dead]
@@ -475,10 +474,12 @@ class Pool:
             processes = [worker.process for worker in self._workers]
             try:
                 if not wait_for_all(processes, _GRACE_S if grace_s is None else grace_s):
-                    _signal(processes, signal.SIGTERM)
+                    for process in processes:
+                        process.send_signal(signal.SIGTERM)
                     wait_for_all(processes, _TERMINATE_S)
             finally:
-                _signal(processes, signal.SIGKILL)
+                for process in processes:
+                    process.send_signal(signal.SIGKILL)
                 wait_for_all(processes, _TERMINATE_S)
                 for process in processes:
                     process.clean_up()
@@ -488,12 +489,6 @@ class Pool:
                     self.unregister()
                     if isinstance(self._job, PickledJob):
                         self._job.close()
-
-
-def _signal(processes: list[WorkerProcess], number: int) -> None:
-    for process in processes:
-        if not process.has_ended:
-            process.send_signal(number)
 
 
 def _slot_of(task: Task) -> Slot:

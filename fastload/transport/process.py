@@ -84,7 +84,7 @@ class WorkerProcess:
             raise
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended."""
+        """A descriptor that becomes readable when the process has ended; -1 once it was cleaned up after."""
         return self._pidfd
 
     @property
@@ -104,7 +104,7 @@ class WorkerProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        if self._pidfd >= 0:
+        if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
 

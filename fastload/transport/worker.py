@@ -286,7 +286,7 @@ class _Worker:
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptor is left, or an index cannot be pickled
-            short = Reply(Kind.ERROR, error=self._short_error(reply, error))
+            short = Reply(Kind.ERROR, error=short_error(reply, error, self._id))
             self._channel.send(short.to_plain(), number=number)
 
     def _begin(self, message: Fetch) -> None:
@@ -346,21 +346,28 @@ class _Worker:
             wrapper = _wrap_text(text, self._id)
         return ErrorParts(wrapper, place, notes)
 
-    def _short_error(self, reply: Reply, error: Exception) -> bytes:
-        """What stands for a reply that could not be sent: short enough for the pipe itself."""
-        if reply.error is None:
-            reason = str(error) or repr(error)  # a MemoryError of the interpreter's has no text
-            return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", self._id)))
-        wrapper, place, _ = pickle.loads(reply.error)
-        text: str = wrapper.exc_msg
-        text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
-        wrapper.exc_msg = text
-        data = pickle.dumps(ErrorParts(wrapper, place))
-        return data if len(data) < _SHORT_BYTES else pickle.dumps(ErrorParts(_wrap_text(text, self._id)))
-
 
 _SHORT_TEXT = 400  # characters; each takes four bytes at most
 _SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an error
+
+
+def short_error(reply: Reply, error: Exception, worker_id: int) -> bytes:
+    """What stands for a reply that could not be sent: short enough for the pipe itself.
+
+    Args:
+        reply: What could not be sent.
+        error: Why not.
+        worker_id: Whose reply.
+    """
+    if reply.error is None:
+        reason = str(error) or repr(error)  # a MemoryError of the interpreter's has no text
+        return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", worker_id)))
+    wrapper, place, _ = pickle.loads(reply.error)
+    text: str = wrapper.exc_msg
+    text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
+    wrapper.exc_msg = text
+    data = pickle.dumps(ErrorParts(wrapper, place))
+    return data if len(data) < _SHORT_BYTES else pickle.dumps(ErrorParts(_wrap_text(text, worker_id)))
 
 
 def _take_own_notes(error: BaseException | None) -> tuple[str, ...]:

@@ -82,6 +82,13 @@ def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
         assert plan.ragged_at + plan.ragged_bytes <= max(segment_bytes, table_bytes) + 2 * 4096
 
 
+def test_the_ragged_area_of_a_small_dataset_is_larger_than_its_examples_say() -> None:
+    """256 MiB at least, if the budget has as much: a few examples say little about the rest."""
+    plan = Layout.plan(4, GB, [np.zeros(1), np.zeros(2)], Origin(1, 0.0, None))
+
+    assert plan.ragged_bytes == 256 * MB
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_small_samples_make_a_small_segment(kind: type[Images]) -> None:
     """The address space follows the samples, not the budget."""
@@ -142,6 +149,14 @@ def test_a_limit_hardly_above_what_the_samples_need_costs_nothing(kind: type[Ima
     assert caplog.text == ""
 
 
+def test_samples_that_fill_whole_pages_have_a_row_each_under_a_limit_hardly_above_them() -> None:
+    """What is asked for has room for the alignment of columns, too."""
+    with limited(resource.RLIMIT_FSIZE, 8192 + 16 * 4096 + 16_384):
+        cache = SharedMemoryCache(16, [np.zeros(4096, np.uint8)], budget="100GB")
+
+    assert cache.capacity == 16
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], caplog: Any) -> None:
     """As much as the limit grants is cached, the rest is right, and a warning names sizes and limit."""
@@ -175,6 +190,23 @@ def test_a_limit_below_the_examples_makes_a_private_cache(
     assert "RLIMIT_FSIZE is 4,096" in record.getMessage()
     assert "1.0 GB" in record.getMessage()
     assert "RLIMIT_FSIZE" in ds.cache.explain()
+
+
+def test_a_segment_with_less_room_than_the_examples_take_is_asked_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where a small budget makes it so small the refusal is final."""
+    refused: list[Layout] = []
+
+    def refuse(layout: Layout) -> Any:
+        refused.append(layout)
+        raise SegmentError("no")
+
+    monkeypatch.setattr(Layout, "create_segment", refuse)
+    with pytest.raises(SegmentError, match="no"):
+        SharedMemoryCache(1, [np.zeros(100_000)], budget=4096)
+
+    assert len(refused) == 1
 
 
 def test_without_descriptors_left_the_cache_is_private(caplog: Any) -> None:

@@ -59,6 +59,22 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     assert sum(dataset.reads) == reads
 
 
+class Readers(Images):
+    """Each sample is the number of the process that read it."""
+
+    def sample(self, index: int) -> Any:
+        return os.getpid()
+
+
+def test_workers_fill_a_cache_in_shared_memory() -> None:
+    """This process reads the three examples alone."""
+    ds = CachedDataset(Readers(40), budget=1 << 20)
+    ds.fill(2, progress=False)
+    readers = [ds[index] for index in range(40)]
+
+    assert readers.count(os.getpid()) == 3
+
+
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
     calls = itertools.count()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 from typing import Any
 
 import pytest
+from torch._utils import ExceptionWrapper
 
 import fastload
 from fastload.errors import SegmentError
-from fastload.transport import pool
+from fastload.transport import pool, worker
 from tests import zoo as datasets
 from tests.faults import zoo
 
@@ -66,6 +68,31 @@ def test_a_worker_without_descriptors_sends_its_error_all_the_same(depth: int) -
         next(iterator)
 
     assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index 4, /dev/null"]
+
+
+@pytest.mark.parametrize(("length", "is_whole"), [(10, True), (800, True), (801, False), (100_000, False)])
+def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_is_long(
+    length: int, is_whole: bool
+) -> None:
+    """The first and last 400 characters stay; a message of the pipe has room for four bytes each."""
+    wrapper = ExceptionWrapper((ValueError, ValueError("no"), None))
+    wrapper.exc_msg = text = "\N{HEAVY CHECK MARK}".join(map(str, range(length)))[:length]
+    reply = worker.Reply(worker.Kind.ERROR, error=pickle.dumps(worker.ErrorParts(wrapper, "at sample 4")))
+
+    data = worker.short_error(reply, OSError(24, "Too many open files"), 0)
+
+    parts = pickle.loads(data)
+    assert parts.wrapper.exc_msg == (text if is_whole else f"{text[:400]}\n[...]\n{text[-400:]}")
+    assert (parts.wrapper.exc_type, parts.place) == (ValueError, "at sample 4")
+    assert len(data) < 4000
+
+
+def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
+    """With what the system said."""
+    data = worker.short_error(worker.Reply(worker.Kind.BATCH), OSError(24, "Too many open files"), 3)
+
+    with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
+        pickle.loads(data).wrapper.reraise()
 
 
 def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:

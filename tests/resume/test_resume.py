@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 from typing import Any
@@ -14,8 +15,10 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
+from tests import zoo
 from tests.resume.loaders import LENGTH, SAMPLERS, labels, make, seeded, through_json, through_torch_save
 from tests.resume.zoo import Foreign, Numbers
+from tests.transport.fetch_zoo import Silent
 
 
 def start_epoch(loader: DataLoader, epoch: int) -> Any:
@@ -80,6 +83,19 @@ def test_another_number_of_workers(kind: str, before: int, after: int, *, persis
         resumed.load_state_dict(state)
 
         assert seen + labels(resumed) == expected[1]
+
+
+def test_an_epoch_that_workers_began_is_finished_without_them() -> None:
+    """Torch begins with a sampler twice where there are workers, and its order is that of the second time."""
+    expected = uninterrupted("no batches", 1, num_workers=2)
+    torch.manual_seed(11)
+    with make("no batches", 2) as loader:
+        seen = labels(itertools.islice(loader, 5))
+        state = through_json(loader.state_dict())
+    resumed = make("no batches")
+    resumed.load_state_dict(state)
+
+    assert seen + labels(resumed) == expected[0]
 
 
 @settings(max_examples=40, deadline=None)
@@ -420,3 +436,33 @@ def test_a_state_brings_back_an_order_of_torchs_default_generator(
 
     assert got == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def _constant(key: Any) -> int:
+    return 1
+
+
+def _loader_of_keys(keys: list[Any]) -> DataLoader:
+    return DataLoader(zoo.Made(_constant, len(keys)), 2, sampler=keys)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_refused"),
+    [
+        (["a", "b", "c", "d"], ["a", "b", "c", "d"], False),
+        (["a", "b", "c", "d"], ["a", "x", "c", "d"], True),
+        ([object() for _ in range(4)], [object() for _ in range(4)], False),
+        ([object() for _ in range(4)], [Ellipsis for _ in range(4)], True),
+        ([Silent(number) for number in range(4)], [Silent(number) for number in range(4)], False),
+    ],
+    ids=["same texts", "other texts", "addresses", "other kinds", "no repr"],
+)
+def test_keys_are_told_apart_by_their_text(before: list[Any], after: list[Any], is_refused: bool) -> None:
+    """Less the addresses in it, which the next process does not have; by their kind where there is none."""
+    loader = _loader_of_keys(before)
+    next(iter(loader))
+    resumed = _loader_of_keys(after)
+    resumed.load_state_dict(through_json(loader.state_dict()))
+
+    with pytest.raises(ResumeError, match="gave other indices") if is_refused else contextlib.nullcontext():
+        assert len(list(resumed)) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import traceback
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader, delivery
-from fastload.errors import ResumeError
+from fastload.errors import BatchLostError, ResumeError, SegmentError
+from fastload.transport import pool
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import through_json
 from tests.resume.zoo import (
@@ -97,6 +100,47 @@ def test_a_stream_that_cannot_say_where_it_stands(num_workers: int) -> None:
 
         assert found == whole
         assert loader.state_dict()["_iterator_finished"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_no_frame_of_fastload_holds_the_error_of_a_state_dict(num_workers: int) -> None:
+    """Its traceback holds the frames: they would keep each other alive."""
+    with DataLoader(BrokenStream(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ArithmeticError) as caught:
+            loader.state_dict()
+
+    _this, *others = [frame for frame, _ in traceback.walk_tb(caught.tb)]
+    assert others
+    assert not any(value is caught.value for frame in others for value in frame.f_locals.values())
+
+
+def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It brings no state of its worker's stream, which stands where it stood before."""
+    whole = [batch.tolist() for batch in loader_of(1)]
+    parent, original = os.getpid(), pool.Segment.map
+    refusals = iter([False, True])
+
+    def map_or_refuse(self: Any, *, writable: bool) -> Any:
+        if os.getpid() == parent and next(refusals, False):
+            raise SegmentError("out of address space")
+        return original(self, writable=writable)
+
+    monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
+    with loader_of(1) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        with pytest.raises(BatchLostError, match="out of address space"):
+            next(iterator)
+        state = through_json(loader.state_dict())
+    with loader_of(1) as resumed:
+        resumed.load_state_dict(state)
+        rest = [batch.tolist() for batch in resumed]
+
+    assert [first.tolist(), *rest] == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

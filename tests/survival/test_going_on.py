@@ -5,6 +5,7 @@ Every test here runs under the leak guard of conftest.py: no process, thread or 
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -226,6 +227,17 @@ def test_a_loader_whose_worker_died_can_begin_a_new_epoch(
     loader.close()
 
 
+def test_a_death_is_logged_once_with_the_text_of_its_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that catches the error leaves a trace of it."""
+    iterator = iter(fastload.DataLoader(zoo.Made(zoo.killed, 24), 4, num_workers=2))
+    with caplog.at_level(logging.ERROR, "fastload"):
+        with pytest.raises(fastload.WorkerDiedError) as caught:
+            list(iterator)
+        assert list(iterator) == []
+
+    assert [record.getMessage() for record in caplog.records] == [str(caught.value)]
+
+
 def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
 ) -> None:
@@ -263,6 +275,16 @@ def test_every_next_after_close_is_the_same_error(pretend_accelerator: Any, pinn
         with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
             next(iterator)
     assert_numbered(held, 0, 4)
+
+
+def test_a_closed_iterator_has_no_processes() -> None:
+    """Their numbers may soon be those of other processes."""
+    loader = fastload.DataLoader(zoo.Made(attack_zoo.numbered, 24), 4, num_workers=2)
+    iterator: Any = iter(loader)
+    before = iterator._pool.pids
+    loader.close()
+
+    assert (len(before), iterator._pool.pids) == (2, [])
 
 
 @PINNED

@@ -32,6 +32,22 @@ def test_a_worker_has_one_thread_and_asks_no_network(method: str) -> None:
     assert (torch_threads, cv2_threads, no_update) == (1, 1, "1")
 
 
+def _opencv_threads(index: int) -> str:
+    return os.environ["OPENCV_FOR_THREADS_NUM"]
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, "1"), ("3", "3")])
+def test_opencv_that_a_worker_imports_later_has_one_thread_unless_the_user_says_more(
+    monkeypatch: pytest.MonkeyPatch, users: str | None, expected: str
+) -> None:
+    """OpenCV reads its environment variable when it is imported."""
+    monkeypatch.delenv("OPENCV_FOR_THREADS_NUM", raising=False)
+    if users is not None:
+        monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", users)
+
+    assert list(fastload.DataLoader(zoo.Made(_opencv_threads, 1), None, num_workers=1)) == [expected]
+
+
 def _run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],

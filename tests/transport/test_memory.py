@@ -119,6 +119,23 @@ def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: i
     assert memory.address % 4096 == 0
 
 
+def test_private_memory_needs_no_descriptor() -> None:
+    """However much of it there is."""
+    before = os.listdir("/proc/self/fd")
+    memories = [private_memory(4096) for _ in range(3)]
+
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert len(memories) == 3
+
+
+def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when it is written to."""
+    monkeypatch.setattr(memory_module, "populate", _no_memory)
+
+    with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
+        private_memory(4096)
+
+
 def test_stretches_are_aligned_and_do_not_overlap() -> None:
     """64 bytes, as torch's own allocator."""
     arena = Arena(private_memory)
@@ -218,6 +235,26 @@ def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> N
     assert held[0].sum() == 5 * 200_000
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
+    """More than once, and also after all memory was forgotten while the batch was made."""
+    buffers = Buffers(1 << 30)
+    buffers.begin()
+    buffers.arena.allocate(1000)
+    buffers.arena.end()
+
+    buffers.begin()
+    for nbytes in (100_000, 300_000):
+        if clears:
+            buffers.clear()
+        else:
+            buffers.arena.begin(None)
+        part = buffers.arena.allocate(nbytes)
+        part[:] = 5
+
+    assert part.sum() == 5 * 300_000
+
+
 @pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
 def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
     """A batch beyond it has memory that goes with the batch."""
@@ -297,6 +334,25 @@ def _array_or_count(index: int) -> Any:
         return np.full(100_000, index, np.uint8)
     links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return sum("memfd:fastload-slot" in os.readlink(link) for link in links if link.is_symlink())
+
+
+def _outgrowing_or_count(index: int) -> Any:
+    """Two arrays that outgrow the memory of the first, or how many segments are open and not mapped."""
+    if index % 2 == 0:
+        return np.zeros(10, np.uint8), np.full(100_000, index, np.uint8)
+    files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    is_slot = "memfd:fastload-slot"
+    opened = {file.stat().st_ino for file in files if file.is_symlink() and is_slot in os.readlink(file)}
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len(opened - {int(line.split()[4]) for line in lines if is_slot in line})
+
+
+def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
+    """What it has open is what it has mapped, for later batches."""
+    batches = list(fastload.DataLoader(zoo.Made(_outgrowing_or_count, 8), None, num_workers=1))
+
+    assert batches[1::2] == [0] * 4
+    assert [int(large[0]) for _, large in batches[::2]] == [0, 2, 4, 6]
 
 
 def _no_memory(mapping: Any) -> None:
