@@ -38,7 +38,7 @@ def limit_bytes(ring_bytes: int | float | str) -> int:
 
 
 # Once so many batches held no bytes at all, such as lists of strings, a worker may have several under way
-# though nothing is known of their size. Should larger ones come then, the first of them may exceed `ring_bytes`.
+# though nothing is known of their size. If larger ones follow, the first of them may exceed `ring_bytes`.
 EMPTY_BATCHES = 8
 
 
