@@ -50,7 +50,7 @@ _KNOWN_CONTEXTS = (
 )
 
 # Every live iterator: what close() looks through.
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
 class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see __class_getitem__
@@ -261,7 +261,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         if device is None and self.device_transform is None:
             return source
         iterator = DeviceIterator(self, source, device)
-        _live.add(iterator)
+        _live[iterator] = None
         return iterator
 
     def _host_iterator(self) -> Any:
@@ -281,7 +281,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         else:
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self)
-        _live.add(iterator)
+        _live[iterator] = None
         return iterator
 
     def _refuse_torch(self, reason: str) -> None:
@@ -356,8 +356,9 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 
         The loader can be iterated again. An iterator that was open raises LoaderClosedError.
         """
-        for iterator in list(_live):
-            if iterator.belongs_to(self):
+        for reference in _live.keyrefs():  # a copy, made in one step: other threads make iterators meanwhile
+            iterator = reference()
+            if iterator is not None and iterator.belongs_to(self):
                 iterator.close()
         self._iterator = None
         forget_buffers(self)

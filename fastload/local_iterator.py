@@ -165,5 +165,9 @@ class LocalIterator(_BaseDataLoaderIter):
     def close(self) -> None:
         """Let go of the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        if not self._has_ended:
-            self._buffers.clear()
+        if self._turn.acquire(blocking=False):  # else another thread lays a batch out in them
+            try:
+                if not self._has_ended:
+                    self._buffers.clear()
+            finally:
+                self._turn.release()

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import select
+import signal
 import threading
 import time
 from multiprocessing import forkserver, resource_tracker
@@ -24,6 +25,12 @@ KEPT_OPEN = re.compile(
     r"/dev/nvidia"  # CUDA's driver
     r"|.*/pym-\d+-\w+ \(deleted\)"  # the heap of multiprocessing's Value and Array; it keeps free space
 )
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C, which the background job of a shell ignores: tests send it, and would wait for ever."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -381,6 +381,12 @@ class TestInterruption:
         cache = LMDBCache(tmp_path / "cache")
         assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
 
+    def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(self, tmp_path: Path) -> None:
+        """CPython would end the process by the signal, though the command has handled it."""
+        stopped = start("build", "tests.cli_zoo:InterruptedInText", tmp_path / "cache", "--workers", "0")
+
+        assert stopped.returncode == 130, stopped.stderr
+
     def test_a_killed_build_is_listed_and_gone_on_with(self, tmp_path: Path) -> None:
         """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
