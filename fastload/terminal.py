@@ -83,8 +83,8 @@ class CommandGroup(TyperGroup):
             if "--debug" in words or os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
             code = _fail(error, "--json" in words)
-        # CPython ends `python -m` by SIGINT if a KeyboardInterrupt has left an exec() of text, such as that of
-        # a dataclass in a module being imported, though it was handled. The next exec() of text forgets that.
+        # CPython ends `python -m` by SIGINT if a KeyboardInterrupt has left an exec() of text, such as that
+        # of a dataclass in a module being imported, though it was handled. Another exec() of text forgets it.
         exec("")
         sys.exit(int(code or 0))
 

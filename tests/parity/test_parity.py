@@ -11,7 +11,7 @@ import functools
 import random
 import warnings
 from multiprocessing import resource_sharer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -19,7 +19,11 @@ import torch
 import torch.utils.data as tud
 
 import fastload
+from fastload.transport import collate
 from tests import zoo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 LOADERS = (tud.DataLoader, fastload.DataLoader)
 NUM_WORKERS = (0, 1, 2)
@@ -159,6 +163,27 @@ SAMPLES: dict[str, Any] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_any_sample_collates_as_in_torch(name: str, num_workers: int) -> None:
     """Every kind of sample gives torch's batches, or torch's error, at torch's batch."""
+    compare(lambda loader: (loader(zoo.Made(SAMPLES[name]), batch_size=4, num_workers=num_workers), None), 1)
+
+
+@pytest.fixture(params=["rows", "warm memory"])
+def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Samples of every size are written to rows, or kept and stacked in warm memory."""
+    monkeypatch.setattr(collate, "ROW_TENSOR_BYTES", 1)
+    monkeypatch.setattr(collate, "THREADS_PAY_BYTES", 1)
+    monkeypatch.setattr(collate, "WARM_BYTES", 1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1 if request.param == "rows" else 2)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
+    name: str, num_workers: int, one_way: None
+) -> None:
+    """The kinds above are small: here they go the ways of large ones, too."""
     compare(lambda loader: (loader(zoo.Made(SAMPLES[name]), batch_size=4, num_workers=num_workers), None), 1)
 
 
