@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fastload.cache.leaves import (
     TEXT_KINDS,
     Array,
     Leaf,
-    array_tensor,
     storage_dtype,
     text_value,
     to_bytes,
@@ -30,6 +28,8 @@ from fastload.transport.segment import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
 
     Allocate = Callable[[tuple[int, ...], np.dtype[Any]], Array]
 
@@ -156,6 +156,8 @@ def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     if leaf.kind == "array":
         return lambda index: array[index, ...]
     if leaf.kind == "tensor":
+        from fastload.cache.tensors import array_tensor
+
         return lambda index: array_tensor(array[index, ...].copy(), leaf.dtype)
     if leaf.kind == "scalar":
         return lambda index: array[index, ...].copy()[()]
@@ -173,7 +175,11 @@ def _text(row: Array) -> bytes:
 
 def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
     """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
+    import torch
+
     if leaf.kind == "tensor":
+        from fastload.cache.tensors import array_tensor
+
         return array_tensor(out, leaf.dtype)
     tensor = torch.from_numpy(out)
     if leaf.kind == "scalar":
@@ -185,8 +191,14 @@ def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def collates(leaf: Leaf) -> bool:
     """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
+    import torch
+
     if leaf.kind in ("none", "bytes_"):
         return False
+    if leaf.kind == "tensor":
+        from fastload.cache.tensors import TENSOR_DTYPES
+
+        return leaf.dtype in TENSOR_DTYPES
     if leaf.kind in ("array", "scalar"):
         dtype = storage_dtype(leaf)
         try:

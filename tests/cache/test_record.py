@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.cache.disk.gather import stack_records
-from fastload.cache.leaves import TENSOR_DTYPES
 from fastload.cache.record import ALIGNMENT_BYTES, decode, encode
 from fastload.cache.spec import Spec
+from fastload.cache.tensors import TENSOR_DTYPES
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from tests.cache.zoo import Pair, Triple, assert_same
 
