@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,6 +44,14 @@ class Leaf(NamedTuple):
     kind: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
+
+
+@cache
+def torch_side() -> Any:
+    """The module `tensors`, imported when it is needed; a call takes less time than an import statement."""
+    from fastload.cache import tensors
+
+    return tensors
 
 
 def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
@@ -82,9 +91,7 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         return Leaf(kind.__name__), value
     torch: Any = sys.modules.get("torch")  # where nothing has imported it, nothing is a tensor
     if torch is not None and kind is torch.Tensor:
-        from fastload.cache.tensors import describe_tensor
-
-        name, tensor = describe_tensor(value)
+        name, tensor = torch_side().describe_tensor(value)
         return Leaf("tensor", name, tuple(tensor.shape)), tensor
     if isinstance(value, np.generic):
         try:
@@ -122,9 +129,7 @@ def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
     if kind == "array":
         return _raw(value)
     if kind == "tensor":
-        from fastload.cache.tensors import tensor_array
-
-        return _raw(tensor_array(value))
+        return _raw(torch_side().tensor_array(value))
     if kind == "scalar":
         return np.asarray(value).tobytes()
     if kind == "int":
@@ -173,9 +178,7 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
         if kind == "array":
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
         if kind == "tensor":
-            from fastload.cache.tensors import array_tensor
-
-            return array_tensor(
+            return torch_side().array_tensor(
                 view_array(storage_dtype(leaf), leaf.shape, memory, offset).copy(), leaf.dtype
             )
         if kind == "scalar":

@@ -1,18 +1,23 @@
-"""Tensors over arrays: the memory of one as that of the other, without a copy.
+"""Tensors over arrays, and over a batch of them: the memory of one as that of the other, without a copy.
 
-Called by `leaves` and `columns` where they meet a tensor, in any process, and imported there only: this file
-brings torch, without which caches can be listed, described and verified.
+Called by `leaves`, `columns` and `gather`, in any process, through `leaves.torch_side`: this file brings
+torch, without which caches can be listed, described and verified.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from fastload.cache.dtypes import TENSOR_STORAGE
+from fastload.cache.dtypes import TENSOR_STORAGE, numpy_dtype
 from fastload.errors import UnsupportedSampleError
+
+if TYPE_CHECKING:
+    from fastload.cache.leaves import Leaf
 
 Array = npt.NDArray[Any]
 
@@ -43,9 +48,10 @@ def array_tensor(array: Array, name: str) -> torch.Tensor:
     Raises:
         ValueError: This release of torch has no such dtype.
     """
-    dtype = TENSOR_DTYPES.get(name)
-    if dtype is None:
-        raise ValueError(f"torch {torch.__version__} has no dtype {name}")
+    try:
+        dtype = TENSOR_DTYPES[name]
+    except KeyError:
+        raise ValueError(f"torch {torch.__version__} has no dtype {name}") from None
     tensor = torch.from_numpy(array)
     return tensor.view(dtype) if dtype in _REINTERPRETED else tensor
 
@@ -66,3 +72,32 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     if name is None:
         raise UnsupportedSampleError(f"a tensor of {tensor.dtype} is not cached: return a plain dtype")
     return name, tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
+    """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
+    if leaf.kind == "tensor":
+        return array_tensor(out, leaf.dtype)
+    tensor = torch.from_numpy(out)
+    if leaf.kind == "scalar":
+        # default_collate calls as_tensor on the list of scalars, whose choice of dtype is torch's own affair.
+        tensor = tensor.to(torch.as_tensor([out.dtype.type(0)]).dtype)
+    return tensor
+
+
+@lru_cache(maxsize=256)
+def collates(leaf: Leaf) -> bool:
+    """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
+    if leaf.kind in ("none", "bytes_"):
+        return False
+    if leaf.kind == "tensor":
+        return leaf.dtype in TENSOR_DTYPES
+    if leaf.kind in ("array", "scalar"):
+        dtype = numpy_dtype(leaf.dtype)
+        try:
+            torch.from_numpy(np.empty(0, dtype))
+            if leaf.kind == "scalar":
+                torch.as_tensor([dtype.type(0)])
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    return True
