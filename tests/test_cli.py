@@ -97,14 +97,14 @@ def flip_a_bit(path: Path, index: int) -> None:
 class TestImports:
     @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])
     def test_caches_on_disk_are_managed_without_torch(self, tmp_path: Path, words: list[str]) -> None:
-        """Nor are Pillow and psutil imported; a command answers sooner than torch would be there."""
+        """Nor are Pillow, psutil and rich imported; a command answers sooner than torch would be there."""
         built(tmp_path / "a", "--codec", "png")
         command, path, *options = words
 
         brought = imported_by("cache", command, tmp_path / path, *options)
 
         assert "fastload.cache.disk.lmdb_cache" in brought
-        assert not {"torch", "PIL", "psutil"} & brought
+        assert not {"torch", "PIL", "psutil", "rich"} & brought
 
     def test_caches_in_memory_are_listed_without_torch(self) -> None:
         """Also one of tensors."""
@@ -117,7 +117,7 @@ class TestImports:
             cached.cache.close()
 
         assert "fastload.cache.ram.registry" in brought
-        assert not {"torch", "PIL", "psutil"} & brought
+        assert not {"torch", "PIL", "psutil", "rich"} & brought
 
 
 class TestHelp:
