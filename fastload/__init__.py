@@ -1,77 +1,115 @@
-"""A drop-in DataLoader for PyTorch over a shared cache of decoded images."""
+"""A drop-in DataLoader for PyTorch over a shared cache of decoded images.
 
-from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.device.backends import tune_backends
-from fastload.device.normalize import Normalize
-from fastload.device.oom import find_batch_size, retry_on_oom
-from fastload.device.prefetch import CUDAPrefetcher
-from fastload.device.report import DeviceMemory, MemoryReport, memory_report
-from fastload.errors import (
-    BatchLostError,
-    CacheBusyError,
-    CacheCorruptError,
-    CacheError,
-    CacheMismatchError,
-    DeviceUnavailableError,
-    ErrorBudgetError,
-    FastloadError,
-    ImageReadError,
-    LoaderClosedError,
-    RandomDatasetError,
-    ResumeError,
-    SegmentError,
-    UnsupportedSampleError,
-    WorkerDiedError,
-    WorkerStartError,
-)
-from fastload.failed_sample import FailedSample
-from fastload.images.decode import read_image
-from fastload.images.folder import ImageFolder
-from fastload.loader import DataLoader
-from fastload.rng.sample_rng import sample_generator
-from fastload.rng.seeding import seed_everything, seed_worker
-from fastload.transport.worker_info import WorkerInfo, get_worker_info
+`import fastload` alone imports nothing: each public name brings its module at its first use (PEP 562). A new
+name is added twice, to the imports that type checkers read and to the table that Python reads; a test
+compares them.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BatchLostError",
-    "CUDAPrefetcher",
-    "CacheBusyError",
-    "CacheCorruptError",
-    "CacheError",
-    "CacheInfo",
-    "CacheMismatchError",
-    "CachedDataset",
-    "DataLoader",
-    "DeviceMemory",
-    "DeviceUnavailableError",
-    "ErrorBudgetError",
-    "FailedSample",
-    "FastloadError",
-    "ImageFolder",
-    "ImageReadError",
-    "LMDBCache",
-    "LoaderClosedError",
-    "MemoryReport",
-    "Normalize",
-    "RandomDatasetError",
-    "ResumeError",
-    "SegmentError",
-    "SharedMemoryCache",
-    "UnsupportedSampleError",
-    "WorkerDiedError",
-    "WorkerInfo",
-    "WorkerStartError",
-    "find_batch_size",
-    "get_worker_info",
-    "memory_report",
-    "read_image",
-    "retry_on_oom",
-    "sample_generator",
-    "seed_everything",
-    "seed_worker",
-    "tune_backends",
-]
+if TYPE_CHECKING:
+    from fastload.cache.dataset import CachedDataset as CachedDataset, CacheInfo as CacheInfo
+    from fastload.cache.disk.lmdb_cache import LMDBCache as LMDBCache
+    from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
+    from fastload.device.backends import tune_backends as tune_backends
+    from fastload.device.normalize import Normalize as Normalize
+    from fastload.device.oom import (
+        find_batch_size as find_batch_size,
+        retry_on_oom as retry_on_oom,
+    )
+    from fastload.device.prefetch import CUDAPrefetcher as CUDAPrefetcher
+    from fastload.device.report import (
+        DeviceMemory as DeviceMemory,
+        MemoryReport as MemoryReport,
+        memory_report as memory_report,
+    )
+    from fastload.errors import (
+        BatchLostError as BatchLostError,
+        CacheBusyError as CacheBusyError,
+        CacheCorruptError as CacheCorruptError,
+        CacheError as CacheError,
+        CacheMismatchError as CacheMismatchError,
+        DeviceUnavailableError as DeviceUnavailableError,
+        ErrorBudgetError as ErrorBudgetError,
+        FastloadError as FastloadError,
+        ImageReadError as ImageReadError,
+        LoaderClosedError as LoaderClosedError,
+        RandomDatasetError as RandomDatasetError,
+        ResumeError as ResumeError,
+        SegmentError as SegmentError,
+        UnsupportedSampleError as UnsupportedSampleError,
+        WorkerDiedError as WorkerDiedError,
+        WorkerStartError as WorkerStartError,
+    )
+    from fastload.failed_sample import FailedSample as FailedSample
+    from fastload.images.decode import read_image as read_image
+    from fastload.images.folder import ImageFolder as ImageFolder
+    from fastload.loader import DataLoader as DataLoader
+    from fastload.rng.sample_rng import sample_generator as sample_generator
+    from fastload.rng.seeding import (
+        seed_everything as seed_everything,
+        seed_worker as seed_worker,
+    )
+    from fastload.transport.worker_info import (
+        WorkerInfo as WorkerInfo,
+        get_worker_info as get_worker_info,
+    )
+
+_NAMES = {
+    "cache.dataset": ("CachedDataset", "CacheInfo"),
+    "cache.disk.lmdb_cache": ("LMDBCache",),
+    "cache.ram.shared": ("SharedMemoryCache",),
+    "device.backends": ("tune_backends",),
+    "device.normalize": ("Normalize",),
+    "device.oom": ("find_batch_size", "retry_on_oom"),
+    "device.prefetch": ("CUDAPrefetcher",),
+    "device.report": ("DeviceMemory", "MemoryReport", "memory_report"),
+    "errors": (
+        "BatchLostError",
+        "CacheBusyError",
+        "CacheCorruptError",
+        "CacheError",
+        "CacheMismatchError",
+        "DeviceUnavailableError",
+        "ErrorBudgetError",
+        "FastloadError",
+        "ImageReadError",
+        "LoaderClosedError",
+        "RandomDatasetError",
+        "ResumeError",
+        "SegmentError",
+        "UnsupportedSampleError",
+        "WorkerDiedError",
+        "WorkerStartError",
+    ),
+    "failed_sample": ("FailedSample",),
+    "images.decode": ("read_image",),
+    "images.folder": ("ImageFolder",),
+    "loader": ("DataLoader",),
+    "rng.sample_rng": ("sample_generator",),
+    "rng.seeding": ("seed_everything", "seed_worker"),
+    "transport.worker_info": ("WorkerInfo", "get_worker_info"),
+}
+
+if not TYPE_CHECKING:  # or type checkers would take every name for a public one
+    _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+    _SUBMODULES = {module.partition(".")[0] for module in _NAMES}
+
+    __all__ = sorted(_MODULE_OF)
+
+    def __getattr__(name: str) -> object:
+        """A public name, or a module of the package, at its first use."""
+        if name in _SUBMODULES:
+            return _import_module(f"{__name__}.{name}")
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value  # the next use finds it there
+        return value
+
+    def __dir__() -> list[str]:
+        """The public names, whether they were used or not."""
+        return list(__all__)

@@ -121,10 +121,10 @@ def test_torch_cuda_is_named_in_the_device_room_alone() -> None:
 
 def test_import_starts_nothing_and_brings_no_heavy_guests() -> None:
     """No process, no thread, no CUDA context; albumentations, OpenCV and rich only where they are used."""
-    program = (
+    _run(
         "import os, sys, threading, torch.utils.data\n"
         "before = set(sys.modules)\n"
-        "import fastload\n"
+        "from fastload import *\n"
         "assert threading.active_count() == 1\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not open(f'/proc/self/task/{os.getpid()}/children').read()\n"
@@ -132,21 +132,68 @@ def test_import_starts_nothing_and_brings_no_heavy_guests() -> None:
         "assert not guests & (set(sys.modules) - before), guests & set(sys.modules)\n"
     )
 
+
+def test_import_of_the_package_alone_imports_nothing_else() -> None:
+    """Every public name brings its module when it is used."""
+    _run(
+        "import sys, fastload\n"
+        "found = {name for name in sys.modules if name.startswith(('fastload.', 'torch', 'numpy'))}\n"
+        "assert not found, found\n"
+    )
+
+
+@pytest.mark.parametrize("program", ["from fastload import DataLoader", "import fastload.transport.worker"])
+def test_a_loader_and_a_worker_bring_no_cache(program: str) -> None:
+    """Pillow, LMDB, psutil and the caches are imported with a CachedDataset, not before."""
+    _run(
+        f"import sys\n{program}\n"
+        "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.record'}\n"
+        "assert not guests & set(sys.modules), guests & set(sys.modules)\n"
+    )
+
+
+def test_errors_are_there_without_an_import_of_their_own() -> None:
+    """`fastload.errors` needs no more than `import fastload`."""
+    _run("import fastload\nassert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n")
+
+
+def _run(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_all_is_sorted_and_is_what_can_be_seen() -> None:
     """Public names come through the package alone."""
-    visible = {
-        name
-        for name, value in vars(fastload).items()
-        if not name.startswith("_") and not isinstance(value, type(sys))
+    assert dir(fastload) == fastload.__all__ == sorted(fastload.__all__)
+
+
+def test_type_checkers_read_the_names_that_python_finds() -> None:
+    """The imports for type checkers and the table of names agree, name by name."""
+    imports = [
+        node
+        for branch in ast.parse(FILES["__init__"].read_text()).body
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for node in branch.body
+    ]
+    read = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for node in imports
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
+    found = {name: f"fastload.{module}.{name}" for name, module in fastload._MODULE_OF.items()}
 
-    assert set(fastload.__all__) == visible
-    assert sorted(fastload.__all__, key=_ruffs_order) == fastload.__all__
+    assert read == found
 
 
-def _ruffs_order(name: str) -> tuple[int, str]:
-    kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
-    return kind, name
+@pytest.mark.parametrize("name", fastload.__all__)
+def test_a_public_name_is_kept_once_it_was_used(name: str) -> None:
+    """The second use is a plain look-up."""
+    value = getattr(fastload, name)
+
+    assert vars(fastload)[name] is value
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
+    """As that of any module."""
+    with pytest.raises(AttributeError, match="module 'fastload' has no attribute 'Dataloader'"):
+        fastload.Dataloader  # noqa: B018

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -26,7 +27,6 @@ from fastload.cache.disk.lmdb_cache import LMDBCache
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
-PACKAGE = Path(fastload.__file__).parent
 COMMANDS = ("build", "info", "verify", "ls", "rm")
 
 
@@ -45,6 +45,30 @@ def start(*words: Any, cwd: Path = ROOT, **environment: str) -> subprocess.Compl
         text=True,
         timeout=90,
     )
+
+
+def imported_by(*words: Any) -> set[str]:
+    """The modules that `fastload ...` has imported when it ends well, in a process of its own."""
+    program = (
+        "import sys\n"
+        "from fastload.cli import app\n"
+        "try:\n"
+        "    app(sys.argv[1:])\n"
+        "except SystemExit as stop:\n"
+        "    assert stop.code == 0, stop.code\n"
+        "print(*sys.modules, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", program, *map(str, words)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.splitlines()[-1].split())
 
 
 def built(dest: Path, *options: str, source: str = "tests.cli_zoo:factory") -> Path:
@@ -68,6 +92,32 @@ def flip_a_bit(path: Path, index: int) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(pixels(index).tobytes())] ^= 1
     path.write_bytes(content)
+
+
+class TestImports:
+    @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])
+    def test_caches_on_disk_are_managed_without_torch(self, tmp_path: Path, words: list[str]) -> None:
+        """Nor are Pillow, psutil and rich imported; a command answers sooner than torch would be there."""
+        built(tmp_path / "a", "--codec", "png")
+        command, path, *options = words
+
+        brought = imported_by("cache", command, tmp_path / path, *options)
+
+        assert "fastload.cache.disk.lmdb_cache" in brought
+        assert not {"torch", "PIL", "psutil", "rich"} & brought
+
+    def test_caches_in_memory_are_listed_without_torch(self) -> None:
+        """Also one of tensors."""
+        cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", budget="1MB")
+
+        try:
+            assert cached[0][0].tolist() == list(range(9))
+            brought = imported_by("cache", "ls")
+        finally:
+            cached.cache.close()
+
+        assert "fastload.cache.ram.registry" in brought
+        assert not {"torch", "PIL", "psutil", "rich"} & brought
 
 
 class TestHelp:
@@ -99,22 +149,12 @@ class TestHelp:
         assert done.stderr.startswith("Usage: python -m fastload [OPTIONS] COMMAND [ARGS]...\n")
         assert "\n  cache   Caches of decoded samples" in done.stderr
 
-    def test_help_needs_neither_torch_nor_rich(self) -> None:
+    @pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "build", "--help"]])
+    def test_help_and_version_need_neither_torch_nor_rich(self, words: list[str]) -> None:
         """The modules of the command line import nothing heavy themselves."""
-        program = (
-            "import sys, types\n"
-            "package = types.ModuleType('fastload')\n"
-            f"package.__path__ = [{str(PACKAGE)!r}]\n"
-            "sys.modules['fastload'] = package  # without what its __init__ imports\n"
-            "from fastload.cli import app\n"
-            "try:\n"
-            "    app(['cache', 'build', '--help'])\n"
-            "except SystemExit as stop:\n"
-            "    assert stop.code == 0\n"
-            "assert not {'torch', 'numpy', 'lmdb', 'rich', 'PIL'} & set(sys.modules), set(sys.modules)\n"
-        )
+        brought = imported_by(*words)
 
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & brought
 
     def test_the_script_is_the_module(self) -> None:
         """`fastload` and `python -m fastload` start the same function."""

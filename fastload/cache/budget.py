@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import psutil
-
 try:
     import resource
 except ImportError:  # Windows
@@ -93,7 +91,7 @@ def available_bytes(root: str | Path = "/") -> int:
     """
     root = Path(root)
     if not sys.platform.startswith("linux"):
-        return int(psutil.virtual_memory().available)
+        return _psutil_available()
     free = [_meminfo_available(_read(root / "proc/meminfo"))]
     free += _cgroup_free(root)
     free += _address_space_free(root)
@@ -115,9 +113,15 @@ def _meminfo_available(meminfo: str) -> int:
     if match:
         return int(match[1]) * 1024
     try:
-        return int(psutil.virtual_memory().available)
+        return _psutil_available()
     except OSError:  # /proc is not there; this figure leaves out page cache that the kernel would give back
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _psutil_available() -> int:
+    import psutil  # slow to import, and Linux hardly ever needs it
+
+    return int(psutil.virtual_memory().available)
 
 
 def _address_space_free(root: Path) -> Iterator[int]:

@@ -7,22 +7,20 @@ column, in the structure that torch's default_collate would give it.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fastload.cache.leaves import (
     TEXT_KINDS,
     Array,
     Leaf,
-    array_tensor,
     storage_dtype,
     text_value,
     to_bytes,
+    torch_side,
     view_array,
 )
 from fastload.cache.spec import Spec, build_batch
@@ -122,11 +120,19 @@ class ColumnReader:
             (column.leaf, view_array(column.dtype, (rows, *column.row_shape), mapping, column.offset))
             for column in columns
         ]
-        self._readers = [_row_reader(leaf, array) for leaf, array in self._columns]
+        self._made_readers: list[Callable[[int], Any]] | None = None
+
+    @property
+    def _readers(self) -> list[Callable[[int], Any]]:
+        """One for each column; made for the first sample, since those of tensors bring torch."""
+        if self._made_readers is None:
+            self._made_readers = [_row_reader(leaf, array) for leaf, array in self._columns]
+        return self._made_readers
 
     def sample(self, index: int) -> Any:
         """The sample in a row: read-only views of arrays, private copies of tensors."""
-        return self._spec.build([read(index) for read in self._readers])
+        readers = self._made_readers or self._readers
+        return self._spec.build([read(index) for read in readers])
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """A batch of rows, `(len(indices), ...)` each, in the structure of torch's default_collate.
@@ -138,7 +144,8 @@ class ColumnReader:
         Returns:
             None if default_collate would not make tensors or lists of such samples.
         """
-        if not all(collates(leaf) for leaf, _ in self._columns):
+        make = torch_side()
+        if not all(make.collates(leaf) for leaf, _ in self._columns):
             return None
         batch: list[Any] = []
         for (leaf, array), read in zip(self._columns, self._readers, strict=True):
@@ -147,7 +154,7 @@ class ColumnReader:
                 continue
             out = allocate((len(indices), *array.shape[1:]), array.dtype)
             np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
-            batch.append(batch_tensor(leaf, out))
+            batch.append(make.batch_tensor(leaf, out))
         return build_batch(self._spec.node, iter(batch))
 
 
@@ -156,6 +163,7 @@ def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     if leaf.kind == "array":
         return lambda index: array[index, ...]
     if leaf.kind == "tensor":
+        array_tensor = torch_side().array_tensor
         return lambda index: array_tensor(array[index, ...].copy(), leaf.dtype)
     if leaf.kind == "scalar":
         return lambda index: array[index, ...].copy()[()]
@@ -169,30 +177,3 @@ def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
 def _text(row: Array) -> bytes:
     length = int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little")
     return row[_LENGTH_BYTES : _LENGTH_BYTES + length].tobytes()
-
-
-def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
-    """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
-    if leaf.kind == "tensor":
-        return array_tensor(out, leaf.dtype)
-    tensor = torch.from_numpy(out)
-    if leaf.kind == "scalar":
-        # default_collate calls as_tensor on the list of scalars, whose choice of dtype is torch's own affair.
-        tensor = tensor.to(torch.as_tensor([out.dtype.type(0)]).dtype)
-    return tensor
-
-
-@lru_cache(maxsize=256)
-def collates(leaf: Leaf) -> bool:
-    """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
-    if leaf.kind in ("none", "bytes_"):
-        return False
-    if leaf.kind in ("array", "scalar"):
-        dtype = storage_dtype(leaf)
-        try:
-            torch.from_numpy(np.empty(0, dtype))
-            if leaf.kind == "scalar":
-                torch.as_tensor([dtype.type(0)])
-        except (TypeError, ValueError, RuntimeError):
-            return False
-    return True

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset
 from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fill import fill
 from fastload.cache.nests import private_copy, read_only
-from fastload.cache.opening import Opener, Request
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
@@ -124,6 +123,8 @@ class CachedDataset(Dataset[Any]):
         self.key = key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
+        from fastload.cache.opening import Opener, Request  # Pillow and LMDB, which workers may not need
+
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
         self._source = opener.source
         self.cache = opener.open(cache)

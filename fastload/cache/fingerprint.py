@@ -18,9 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils.data import Subset
-
-from fastload.cache.guard import is_albumentations
 from fastload.cache.record import FORMAT_VERSION
 
 _DIGEST_BYTES = 16
@@ -87,6 +84,8 @@ def digest_of(value: Any) -> str:
 
 
 def _source_parts(dataset: Any) -> dict[str, str] | None:
+    from torch.utils.data import Subset  # here: reading a fingerprint does without torch
+
     if type(dataset) is Subset:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
@@ -127,6 +126,11 @@ def _prepare_parts(prepare: Any) -> dict[str, str] | None:
         except (NotImplementedError, TypeError, ValueError):  # it holds a function, which nobody can name
             return None
     return None
+
+
+def is_albumentations(value: Any) -> bool:
+    """Whether a value is an albumentations pipeline or transform, without importing albumentations."""
+    return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
 
 
 def _qualified_name(kind: Any) -> str:

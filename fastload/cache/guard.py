@@ -76,8 +76,3 @@ def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
         for transform, py_state, np_state in own:
             transform.py_random.setstate(py_state)
             transform.random_generator.bit_generator.state = np_state
-
-
-def is_albumentations(value: Any) -> bool:
-    """Whether a value is an albumentations pipeline or transform, without importing albumentations."""
-    return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""What may stand at the ends of a sample: dtypes by name, tensors over arrays, values to bytes and back.
+"""What may stand at the ends of a sample: dtypes by name, values to bytes and back.
 
 Called by `spec`, `record` and `columns`, in any process. Rules:
 
@@ -7,37 +7,24 @@ Called by `spec`, `record` and `columns`, in any process. Rules:
 2. Type, dtype and shape come back exactly; arrays and tensors come back C-contiguous.
 3. Arrays come back as views of the memory they were given; tensors always as private copies, because torch
    knows no read-only memory: an in-place operation on a read-only mapping would end the process.
+4. torch is imported where a tensor is met (see `tensors`): the command line reads caches without it.
 """
 
 from __future__ import annotations
 
-import ast
 import struct
-from functools import lru_cache
+import sys
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from fastload.cache.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
 from fastload.errors import CacheCorruptError, UnsupportedSampleError
 
 Array = npt.NDArray[Any]
-
-# A torch dtype that NumPy lacks is stored as integers of the same width.
-_REINTERPRETED: dict[torch.dtype, torch.dtype] = {torch.bfloat16: torch.int16, torch.complex32: torch.int32}
-_NATIVE_NAMES = (
-    "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128"
-)
-_FLOAT8_NAMES = "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
-for _name in _FLOAT8_NAMES.split():
-    if hasattr(torch, _name):  # each torch release adds some
-        _REINTERPRETED[getattr(torch, _name)] = torch.uint8
-
-TENSOR_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NATIVE_NAMES.split()}
-TENSOR_DTYPES.update({str(dtype).removeprefix("torch."): dtype for dtype in _REINTERPRETED})
-_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
 TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # of any length
 _FLOAT = struct.Struct("<d")
@@ -59,39 +46,12 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-# --- dtypes ----------------------------------------------------------------------------------------------
+@cache
+def torch_side() -> Any:
+    """The module `tensors`, imported when it is needed; a call takes less time than an import statement."""
+    from fastload.cache import tensors
 
-
-@lru_cache(maxsize=256)
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """A NumPy dtype in text: `dtype.str`, or the field list of a structured one as .npy files spell it.
-
-    Raises:
-        ValueError: The dtype holds objects, has no fixed size, or does not survive the way there and back.
-    """
-    if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
-        raise ValueError(f"dtype {dtype} has no fixed size in bytes")
-    name = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
-    if numpy_dtype(name) != dtype:
-        raise ValueError(f"dtype {dtype} is an extension of NumPy's own dtypes")
-    return name
-
-
-@lru_cache(maxsize=256)
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype that `dtype_name` named.
-
-    Raises:
-        ValueError: The text names no dtype of fixed size.
-    """
-    try:
-        # literal_eval builds literals only, it calls nothing; .npy headers are read the same way.
-        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(name)) if name[:1] == "[" else np.dtype(name)
-    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError, KeyError, IndexError) as error:
-        raise ValueError(f"{name!r} names no dtype") from error
-    if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
-        raise ValueError(f"dtype {name!r} has no fixed size in bytes")
-    return dtype
+    return tensors
 
 
 def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
@@ -102,27 +62,9 @@ def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
     """
     if leaf.kind != "tensor":
         return numpy_dtype(leaf.dtype)
-    if leaf.dtype not in TENSOR_DTYPES:
+    if leaf.dtype not in TENSOR_STORAGE:
         raise ValueError(f"torch.{leaf.dtype} is not a dtype that is cached")
-    dtype = TENSOR_DTYPES[leaf.dtype]
-    return np.dtype(str(_REINTERPRETED.get(dtype, dtype)).removeprefix("torch."))
-
-
-# --- tensors over arrays ---------------------------------------------------------------------------------
-
-
-def tensor_array(tensor: torch.Tensor) -> Array:
-    """The memory of a contiguous tensor as an array of its storage dtype, without a copy."""
-    reinterpreted = _REINTERPRETED.get(tensor.dtype)
-    array: Array = (tensor if reinterpreted is None else tensor.view(reinterpreted)).numpy()
-    return array
-
-
-def array_tensor(array: Array, name: str) -> torch.Tensor:
-    """A tensor of torch dtype `name` over the memory of a writable array, without a copy."""
-    tensor = torch.from_numpy(array)
-    dtype = TENSOR_DTYPES[name]
-    return tensor.view(dtype) if dtype in _REINTERPRETED else tensor
+    return TENSOR_STORAGE[leaf.dtype]
 
 
 # --- from a value to its leaf ----------------------------------------------------------------------------
@@ -147,8 +89,10 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         return Leaf("none"), value
     if kind is np.str_ or kind is np.bytes_:
         return Leaf(kind.__name__), value
-    if kind is torch.Tensor:
-        return _describe_tensor(value)
+    torch: Any = sys.modules.get("torch")  # where nothing has imported it, nothing is a tensor
+    if torch is not None and kind is torch.Tensor:
+        name, tensor = torch_side().describe_tensor(value)
+        return Leaf("tensor", name, tuple(tensor.shape)), tensor
     if isinstance(value, np.generic):
         try:
             return Leaf("scalar", dtype_name(value.dtype)), value
@@ -157,26 +101,13 @@ def describe(value: Any) -> tuple[Leaf, Any]:
     raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} is not cached: {_advice(value)}")
 
 
-def _describe_tensor(tensor: torch.Tensor) -> tuple[Leaf, torch.Tensor]:
-    if tensor.device.type != "cpu":
-        raise UnsupportedSampleError(f"a tensor on {tensor.device} is not cached: return tensor.cpu()")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedSampleError(f"a {tensor.layout} tensor is not cached: return tensor.to_dense()")
-    if tensor.requires_grad:
-        raise UnsupportedSampleError("a tensor that requires grad is not cached: return tensor.detach()")
-    name = _NAMES.get(tensor.dtype)
-    if name is None:
-        raise UnsupportedSampleError(f"a tensor of {tensor.dtype} is not cached: return a plain dtype")
-    return Leaf("tensor", name, tuple(tensor.shape)), tensor.resolve_conj().resolve_neg().contiguous()
-
-
 def _advice(value: Any) -> str:
     module = type(value).__module__.partition(".")[0]
     if module == "PIL":
         return "return numpy.asarray(image)"
     if isinstance(value, np.ndarray):
         return "return numpy.asarray(array)"
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
         return "return a plain tensor, for instance tensor.as_subclass(torch.Tensor)"
     if isinstance(value, (int, float, str, bytes)):
         return "return a plain int, float, str or bytes"
@@ -198,7 +129,7 @@ def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
     if kind == "array":
         return _raw(value)
     if kind == "tensor":
-        return _raw(tensor_array(value))
+        return _raw(torch_side().tensor_array(value))
     if kind == "scalar":
         return np.asarray(value).tobytes()
     if kind == "int":
@@ -247,7 +178,7 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
         if kind == "array":
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
         if kind == "tensor":
-            return array_tensor(
+            return torch_side().array_tensor(
                 view_array(storage_dtype(leaf), leaf.shape, memory, offset).copy(), leaf.dtype
             )
         if kind == "scalar":

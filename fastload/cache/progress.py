@@ -10,6 +10,8 @@ Called by `build`, `fill` and `lmdb_cache` in the parent. It starts no thread: a
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -46,13 +48,14 @@ class BuildProgress:
         self._done = self._first = done
         self._bytes = 0
         self._start = self._last = time.monotonic()
-        # Imported by builds alone: it would double the time that `import fastload` adds to torch's.
-        from rich.console import Console
+        self._bar: Progress | None = None
+        if not shown or not _may_be_terminal():
+            return
+        from rich.console import Console  # here: slow to import, and most runs draw no bar
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        self._bar: Progress | None = None
-        if shown and console.is_terminal:
+        if console.is_terminal:
             self._bar_column = BarColumn()
             self._bar = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -110,6 +113,16 @@ class BuildProgress:
 
     def _size(self) -> str:
         return readable_size(self._bytes)
+
+
+def _may_be_terminal() -> bool:
+    """Whether it is worth asking rich, which looks at two variables of the environment first."""
+    if "FORCE_COLOR" in os.environ or "TTY_COMPATIBLE" in os.environ:
+        return True
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
 
 
 def shortened(text: str, columns: int) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.guard import is_albumentations
+from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.nests import detached, is_seen_through, leaves, outline, private_copy
 from fastload.cache.spec import is_namedtuple
 from fastload.cache.zero_copy import keeps_read_only

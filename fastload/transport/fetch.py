@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import Subset
 
-from fastload.cache.dataset import CachedDataset
 from fastload.failed_sample import path_of
 from fastload.transport.collate import RowCollate, to_channels_last
 from fastload.transport.obituary import short
@@ -25,6 +25,7 @@ from fastload.transport.stream_state import ENDED, StreamState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from fastload.cache.dataset import CachedDataset
     from fastload.rng.draws import Draw
     from fastload.rng.sample_rng import SampleRng
     from fastload.transport.job import Job
@@ -264,15 +265,24 @@ def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
 
 def _reads_as_ours(dataset: Any) -> bool:
     """Whether samples of this dataset are those of its cache, and not what a subclass makes of them."""
-    if not isinstance(dataset, CachedDataset) or getattr(dataset, "__getitems__", None):
+    ours = _cached_dataset_class()
+    if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
         return False
     kind: Any = type(dataset)
-    return _replaces_no_method(kind) and not _READING.intersection(vars(dataset))
+    return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
 
 
 _READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that batches are read by
 
 
 @functools.lru_cache(maxsize=256)
-def _replaces_no_method(kind: Any) -> bool:
-    return all(getattr(kind, name) is getattr(CachedDataset, name) for name in _READING)
+def _replaces_no_method(kind: Any, ours: Any) -> bool:
+    return all(getattr(kind, name) is getattr(ours, name) for name in _READING)
+
+
+def _cached_dataset_class() -> Any:
+    """CachedDataset, or None where nothing has imported it: no dataset can be one there.
+
+    An import would bring Pillow and every cache into processes that use neither.
+    """
+    return getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)

@@ -87,7 +87,9 @@ def check_start(job: Job, method: str) -> None:
 
 
 def preload_forkserver() -> None:
-    """Let a fork server that is not running yet import torch once, instead of every worker."""
+    """Let a fork server that is not running yet import torch once, and the caches if there may be one."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])
+        # The last of them freezes what was imported before it.
+        caches = [name for name in ("fastload.cache.dataset",) if name in sys.modules]
+        multiprocessing.set_forkserver_preload(["__main__", *caches, "fastload.transport.preload"])

@@ -26,6 +26,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
     real = rich.console.Console
     seconds = itertools.count(0, 10)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # or rich would not be asked at all
 
     def draw_bar(columns: int, title: str, total: int, done: int, nbytes: int = 0) -> str:
         file = io.StringIO()

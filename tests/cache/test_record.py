@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.cache.disk.gather import stack_records
-from fastload.cache.leaves import TENSOR_DTYPES
+from fastload.cache.dtypes import TENSOR_STORAGE
 from fastload.cache.record import ALIGNMENT_BYTES, decode, encode
 from fastload.cache.spec import Spec
+from fastload.cache.tensors import TENSOR_DTYPES
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from tests.cache.zoo import Pair, Triple, assert_same
 
@@ -265,3 +266,19 @@ def test_other_format_version_is_refused() -> None:
 
     with pytest.raises(CacheCorruptError, match="no record of format 1"):
         decode(bytes(record))
+
+
+def test_a_dtype_that_this_torch_lacks_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may come from where a newer release of torch is; its other samples can be read."""
+    record = encode(torch.zeros(3, dtype=torch.bfloat16))
+    monkeypatch.delitem(TENSOR_DTYPES, "bfloat16")
+
+    with pytest.raises(CacheCorruptError, match=r"torch .* has no dtype bfloat16"):
+        decode(record)
+
+
+def test_dtypes_are_stored_under_the_names_that_torch_gives_them() -> None:
+    """All of those that this release of torch has."""
+    assert {f"torch.{name}": dtype for name, dtype in TENSOR_DTYPES.items()} == {
+        str(getattr(torch, name)): getattr(torch, name) for name in TENSOR_STORAGE if hasattr(torch, name)
+    }

@@ -136,6 +136,7 @@ def test_a_second_fill_draws_nothing(monkeypatch: pytest.MonkeyPatch, caplog: An
     terminal = io.StringIO()
     console = rich.console.Console(file=terminal, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # or rich would not be asked at all
     with caplog.at_level(logging.INFO, "fastload"):
         info = ds.fill(0)
 

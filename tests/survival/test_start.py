@@ -105,6 +105,14 @@ def test_a_fork_server_that_is_not_running_yet_imports_torch_once() -> None:
     assert users == "[1, 2] ['json']\n"
 
 
+@pytest.mark.slow
+def test_a_fork_server_imports_the_caches_once_if_this_process_has_them() -> None:
+    """A CachedDataset is made of them in every worker."""
+    out = _run("import fastload\nfastload.CachedDataset\n" + _PRELOAD).stdout
+
+    assert out == "[1, 2] ['__main__', 'fastload.cache.dataset', 'fastload.transport.preload']\n"
+
+
 def test_workers_inside_a_worker_are_refused_as_by_torch() -> None:
     """Daemonic processes have no children."""
     loader = fastload.DataLoader(zoo.Made(_nested, 1), num_workers=1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
-import PIL
+import PIL.Image  # not the package alone: workers that encode are forked from here, and inherit it
 
 from fastload.cache import workers
 from fastload.cache.disk.build_lock import only_builder

@@ -6,7 +6,8 @@ Called by `record`, in any process. Rules:
    arrays `(H, W, 3)`, `(H, W, 1)` and `(H, W)` of uint8 are encoded, everything else stays raw.
 2. jpeg and webp change pixels, so they take `(H, W, 3)` only. One channel may be a mask, whose numbers must
    not change: it is written as png, which is exact. webp of quality 100 is exact, too.
-3. Decoding gives exactly the leaf's shape and dtype, or CacheCorruptError; half a file is never an image.
+3. Pillow is imported where it is used: whoever looks at a cache without decoding images does without it.
+4. Decoding gives exactly the leaf's shape and dtype, or CacheCorruptError; half a file is never an image.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from fastload.errors import CacheCorruptError
 
@@ -66,6 +66,8 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
         array: The pixels.
         quality: Of jpeg and webp, 1 to 100; png has none.
     """
+    from PIL import Image
+
     image = Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
     file = io.BytesIO()
     if codec == "png":
@@ -83,6 +85,8 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
     Raises:
         CacheCorruptError: The payload is no whole image of that shape.
     """
+    from PIL import Image
+
     if not payload.endswith(_ENDS[codec]) or (codec == "webp" and not _is_whole_riff(payload)):
         raise CacheCorruptError(f"a record's {codec} image of {len(payload):,} bytes is cut short")
     channels = leaf.shape[2] if len(leaf.shape) == 3 else 1

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.columns import batch_tensor, collates, fixed_row
-from fastload.cache.leaves import TEXT_KINDS, Leaf, text_value
+from fastload.cache.columns import fixed_row
+from fastload.cache.leaves import TEXT_KINDS, Leaf, text_value, torch_side
 from fastload.cache.record import outline
 from fastload.cache.spec import build_batch
 
@@ -36,7 +36,8 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         tensors or lists of them.
     """
     first = outline(records[0])
-    if first.codec != "raw" or not all(collates(leaf) for leaf in first.spec.leaves):
+    make = torch_side()
+    if first.codec != "raw" or not all(make.collates(leaf) for leaf in first.spec.leaves):
         return None
     if any(len(leaf.shape) >= _MOST_DIMENSIONS for leaf in first.spec.leaves):
         return None
@@ -77,4 +78,4 @@ def _column(
         rows = out.reshape(-1).view(np.uint8).data
         for row, (record, (start, _)) in enumerate(zip(records, places, strict=True)):
             rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
-    return batch_tensor(leaf, out)
+    return torch_side().batch_tensor(leaf, out)

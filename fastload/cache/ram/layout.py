@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
+from fastload.cache.dtypes import dtype_name, numpy_dtype
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.leaves import dtype_name, numpy_dtype
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.record import ALIGNMENT_BYTES, record_parts
 from fastload.cache.spec import Spec, flatten
