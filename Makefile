@@ -44,8 +44,11 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A change of the transport is judged by the first of these: no kind of sample may become slower than torch's.
 bench: $(PHOTOS)/.ready
+	$(BIN)/python benchmarks/never_slower.py
 	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/training.py $(PHOTOS)
 
 # Which changes of the code the tests do not notice; not part of CI. A sample of all files takes hours.
 # One file, all of its mutants: make mutants FILE=ring.py SAMPLE=0
