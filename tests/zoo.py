@@ -38,6 +38,31 @@ class Bulk(Made):
         return [self.make(index) for index in indices]
 
 
+class InBulk(Dataset):
+    """Gives for a list of indices what a function makes of it."""
+
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("samples are read in bulk")
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.given(indices)
+
+
+def as_array(indices: list[int]) -> np.ndarray[Any, Any]:
+    return np.array(indices)
+
+
+def count_samples(samples: Any) -> int:
+    """A collate function that takes whatever can be iterated."""
+    return sum(1 for _ in samples)
+
+
 class OneBuffer(Dataset):
     """Gives the same array each time, with other values."""
 

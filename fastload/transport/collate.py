@@ -292,12 +292,19 @@ class RowCollate:
             self._root = None
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
-        """Take all samples of a batch, which were read together: a list, or what the user gives for one."""
-        if keeps or not len(samples) or not has_row(samples[0], self._batch):
-            self.kept = samples
-        else:
+        """Take the samples of a whole batch, which the dataset read together; they are as they are given.
+
+        Args:
+            samples: A list, or whatever else the dataset gives for one.
+            keeps: As for `begin`.
+        """
+        is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
+        if is_written and has_row(samples[0], self._batch):
+            self.begin(len(samples))
             for sample in samples:
                 self.add(sample)
+        else:
+            self.kept = samples
 
     def finish(self) -> Any:
         """The batch of the samples that were added."""

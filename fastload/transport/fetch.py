@@ -132,15 +132,18 @@ class Fetcher:
             return self._stacked(self._fetch_whole, index, draw)  # the dataset may make whole batches
         if self._cache is not None:
             return self._fetch_cached(self._cache, list(index), draw)
-        rows = self._rows
         self._read_samples(index, draw)
-        return (
-            self._stacked(rows.finish) if self._writes_rows else self._stacked(self._collate_fn, rows.take())
-        )
+        return self._collated()
 
     def _fetch_whole(self, index: Any, draw: Draw | None) -> Any:
         self._indices, self._left = (index,), iter(())
         return self._collate_fn(self._getter((index,), draw)(index))
+
+    def _collated(self) -> Any:
+        """The batch of the samples that were read."""
+        if self._writes_rows:
+            return self._stacked(self._rows.finish)
+        return self._stacked(self._collate_fn, self._rows.take())
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
         """What ``collate`` makes; in a worker default_collate stacks it into the slot."""
@@ -165,7 +168,6 @@ class Fetcher:
                 if self.replacer is None:
                     raise
             else:
-                self._rows.begin(len(samples))
                 self._rows.add_all(samples, keeps=not self._writes_rows)
                 return
         if type(indices) is not list:
@@ -207,7 +209,7 @@ class Fetcher:
             return batch
         if self.replacer is not None:
             self._read_samples(indices, draw)
-            return self._stacked(self._rows.finish)
+            return self._collated()
         get: Callable[[Any], Any] = dataset.view
         if dataset.transform is not None:
             get = self._seeded(dataset.__getitem__, indices, draw)
@@ -217,7 +219,7 @@ class Fetcher:
         for position in self._left:
             rows.add(get(position))
         self._indices = ()
-        return self._stacked(rows.finish)
+        return self._collated()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
         if self._has_ended:
@@ -236,9 +238,7 @@ class Fetcher:
         self._has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and self._has_ended):
             raise StopIteration
-        return (
-            self._stacked(rows.finish) if self._writes_rows else self._stacked(self._collate_fn, rows.take())
-        )
+        return self._collated()
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         dtype = np.dtype(dtype)
