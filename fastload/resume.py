@@ -62,7 +62,8 @@ _books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
 
 def book_of(loader: Any) -> Book:
     """The loader's book; not an attribute, so that frameworks that copy those copy no progress."""
-    return _books.setdefault(loader, Book())
+    book = _books.get(loader)
+    return _books.setdefault(loader, Book()) if book is None else book
 
 
 def current_epoch(loader: Any) -> Epoch:
