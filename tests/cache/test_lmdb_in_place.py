@@ -13,6 +13,7 @@ import pytest
 import fastload
 from fastload.cache.disk.build import build_lmdb
 from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.disk.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.forge import Forgery
 from tests.cache.zoo import Images, assert_same
@@ -78,7 +79,9 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
     opened_ns = path.stat().st_ctime_ns
     gather(cache)
     content = path.read_bytes()
-    at = content.index(Images(20).sample(5)[0].tobytes())
+    # LMDB may leave older copies of a value in pages that it has used again.
+    start = int(OpenFile(os.open(path, os.O_RDONLY), str(path))._table.starts[5])
+    at = content.index(Images(20).sample(5)[0].tobytes(), start)
     with open(path, "r+b") as file:
         file.seek(at + 100)
         file.write(bytes([content[at + 100] ^ 1]))
