@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.transport.packing import is_plain
@@ -60,10 +61,14 @@ class _Batch:
         self.channels_last = channels_last
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
-        rules: dict[Any, Any] = dict(torch_collate.default_collate_fn_map)
-        if not in_worker:  # there the rule in torch's own table stacks into the slot
-            rules[torch.Tensor] = functools.partial(_stack, arena)
-        self.collate = functools.partial(torch_collate.collate, collate_fn_map=rules)
+        self._stack = functools.partial(_stack, arena)
+
+    def collate(self, values: Any) -> Any:
+        """Values of all samples by torch's rules, as they are now; large tensors go to warm memory."""
+        rules = torch_collate.default_collate_fn_map
+        if self.in_worker or rules.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
+            return default_collate(values)  # in a worker torch's own table has a rule of ours
+        return torch_collate.collate(values, collate_fn_map={**rules, torch.Tensor: self._stack})
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Writable rows for the whole batch: ``(count, *shape)``."""

@@ -72,10 +72,10 @@ class Fetcher:
         self._drop_last = job.drop_last
         self._arena = arena
         self._channels_last = job.channels_last
-        self._writes_rows = self._auto_collation and is_torch_default(job.collate_fn)
+        self._writes_rows = False  # in the batch that is being fetched
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=job.channels_last)
         self._stacking = StackingInto(arena) if in_worker else None
-        self._cache = _find_cache(dataset) if self._writes_rows else None
+        self._cache = _find_cache(dataset)
         self.replacer: Replacer | None = None
         if job.on_error != "raise":
             self.replacer = Replacer(job.on_error, job.replacements, worker_id)
@@ -126,11 +126,12 @@ class Fetcher:
         return place if path is None else f"{place}, {path}"
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
+        self._writes_rows = self._auto_collation and is_torch_default(self._collate_fn)
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
             return self._stacked(self._fetch_whole, index, draw)  # the dataset may make whole batches
-        if self._cache is not None:
+        if self._cache is not None and self._writes_rows:
             return self._fetch_cached(self._cache, list(index), draw)
         self._read_samples(index, draw)
         return self._collated()

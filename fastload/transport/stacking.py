@@ -21,21 +21,19 @@ if TYPE_CHECKING:
 
     from fastload.transport.memory import Arena
 
-# torch documents that users may change this map in place; then default_collate is no longer what we know.
-_TORCH_RULES = tuple(torch_collate.default_collate_fn_map.items())
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+# torch documents that users may change its map in place; then default_collate is no longer what we know.
+_known_rules = tuple(torch_collate.default_collate_fn_map.items())
 
 
 def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
-    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written."""
-    return collate_fn is default_collate and _rules() == _TORCH_RULES
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written.
 
-
-def _rules() -> tuple[Any, ...]:
-    rules = torch_collate.default_collate_fn_map
-    if rules.get(torch.Tensor) is _slot_rule:
-        return tuple((kind, _TENSOR_RULE if kind is torch.Tensor else rule) for kind, rule in rules.items())
-    return tuple(rules.items())
+    Ask for each batch: a module that a dataset imports at its first sample may add a rule.
+    """
+    return (
+        collate_fn is default_collate and tuple(torch_collate.default_collate_fn_map.items()) == _known_rules
+    )
 
 
 class _Stacking(threading.local):
@@ -52,9 +50,13 @@ def install_slot_rule() -> None:
 
     Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
     """
+    global _known_rules
     rules = torch_collate.default_collate_fn_map
     if rules[torch.Tensor] is _TENSOR_RULE:
         rules[torch.Tensor] = _slot_rule
+        _known_rules = tuple(
+            (kind, _slot_rule if kind is torch.Tensor else rule) for kind, rule in _known_rules
+        )
 
 
 class StackingInto:

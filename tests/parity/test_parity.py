@@ -189,13 +189,32 @@ def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("collate_fn", [None, list, zoo.count_samples], ids=["default", "list", "counted"])
-@pytest.mark.parametrize("given", [iter, tuple, dict.fromkeys, zoo.as_array], ids=str)
+@pytest.mark.parametrize(
+    "given", [iter, tuple, dict.fromkeys, zoo.as_array], ids=["iterator", "tuple", "dict", "array"]
+)
 def test_what_a_dataset_gives_for_a_list_of_indices_goes_to_the_collate_function_as_it_is(
     given: Any, collate_fn: Any, num_workers: int
 ) -> None:
     """`__getitems__` may give no list: an iterator, a tuple, a dict, an array. Errors are torch's, too."""
     dataset = zoo.InBulk(given)
     compare(lambda cls: (cls(dataset, 4, num_workers=num_workers, collate_fn=collate_fn), None), 1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_rule_that_a_dataset_adds_at_its_first_sample_is_followed(num_workers: int) -> None:
+    """As a module does that is imported late: torch's table of rules is looked at for each batch."""
+    rules = tud._utils.collate.default_collate_fn_map
+
+    def make(cls: Any) -> Any:
+        rules.pop(zoo.Tagged, None)
+        return cls(zoo.Made(zoo.tagged), 4, num_workers=num_workers), None
+
+    try:
+        batches = compare(make, 1)
+    finally:
+        rules.pop(zoo.Tagged, None)
+
+    assert "tagged" in str(batches)
 
 
 def _generator() -> torch.Generator:
