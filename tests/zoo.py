@@ -58,6 +58,11 @@ def as_array(indices: list[int]) -> np.ndarray[Any, Any]:
     return np.array(indices)
 
 
+def first_in_full(indices: list[int]) -> Any:
+    """Arrays for the first batch, and nothing for the others."""
+    return [np.full(3, index) for index in indices] if 0 in indices else None
+
+
 def count_samples(samples: Any) -> int:
     """A collate function that takes whatever can be iterated."""
     return sum(1 for _ in samples)

@@ -255,15 +255,16 @@ class RowCollate:
         channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
 
     Attributes:
-        kept: The samples of this batch, once it is known that they are kept: whoever reads samples may then
-            append to it instead of calling `add`. None while rows are written.
+        keeps: Whether the samples of this batch are kept, which the first of them shows.
+        kept: Those samples; whoever reads samples may append to it instead of calling `add` while `keeps`.
     """
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
         self._root: Any = None
         self._num_rows = 0
-        self.kept: list[Any] | None = None
+        self.keeps = False
+        self.kept: Any = []
 
     def begin(self, count: int, *, keeps: bool = False) -> None:
         """Start a batch of at most ``count`` samples.
@@ -274,14 +275,15 @@ class RowCollate:
         """
         self._batch.count = count
         self._num_rows = 0
-        self.kept = [] if keeps else None
+        self.keeps = keeps
+        self.kept = []
 
     def __len__(self) -> int:
-        return self._num_rows if self.kept is None else len(self.kept)
+        return len(self.kept) if self.keeps else self._num_rows
 
     def add(self, sample: Any) -> None:
         """Take the next sample; unless it is kept, it is not needed afterwards."""
-        if self.kept is not None:
+        if self.keeps:
             self.kept.append(sample)
             return
         row = self._num_rows
@@ -292,8 +294,8 @@ class RowCollate:
             self._root.write(sample, row)
             self._num_rows = row + 1
         except _MismatchError:
-            self.kept = [self._root.restore(earlier) for earlier in range(row)]
-            self.kept.append(sample)
+            self.kept = [*map(self._root.restore, range(row)), sample]
+            self.keeps = True
             self._root = None
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
@@ -309,27 +311,27 @@ class RowCollate:
             for sample in samples:
                 self.add(sample)
         else:
-            self.kept = samples
+            self.keeps, self.kept = True, samples
 
     def finish(self) -> Any:
         """The batch of the samples that were added."""
-        if self.kept is None and self._num_rows:
+        if self._num_rows and not self.keeps:
             return self._root.result(self._num_rows)
         return _collate(self._batch, self.take(), "$")
 
-    def take(self) -> list[Any]:
+    def take(self) -> Any:
         """The samples that were kept, for another collate function."""
-        samples, self.kept = self.kept, None
-        return [] if samples is None else samples
+        samples, self.kept = self.kept, []
+        return samples
 
     def forget(self) -> None:
         """Let go of samples, rows and plan, after an error."""
         self._root = None
-        self.kept = None
+        self.kept = []
 
     def _add_first(self, sample: Any) -> None:
         if not has_row(sample, self._batch):
-            self.kept = [sample]
+            self.keeps, self.kept = True, [sample]
             return
         if self._root is not None:
             try:
@@ -357,7 +359,8 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
     try:
         return batch.collate(values)
     except Exception as error:
-        _explain_shapes(values, path, error)
+        if isinstance(values, (list, tuple)):
+            _explain_shapes(values, path, error)
         raise
 
 

@@ -190,12 +190,14 @@ def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("collate_fn", [None, list, zoo.count_samples], ids=["default", "list", "counted"])
 @pytest.mark.parametrize(
-    "given", [iter, tuple, dict.fromkeys, zoo.as_array], ids=["iterator", "tuple", "dict", "array"]
+    "given",
+    [iter, tuple, dict.fromkeys, zoo.as_array, zoo.first_in_full],
+    ids=["iterator", "tuple", "dict", "array", "None"],
 )
 def test_what_a_dataset_gives_for_a_list_of_indices_goes_to_the_collate_function_as_it_is(
     given: Any, collate_fn: Any, num_workers: int
 ) -> None:
-    """`__getitems__` may give no list: an iterator, a tuple, a dict, an array. Errors are torch's, too."""
+    """`__getitems__` may give no list: an iterator, a tuple, an array, None. Errors are torch's, too."""
     dataset = zoo.InBulk(given)
     compare(lambda cls: (cls(dataset, 4, num_workers=num_workers, collate_fn=collate_fn), None), 1)
 
