@@ -208,6 +208,8 @@ def settled(case: Case) -> Case:
 
 def _settle_mode(case: Case) -> dict[str, Any]:
     mode, changes = case.mode, dict[str, Any]()
+    if not case.in_order:  # torch's own thread pins them, and asks for an accelerator
+        changes |= {"is_pinned": False}
     if mode == "two threads":  # torch's iterators with workers are not safe in two threads
         changes |= {"num_workers": 0}
     if mode in (*SIGNALS, "stop", "times out"):
@@ -216,7 +218,7 @@ def _settle_mode(case: Case) -> dict[str, Any]:
             changes |= {"method": "fork"}
     if mode == "times out":
         changes |= {"timeout_s": 0.2}
-    if mode in ("resumes", "closes", "interrupts", "torch reads"):
+    if mode in ("resumes", "closes", "interrupts", "forks", "torch reads"):
         changes |= {"in_order": True}  # the iterator for in_order=False is torch's, which cannot do this
     if mode == "resumes" and case.source == "stream":
         changes |= {"source": "stateful stream"}
