@@ -1,6 +1,6 @@
 """An epoch without workers: what `iter(loader)` gives with `num_workers=0`, in the consumer's process.
 
-Built on torch's own base iterator, as `worker_iterator` is. One thread fetches at a time, because rows and
+Built on torch's own base iterator (see `host_iterator`). One thread fetches at a time, because rows and
 buffers are the iterator's; others that ask for a batch wait for their turn.
 """
 
@@ -12,13 +12,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from torch._utils import ExceptionWrapper
-from torch.autograd import profiler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import pin_batch
 from fastload.errors import LoaderClosedError, add_place
 from fastload.failures import FailureCount, num_samples_of
+from fastload.host_iterator import HostIterator
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
 from fastload.transport.fetch import Fetcher
@@ -45,7 +44,7 @@ def forget_buffers(loader: DataLoader) -> None:
     _warm.pop(loader, None)
 
 
-class LocalIterator(_BaseDataLoaderIter):
+class LocalIterator(HostIterator):
     """An epoch without workers: samples are fetched here, into buffers that stay warm."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -57,7 +56,6 @@ class LocalIterator(_BaseDataLoaderIter):
         # torch's assertions, word for word.
         if self._timeout != 0:
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._loader = weakref.ref(loader)
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
@@ -92,13 +90,6 @@ class LocalIterator(_BaseDataLoaderIter):
             buffers = Buffers(limit_bytes(loader.ring_bytes))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
-
-    def __next__(self) -> Any:
-        if profiler._is_profiler_enabled or self._IterableDataset_len_called is not None:
-            return super().__next__()  # which labels the profile, and warns of lengths
-        batch = self._next_data()
-        self._num_yielded += 1
-        return batch
 
     def _next_data(self) -> Any:
         with self._turn:
@@ -157,10 +148,6 @@ class LocalIterator(_BaseDataLoaderIter):
             return self._fetcher.dataset_state()
         except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
             return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
-
-    def belongs_to(self, loader: DataLoader) -> bool:
-        """Whether ``loader`` made this iterator."""
-        return self._loader() is loader
 
     def close(self) -> None:
         """Let go of the buffers; batches that the caller holds stay valid."""

@@ -40,9 +40,8 @@ def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     found = {DEFAULT: torch.default_generator}
     for place, owner in (("loader", loader), *samplers_by_place(loader).items()):
         generator = getattr(owner, "generator", None)
-        if generator is None or not isinstance(generator, torch.Generator):
-            continue
-        if not any(generator is other for other in found.values()):
+        is_known = any(generator is other for other in found.values())
+        if isinstance(generator, torch.Generator) and not is_known:
             found[place] = generator
     return found
 

@@ -1,10 +1,10 @@
 """Epochs with workers: what `iter(loader)` gives with `num_workers`, in the consumer's process.
 
-Built on torch's own base iterator, which draws the base seed, runs the sampler, warns about lengths and
-labels the profile, so that these are torch's by construction. What is ours is where a batch is written and
-how it travels. Rule: an exception from a signal handler while a batch is waited for changes nothing, and the
-next call waits for the same batch. One that interrupts the books, which takes microseconds, closes the
-iterator: it never goes on with a batch missing, doubled or out of order.
+Built on torch's own base iterator (see `host_iterator`), which draws the base seed, runs the sampler, warns
+about lengths and labels the profile, so that these are torch's by construction. What is ours is where a batch
+is written and how it travels. Rule: an exception from a signal handler while a batch is waited for changes
+nothing, and the next call waits for the same batch. One that interrupts the books, which takes microseconds,
+closes the iterator: it never goes on with a batch missing, doubled or out of order.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from fastload import resume
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note, add_place
 from fastload.failures import FailureCount, num_samples_of
+from fastload.host_iterator import HostIterator
 from fastload.transport.job import Job
 from fastload.transport.obituary import short
 from fastload.transport.pool import Pool
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fastload.transport.task import Task
 
 
-class WorkerIterator(_BaseDataLoaderIter):
+class WorkerIterator(HostIterator):
     """Epochs with worker processes: one, or one after another with persistent workers."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -54,7 +54,6 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._prefetch_factor: int = loader.prefetch_factor or 0
         if self._prefetch_factor <= 0:  # torch's assertion, word for word
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
-        self._loader = weakref.ref(loader)
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
         self._turn = threading.RLock()  # batches are counted by one thread at a time
@@ -265,10 +264,6 @@ class WorkerIterator(_BaseDataLoaderIter):
     def is_ours(self) -> bool:
         """Whether this process started the workers, and not one that was forked from it."""
         return self._pool.is_ours
-
-    def belongs_to(self, loader: DataLoader) -> bool:
-        """Whether ``loader`` made this iterator."""
-        return self._loader() is loader
 
     def close(self) -> None:
         """Stop the workers and give the slots back; batches that the caller holds stay valid."""

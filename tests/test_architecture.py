@@ -45,6 +45,7 @@ LAYERS: list[set[str]] = [
     {"order"},
     {"saved_state", "epoch"},
     {"resume"},
+    {"host_iterator"},
     {"local_iterator", "worker_iterator", "torch_iterator"},
     {"delivery"},
     {"loader"},

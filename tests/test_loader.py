@@ -220,3 +220,17 @@ def test_an_albumentations_pipeline_differs_between_workers_by_default(
     assert torchs[0::2] == torchs[1::2]
     assert sum(one == other for one, other in zip(ours[0::2], ours[1::2], strict=True)) <= 2
     assert left_alone[0::2] == left_alone[1::2]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
+    """Under the label that torch gives, for those that are asked for while the profiler is on."""
+    iterator = iter(fastload.DataLoader(zoo.Made(zoo.image, 12), 4, num_workers=num_workers))
+    next(iterator)
+    with torch.autograd.profiler.profile() as profile:
+        next(iterator)
+        next(iterator)
+    list(iterator)
+
+    label = f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
+    assert [event.name for event in profile.function_events if "DataLoader" in event.name] == [label] * 2

@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.transport.packing import is_plain
+from fastload.transport.stacking import stack_into
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
 
 IMAGE_CHANNELS = (1, 3, 4)
 
-# All measured in benchmarks/NOTES.md. A tensor from here on is written to a row, while it is warm, in no more
-# time than torch.stack takes for it at the end; a smaller one takes up to ten times as long.
+# benchmarks/NOTES.md has the measurements behind these three ("Collating").
+# One thread writes a tensor of at least this size to its row, while the tensor is warm, in no more time than
+# torch.stack takes for it at the end. A row of a smaller tensor takes up to ten times as long.
 ROW_TENSOR_BYTES = 32 * 1024
-# Leaves from here on are stacked faster by several threads at the end than by one while they are warm.
+# Several threads stack leaves of at least this size at the end in less time than one thread writes rows.
 THREADS_PAY_BYTES = 128 * 1024
-# Batches from here on are stacked in memory that is used again: malloc may map fresh pages for each of them,
-# and touching those takes several times as long as writing to warm ones.
+# A batch of at least this size is stacked in memory that is used again: malloc may map fresh pages for it,
+# and the first write to a fresh page takes several times as long as a write to a warm one.
 WARM_BYTES = 8 * 1024 * 1024
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
@@ -85,11 +87,10 @@ class _Batch:
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, but large batches are stacked in memory that is warm."""
     first = tensors[0]
-    nbytes = first.numel() * first.itemsize * len(tensors)
-    if nbytes >= WARM_BYTES and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
-        rows = torch.from_numpy(arena.allocate(nbytes)).view(first.dtype).view(len(tensors), *first.shape)
-        with contextlib.suppress(RuntimeError):  # they differ, or one requires a gradient: torch decides
-            return torch.stack(tuple(tensors), 0, out=rows)
+    is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
+    if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+        with contextlib.suppress(RuntimeError):  # torch decides, and says what is wrong
+            return stack_into(arena, tensors)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
@@ -306,7 +307,7 @@ class RowCollate:
             keeps: As for `begin`.
         """
         is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
-        if is_written and has_row(samples[0], self._batch):
+        if is_written and _has_row(samples[0], self._batch):
             self.begin(len(samples))
             for sample in samples:
                 self.add(sample)
@@ -330,7 +331,7 @@ class RowCollate:
         self.kept = []
 
     def _add_first(self, sample: Any) -> None:
-        if not has_row(sample, self._batch):
+        if not _has_row(sample, self._batch):
             self.keeps, self.kept = True, [sample]
             return
         if self._root is not None:
@@ -390,7 +391,7 @@ def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from _shapes(part, f"{path}[{place}]")
 
 
-def has_row(sample: Any, batch: _Batch) -> bool:
+def _has_row(sample: Any, batch: _Batch) -> bool:
     """Whether some leaf of a sample is written to a row."""
     kind = type(sample)
     if kind is torch.Tensor:
@@ -402,7 +403,7 @@ def has_row(sample: Any, batch: _Batch) -> bool:
     elif not (kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make"))):
         return False
     for part in sample:  # noqa: SIM110  # any() would make a generator for each sample
-        if has_row(part, batch):
+        if _has_row(part, batch):
             return True
     return False
 
@@ -410,7 +411,7 @@ def has_row(sample: Any, batch: _Batch) -> bool:
 def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool = False) -> Any:
     """The tree of writers for samples like this one, of which ``path`` says where it lies in the whole."""
     kind = type(sample)
-    if not has_row(sample, batch):
+    if not _has_row(sample, batch):
         return _Kept(batch, path, in_sequence=in_sequence)
     if kind is np.ndarray:
         return _ArrayRows(batch, sample)

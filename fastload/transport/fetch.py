@@ -178,10 +178,11 @@ class Fetcher:
         self._indices, self._left = indices, iter(indices)
         left = self._left
         if draw is None and self.replacer is None:
-            for index in () if rows.keeps else left:
-                rows.add(dataset[index])
-                if rows.keeps:
-                    break
+            if not rows.keeps:
+                for index in left:
+                    rows.add(dataset[index])
+                    if rows.keeps:
+                        break
             if rows.keeps:
                 rows.kept += [dataset[index] for index in left]
         else:
@@ -228,10 +229,11 @@ class Fetcher:
             return self._stacked(lambda: self._collate_fn(next(samples)))
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
-        for sample in () if rows.keeps else itertools.islice(samples, size):
-            rows.add(sample)
-            if rows.keeps:
-                break
+        if not rows.keeps:
+            for sample in itertools.islice(samples, size):
+                rows.add(sample)
+                if rows.keeps:
+                    break
         if rows.keeps:
             rows.kept.extend(itertools.islice(samples, size - len(rows)))
         self._has_ended = len(rows) < size

@@ -7,6 +7,7 @@ sample is still in use.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -85,15 +86,22 @@ class StackingInto:
         _stacking.arena = self._before
 
 
+def stack_into(arena: Arena, tensors: Any) -> torch.Tensor:
+    """torch.stack of tensors of one kind, `(len(tensors), *shape)`, in memory of ``arena``.
+
+    Raises:
+        RuntimeError: They differ in shape or dtype, or one of them requires a gradient.
+        Exception: What a class of tensors of the user's raises.
+    """
+    first = tensors[0]
+    rows = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
+    return torch.stack(tuple(tensors), 0, out=rows.view(first.dtype).view(len(tensors), *first.shape))
+
+
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
-    first = batch[0]
     arena = _stacking.arena
-    if arena is None or not first.numel() or not is_plain(first):
-        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-    shape = (len(batch), *first.shape)
-    flat = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(batch)))
-    try:
-        return torch.stack(tuple(batch), 0, out=flat.view(first.dtype).view(shape))
-    except Exception:  # noqa: BLE001  # they differ in shape, dtype or kind: torch decides, and says so
-        return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    if arena is not None and batch[0].numel() and is_plain(batch[0]):
+        with contextlib.suppress(Exception):  # torch decides, and says what is wrong
+            return stack_into(arena, batch)
+    return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
