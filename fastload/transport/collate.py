@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.transport.packing import is_plain
-from fastload.transport.stacking import stack_into
+from fastload.transport.stacking import rows_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,8 +89,9 @@ def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
     if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+        rows = rows_for(arena, tensors)
         with contextlib.suppress(RuntimeError):  # torch decides, and says what is wrong
-            return stack_into(arena, tensors)
+            return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 

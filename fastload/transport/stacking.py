@@ -86,22 +86,22 @@ class StackingInto:
         _stacking.arena = self._before
 
 
-def stack_into(arena: Arena, tensors: Any) -> torch.Tensor:
-    """torch.stack of tensors of one kind, `(len(tensors), *shape)`, in memory of ``arena``.
+def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
+    """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
-        RuntimeError: They differ in shape or dtype, or one of them requires a gradient.
-        Exception: What a class of tensors of the user's raises.
+        SegmentError: The system refused the memory; torch's own rule would ask it for as much.
     """
     first = tensors[0]
-    rows = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
-    return torch.stack(tuple(tensors), 0, out=rows.view(first.dtype).view(len(tensors), *first.shape))
+    memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
+    return memory.view(first.dtype).view(len(tensors), *first.shape)
 
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
     arena = _stacking.arena
     if arena is not None and batch[0].numel() and is_plain(batch[0]):
+        rows = rows_for(arena, batch)
         with contextlib.suppress(Exception):  # torch decides, and says what is wrong
-            return stack_into(arena, batch)
+            return torch.stack(tuple(batch), 0, out=rows)
     return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

@@ -35,6 +35,7 @@ import fastload
 from fastload.transport import pool
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
+from tests.leaks import names_in_shm
 from tests.refusals import hide_proc, limited, refuse
 
 
@@ -114,7 +115,7 @@ def left_behind(before):
         found.append("descriptors")
     if threading.active_count() > 1:
         found.append("threads")
-    if set(os.listdir("/dev/shm")) - before[1]:  # other programs of this machine use it too, for moments
+    if names_in_shm() - before[1]:
         found.append("files in /dev/shm")
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
@@ -130,7 +131,7 @@ def left_behind_for_long(before):
 
 
 def read_two_epochs(in_worker=None, is_long=False, **options):
-    before = open_files(), set(os.listdir("/dev/shm"))
+    before = open_files(), names_in_shm()
     if "worker_method" not in options:
         options.setdefault("multiprocessing_context", "fork")
     loader = zoo.make_loader("raises", "nowhere", **options)

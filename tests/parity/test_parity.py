@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as tud
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import fastload
 from fastload.transport import collate
@@ -72,6 +73,10 @@ def epoch(loader: Any) -> list[Any]:
             break
         except Exception as error:  # noqa: BLE001  # errors are compared too
             got.append(error.with_traceback(None))
+    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
+        # An iterator that the dataset's StopIteration ended is kept by its own traceback, and the garbage
+        # collector, which takes its queues first, waits five seconds for each worker.
+        iterator._shutdown_workers()
     return got
 
 

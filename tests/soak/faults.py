@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import fastload
-from tests import conftest
+from tests import leaks
 from tests.soak.compare import SoakError
 from tests.soak.modes import Held, some
 
@@ -47,9 +47,9 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
 
 def _start(subject: Subject, loader: fastload.DataLoader) -> tuple[Reader, list[int]]:
     """Begin an epoch; gives its reader and the pids of the workers that it started."""
-    before = conftest._children()
+    before = leaks.children()
     reader = subject.read(loader)
-    return reader, sorted(conftest._children() - before)
+    return reader, sorted(leaks.children() - before)
 
 
 def _send(reader: Reader, worker: int, number: signal.Signals) -> None:

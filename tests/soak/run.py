@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from tests import conftest
+from tests import leaks
 from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
@@ -94,16 +94,18 @@ class Soak:
         before = self._snapshot()
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, pretended_accelerator(case):
             consume(case, Path(folder))
-        deadline = time.monotonic() + conftest.GRACE_S
-        while grown := conftest._grown(before, self._snapshot()):
+        deadline = time.monotonic() + leaks.GRACE_S
+        while grown := leaks.grown(before, self._snapshot()):
             if time.monotonic() > deadline:
                 raise SoakError(f"left behind: {grown}")
             time.sleep(0.02)
 
     def _snapshot(self) -> dict[str, set[Any]]:
-        found = conftest._snapshot()
-        found["files in /dev/shm"] = {name for name in found["files in /dev/shm"] if not _is_foreign(name)}
-        return {**found, "shared memory": _mapped(), "registered caches": _registered(self._registry)}
+        return {
+            **leaks.snapshot(),
+            "shared memory": _mapped(),
+            "registered caches": _registered(self._registry),
+        }
 
     def _written(self) -> str:
         self._captured.seek(0)
@@ -132,7 +134,7 @@ class Soak:
         self._gives_up.set()
         os.write(self._stderr, f"\nFAILED {case}\nno end after {self._limit_s:.0f} s; stacks:\n".encode())
         faulthandler.dump_traceback(self._stderr)
-        children = conftest._children()
+        children = leaks.children()
         for signal_number in (signal.SIGABRT, signal.SIGCONT, signal.SIGKILL):
             for child in children:
                 with contextlib.suppress(ProcessLookupError):
@@ -162,16 +164,6 @@ def _mapped() -> set[str]:
     """The memfds that this process maps, by inode and name."""
     text = Path("/proc/self/maps").read_text()
     return set(re.findall(r"\d+ +/memfd:\S+", text))
-
-
-def _is_foreign(name: str) -> bool:
-    """Whether a file in /dev/shm belongs to a living process that does not descend from this one."""
-    owner = re.match(r"torch_(\d+)_", name)
-    if owner is None:
-        return False
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return os.getpid() not in {parent.pid for parent in psutil.Process(int(owner[1])).parents()}
-    return False
 
 
 def _registered(registry: Path) -> set[str]:

@@ -185,11 +185,11 @@ def test_a_case_that_hangs_ends_with_all_stacks() -> None:
 
 _LEAKS = """
 import os, subprocess, threading
-from tests import conftest
+from tests import leaks
 from tests.soak import run
 from tests.soak.case import Case
 
-conftest.GRACE_S = 0.1
+leaks.GRACE_S = 0.1
 gate, children, kept = threading.Event(), [], []
 leaks = {
     "threads": lambda *_: threading.Thread(target=gate.wait, daemon=True).start(),

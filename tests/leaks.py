@@ -1,0 +1,91 @@
+"""What a test leaves behind: child processes, threads, descriptors, files in /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import threading
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import psutil
+
+GRACE_S = 5.0  # how long a process, thread or descriptor may take to go after its owner is gone
+
+# What libraries open at their first use and keep until the interpreter exits.
+KEPT_OPEN = re.compile(
+    r"/dev/nvidia"  # CUDA's driver
+    r"|.*/pym-\d+-\w+ \(deleted\)"  # the heap of multiprocessing's Value and Array; it keeps free space
+)
+
+
+def children() -> set[int]:
+    """Living processes below this one, less the fork server and the resource tracker themselves.
+
+    Those two are started once and serve until the interpreter exits; workers that a fork server started
+    are its children, and count.
+    """
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            command = child.cmdline()
+            is_service = child.ppid() == os.getpid() and any(
+                "resource_tracker" in word or "forkserver" in word for word in command
+            )
+            if not is_service and child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def names_in_shm() -> set[str]:
+    """Names in /dev/shm, less those that other programs of this machine use meanwhile."""
+    # Semaphores of multiprocessing are named for a moment, and the name does not say by whom.
+    names = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
+    return {name for name in names if not _is_foreign(name)}
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a file in /dev/shm belongs to a living process that does not descend from this one."""
+    owner = re.match(r"torch_(\d+)_", name)
+    if owner is None or int(owner[1]) == os.getpid():
+        return False
+    with contextlib.suppress(psutil.Error, OSError):  # it ended, or this process cannot see /proc
+        return os.getpid() not in {parent.pid for parent in psutil.Process(int(owner[1])).parents()}
+    return False
+
+
+def _descriptors() -> dict[int, str]:
+    """What each open descriptor points to, less those that are opened once and kept on purpose."""
+    services = {
+        forkserver._forkserver._forkserver_alive_fd,  # type: ignore[attr-defined]
+        resource_tracker._resource_tracker._fd,  # type: ignore[attr-defined]
+    }
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue  # the listing's own descriptor
+        if fd not in services and not KEPT_OPEN.match(target):
+            found[fd] = target
+    return found
+
+
+def snapshot() -> dict[str, set[Any]]:
+    """What this process holds now, by kind."""
+    gc.collect()
+    return {
+        "child processes": children(),
+        "threads": {t.name for t in threading.enumerate() if not t.name.startswith("pydevd")},
+        "files in /dev/shm": names_in_shm(),
+        "descriptors": set(_descriptors().items()),  # a number that points elsewhere now is a new one
+    }
+
+
+def grown(before: dict[str, set[Any]], after: dict[str, set[Any]]) -> dict[str, set[Any]]:
+    """What the second snapshot has and the first had not, by kind."""
+    return {name: now - before[name] for name, now in after.items() if now - before[name]}
