@@ -1,4 +1,4 @@
-"""What every test shares: the leak guard, quiet workers, and faults' own time-outs."""
+"""What every test shares: the leak guard, and caches that store without delay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from fastload.cache import pace
 from tests import leaks
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ def pytest_collection_finish() -> None:
     """What was imported by now stays: keep it out of the guard's collections, which then take no time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches store each sample at its first access, however long that takes: no timing decides a test."""
+    monkeypatch.setattr(pace, "CHEAP_S", float("inf"))
 
 
 @pytest.fixture(autouse=True)

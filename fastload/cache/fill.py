@@ -1,6 +1,6 @@
 """Fill a cache in RAM ahead of training: read in parallel whatever it lacks.
 
-Called by `CachedDataset.fill` in the parent. Workers read samples through the dataset, which stores them, and
+Called by `CachedDataset.fill` in the parent. Workers read samples through the dataset, store them, and
 answer with their number alone. Whoever else uses the cache meanwhile is not disturbed.
 """
 
@@ -43,7 +43,9 @@ class _Chunks(Dataset[int]):
         chunk = self.chunks[number]
         for index in chunk:
             try:
-                self.dataset.view(index)
+                sample = self.dataset.view(index)
+                if index not in self.cache:  # `view` stores at its own pace (see `pace`)
+                    self.cache.put(index, sample)
             except Exception as error:
                 error.add_note(f"in sample {index} of the dataset")
                 raise

@@ -6,7 +6,10 @@ in the first, as far as its budget goes; what neither holds is for the caller to
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
+
+from fastload.cache.pace import Pace
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +30,7 @@ class TieredCache:
     def __init__(self, fast: SampleCache, slow: SampleCache) -> None:
         self.fast = fast
         self.slow = slow
+        self._pace = Pace()
 
     def __copy__(self) -> TieredCache:
         return self
@@ -78,10 +82,14 @@ class TieredCache:
     def get(self, index: int) -> Any | None:
         """The sample from whichever holds it, or None."""
         sample = self.fast.get(index)
-        if sample is None:
-            sample = self.slow.get(index)
-            if sample is not None:
-                self.fast.put(index, sample)
+        if sample is not None:
+            self._pace.hits += 1
+            return sample
+        started_s = time.perf_counter()
+        sample = self.slow.get(index)
+        read_s = time.perf_counter() - started_s
+        if sample is not None:
+            self._pace.put(self.fast, index, sample, read_s=read_s)
         return sample
 
     def put(self, index: int, sample: Any) -> bool:
@@ -90,7 +98,10 @@ class TieredCache:
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch from the fast cache alone; what it lacks is read sample by sample, and kept."""
-        return self.fast.gather(indices, allocate)
+        batch = self.fast.gather(indices, allocate)
+        if batch is not None:
+            self._pace.hits += len(indices)
+        return batch
 
     def close(self) -> None:
         """Give up what this process holds of both."""

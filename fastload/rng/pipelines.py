@@ -215,7 +215,13 @@ _ELEMENTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
     (frozenset, frozenset.__iter__),
 )
 
-_OTHER_MAKERS = ("builtins", "torch", "numpy", "albumentations")  # no user's pipeline is on their classes
+_OTHER_MAKERS = (
+    "builtins",
+    "fastload",
+    "torch",
+    "numpy",
+    "albumentations",
+)  # no user's pipeline is on their classes
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from fastload import CachedDataset
 from fastload.rng import pipelines
 from fastload.rng.pipelines import find_pipelines
 from fastload.rng.seeding import seed_pipelines
@@ -240,6 +241,16 @@ def test_of_a_million_tuples_only_two_chunks_are_visited(monkeypatch: pytest.Mon
 
     assert count_visits(monkeypatch, samples) <= pipelines._CHUNK_ELEMENTS + 1
     assert count_visits(monkeypatch, [samples, zoo.crop()]) <= 2 * pipelines._CHUNK_ELEMENTS + 100
+
+
+def test_the_library_s_own_code_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the classes of fastload hold is no pipeline of the user's; a class of the user's over them may."""
+
+    class Cached(CachedDataset):
+        on_class = zoo.crop()
+
+    assert count_visits(monkeypatch, CachedDataset([0, 1], A.NoOp())) < 200
+    assert find_pipelines(Cached([0, 1])) == [Cached.on_class]
 
 
 def test_datasets_with_a_pipeline_each_are_all_found() -> None:

@@ -1,0 +1,80 @@
+"""How fast epochs of training fill a cache in RAM: never so fast that an epoch takes much longer for it.
+
+Used by `dataset` and `tiers`, one in each process. Memory that the machine has never touched can take longer
+to fill than a JPEG takes to decode: then an epoch that stored every sample would take twice as long as one
+without a cache. So the time that storing takes is taken from an account:
+
+1. A sample that is read from its source earns a fifth of the time that reading it took, or `CHEAP_S` if that
+   is more.
+2. A sample that is found in the cache earns what reading it would have cost, and that fifth.
+3. A sample is stored while the account is not overdrawn. What is not stored is read again in the next epoch.
+
+An epoch therefore takes at most about 1.2 times as long as without a cache, and later epochs store what the
+first one left. `CachedDataset.fill` stores everything at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastload.cache.protocol import SampleCache
+
+log = logging.getLogger("fastload")
+
+SHARE = 0.2  # of the time that reading takes
+CHEAP_S = (
+    0.0001  # storing that takes no longer is never put off: a batch is gathered only if all of it is there
+)
+_BEGIN_S = 0.2  # so that a small dataset is stored in its first epoch
+_MOST_S = 1.0  # what may be saved up, so that no later epoch pays for all of it
+_NEW_WEIGHT = 0.1  # of the last sample in the mean
+
+
+class Pace:
+    """Stores samples as far as the time for it goes.
+
+    Attributes:
+        hits: Samples that were found in the cache since the last one that was not; counted by the owner.
+    """
+
+    __slots__ = ("_balance_s", "_cheap_s", "_has_logged", "_read_s", "_store_s", "hits")
+
+    def __init__(self) -> None:
+        self.hits = 0
+        self._cheap_s = CHEAP_S
+        self._balance_s = _BEGIN_S
+        self._read_s = 0.0  # means of late
+        self._store_s = 0.0
+        self._has_logged = False
+
+    def put(self, cache: SampleCache, index: int, sample: Any, *, read_s: float) -> None:
+        """Store a sample that was read from its source in ``read_s`` seconds, if there is time."""
+        self._read_s = _mean(self._read_s, read_s)
+        hits, self.hits = self.hits, 0
+        earned_s = max(SHARE * read_s, self._cheap_s) + hits * (1 + SHARE) * self._read_s
+        self._balance_s = min(_MOST_S, self._balance_s + earned_s)
+        if self._balance_s < 0:
+            self._log_once()
+            return
+        started_s = time.perf_counter()
+        cache.put(index, sample)
+        store_s = time.perf_counter() - started_s
+        self._store_s = _mean(self._store_s, store_s)
+        self._balance_s -= store_s
+
+    def _log_once(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            log.info(
+                "cache: a sample takes %.2f ms to read and %.2f ms to store, because this machine provides "
+                "memory slowly: several epochs fill the cache. CachedDataset.fill() fills it at once",
+                1e3 * self._read_s,
+                1e3 * self._store_s,
+            )
+
+
+def _mean(before_s: float, new_s: float) -> float:
+    return new_s if before_s == 0 else before_s + _NEW_WEIGHT * (new_s - before_s)
