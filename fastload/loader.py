@@ -20,6 +20,7 @@ import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload import resume
+from fastload.auto_workers import AutoWorkers, check_countable
 from fastload.cache import budget
 from fastload.delivery import DeviceIterator, choose_device
 from fastload.device.cuda import check_device
@@ -63,6 +64,11 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
+        num_workers: As in torch, or ``"auto"``: as many workers as make the shortest epochs. Some numbers are
+            measured when the loader is made, for a few seconds, in a process that reads what the first epoch
+            reads. The choice is looked at again when an epoch has shown how long the consumer computes, and
+            when the cache of a `CachedDataset` is full. The attribute is always an int, and a line of the log
+            explains it. Needs a map-style dataset. Random streams of ``rng="worker"`` depend on the number.
         memory_format: ``torch.channels_last`` hands batches of images out as `(B, C, H, W)` with
             channels-last strides: `(B, H, W, C)` ones are permuted without a copy.
         ring_bytes: Upper bound for the memory that batches travel in: bytes, ``"2GB"``, a share of free
@@ -116,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
-        num_workers: int = 0,
+        num_workers: int | Literal["auto"] = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
@@ -140,13 +146,15 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         error_budget: int | float = 0.01,
         restart_workers: int = 0,
     ) -> None:
+        if isinstance(num_workers, str) and num_workers != "auto":
+            raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
         super().__init__(
             dataset,
             batch_size,
             shuffle,
             sampler,
             batch_sampler,
-            num_workers,
+            1 if num_workers == "auto" else num_workers,
             collate_fn,
             pin_memory,
             drop_last,
@@ -191,6 +199,47 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         self.worker_method = worker_method
         self.device = device
         self.device_transform = device_transform
+        self._auto_workers: AutoWorkers | None = None
+        if num_workers == "auto":
+            check_countable(dataset)
+            needs_workers = (
+                prefetch_factor,
+                timeout or None,
+                multiprocessing_context,
+                persistent_workers or None,
+            )
+            make_loader = functools.partial(
+                _make_trial_loader,
+                dataset,
+                prefetch_factor,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                sampler=sampler,
+                batch_sampler=batch_sampler,
+                collate_fn=collate_fn,
+                drop_last=drop_last,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+                persistent_workers=persistent_workers,
+                in_order=in_order,
+                memory_format=memory_format,
+                ring_bytes=ring_bytes,
+                seed_pipelines=seed_pipelines,
+                rng=rng,
+                worker_method=worker_method,
+                on_error=on_error,
+                error_budget=error_budget,
+            )
+            least = 0 if needs_workers == (None,) * len(needs_workers) else 1
+            self._auto_workers = AutoWorkers(make_loader, self.multiprocessing_context, least)
+            self._choose_workers(self._auto_workers)
+
+    def _choose_workers(self, auto_workers: AutoWorkers) -> None:
+        self.num_workers = auto_workers.choose(self.dataset)
+        if self.num_workers == 0:
+            self.prefetch_factor = None
+        elif self.prefetch_factor is None:
+            self.prefetch_factor = 2  # torch's default
 
     def _check_failures(self) -> None:
         on_error, restarts = self.on_error, self.restart_workers
@@ -254,6 +303,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         return resume.beginning(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
+        if self._auto_workers is not None:
+            self._choose_workers(self._auto_workers)
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
@@ -279,7 +330,8 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
         else:
-            self.check_worker_number_rationality()
+            if self._auto_workers is None:  # else the number was measured, and needs no warning
+                self.check_worker_number_rationality()
             iterator = WorkerIterator(self)
         _live[iterator] = None
         return iterator
@@ -368,6 +420,14 @@ class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see 
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _make_trial_loader(
+    dataset: Any, prefetch_factor: int | None, num_workers: int, **settings: Any
+) -> DataLoader:
+    """A loader for the trial of `num_workers="auto"`; leaves batches on the host, in pageable memory."""
+    ahead = prefetch_factor if num_workers else None
+    return DataLoader(dataset, num_workers=num_workers, prefetch_factor=ahead, **settings)
 
 
 @functools.cache

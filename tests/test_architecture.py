@@ -40,7 +40,7 @@ LAYERS: list[set[str]] = [
     },
     {"transport.worker", "transport.preload", "transport.starting"},
     {"transport.process"},
-    {"transport.pool"},
+    {"transport.pool", "auto_workers"},
     {"transport.threads"},
     {"order"},
     {"saved_state", "epoch"},

@@ -125,13 +125,13 @@ class Setup:
 def main(setup: Setup) -> None:
     """The worker's whole life."""
     try:
-        _drop_signal_handlers()
+        drop_signal_handlers()
         if setup.signal_mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
         for channel in setup.inherited:
             channel.abandon()
         channel = setup.end.open()
-        _leave_with(setup.parent_pid)
+        leave_with(setup.parent_pid)
         _Worker(setup, channel).serve()
     except KeyboardInterrupt:
         pass  # the parent gets one too, and says so
@@ -139,7 +139,7 @@ def main(setup: Setup) -> None:
         pass  # the parent hung up while we were replying
 
 
-def _drop_signal_handlers() -> None:
+def drop_signal_handlers() -> None:
     """Answer signals as a new process does: what the parent installed is for the parent alone."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
@@ -156,7 +156,7 @@ _SIGNALS_OF_A_WORKER: dict[int, Any] = {
 }
 
 
-def _leave_with(parent_pid: int) -> None:
+def leave_with(parent_pid: int) -> None:
     """End this process as soon as the parent is gone, however busy it is.
 
     PR_SET_PDEATHSIG would follow the thread that forked, not the process; a pidfd follows the process.
