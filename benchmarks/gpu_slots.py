@@ -29,7 +29,7 @@ from gpu_tools import (
 )
 
 from fastload import CUDAPrefetcher, DataLoader
-from fastload.transport.segment import Segment
+from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @check
 def import_makes_no_context() -> dict[str, Any]:
     code = (
-        "import torch, fastload; from fastload.device.report import memory_report; r = memory_report(); "
+        "import torch, fastload; from fastload.training.report import memory_report; r = memory_report(); "
         "import json; print(json.dumps([torch.cuda.is_initialized(), r.devices_note]))"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from harness import machine
 
-from fastload.transport.segment import Segment, populate
+from fastload.memory.segment import Segment, populate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -75,7 +75,7 @@ def main() -> None:
         name, side, method = args.one
         print(first_batch_ms(name, int(side), method))
         return
-    multiprocessing.set_forkserver_preload(["__main__", "fastload.transport.preload"])
+    multiprocessing.set_forkserver_preload(["__main__", "fastload.workers.preload"])
     cases = [
         (f"first batch of {size}, {heat} {method}", measure, side, method, runs, target)
         for side, size in ((32, "0.8 MB"), (224, "38 MB"))

@@ -12,16 +12,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset, CacheInfo as CacheInfo
-    from fastload.cache.disk.lmdb_cache import LMDBCache as LMDBCache
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
-    from fastload.device.backends import tune_backends as tune_backends
+    from fastload.training.backends import tune_backends as tune_backends
     from fastload.device.normalize import Normalize as Normalize
-    from fastload.device.oom import (
+    from fastload.training.oom import (
         find_batch_size as find_batch_size,
         retry_on_oom as retry_on_oom,
     )
     from fastload.device.prefetch import CUDAPrefetcher as CUDAPrefetcher
-    from fastload.device.report import (
+    from fastload.training.report import (
         DeviceMemory as DeviceMemory,
         MemoryReport as MemoryReport,
         memory_report as memory_report,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         WorkerDiedError as WorkerDiedError,
         WorkerStartError as WorkerStartError,
     )
-    from fastload.failed_sample import FailedSample as FailedSample
+    from fastload.batch.failed_sample import FailedSample as FailedSample
     from fastload.images.decode import read_image as read_image
     from fastload.images.folder import ImageFolder as ImageFolder
     from fastload.loader import DataLoader as DataLoader
@@ -53,20 +53,20 @@ if TYPE_CHECKING:
         seed_everything as seed_everything,
         seed_worker as seed_worker,
     )
-    from fastload.transport.worker_info import (
+    from fastload.rng.worker_info import (
         WorkerInfo as WorkerInfo,
         get_worker_info as get_worker_info,
     )
 
 _NAMES = {
     "cache.dataset": ("CachedDataset", "CacheInfo"),
-    "cache.disk.lmdb_cache": ("LMDBCache",),
+    "cache.lmdb.lmdb_cache": ("LMDBCache",),
     "cache.ram.shared": ("SharedMemoryCache",),
-    "device.backends": ("tune_backends",),
+    "training.backends": ("tune_backends",),
     "device.normalize": ("Normalize",),
-    "device.oom": ("find_batch_size", "retry_on_oom"),
+    "training.oom": ("find_batch_size", "retry_on_oom"),
     "device.prefetch": ("CUDAPrefetcher",),
-    "device.report": ("DeviceMemory", "MemoryReport", "memory_report"),
+    "training.report": ("DeviceMemory", "MemoryReport", "memory_report"),
     "errors": (
         "BatchLostError",
         "CacheBusyError",
@@ -85,13 +85,13 @@ _NAMES = {
         "WorkerDiedError",
         "WorkerStartError",
     ),
-    "failed_sample": ("FailedSample",),
+    "batch.failed_sample": ("FailedSample",),
     "images.decode": ("read_image",),
     "images.folder": ("ImageFolder",),
     "loader": ("DataLoader",),
     "rng.sample_rng": ("sample_generator",),
     "rng.seeding": ("seed_everything", "seed_worker"),
-    "transport.worker_info": ("WorkerInfo", "get_worker_info"),
+    "rng.worker_info": ("WorkerInfo", "get_worker_info"),
 }
 
 if not TYPE_CHECKING:  # or type checkers would take every name for a public one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastload.cli import main
+from fastload.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -120,3 +121,15 @@ class ImageReadError(FastloadError, OSError):
 
 class DeviceUnavailableError(FastloadError, RuntimeError):
     """The device that was asked for by name is not there, and why."""
+
+
+def short_repr(index: Any) -> str:
+    """An index for a message: its repr, cut where it gets long.
+
+    An index whose repr() raises is named by its type, so that the error that is reported is not lost.
+    """
+    try:
+        text = repr(index)
+    except Exception as error:  # noqa: BLE001  # of a class of the user's
+        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
+    return text if len(text) <= 200 else text[:200] + "..."

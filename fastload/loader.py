@@ -1,9 +1,8 @@
 """DataLoader: torch's arguments and torch's batches, over our own transport.
 
 The class holds settings only. Everything that must be stopped or freed belongs to the iterators that
-`iter(loader)` makes (local_iterator.py, worker_iterator.py, torch_iterator.py, and delivery.py around them
-for a device), so that a loader can be copied, pickled, re-created by a framework from its public attributes,
-or forgotten, at no risk.
+`iter(loader)` makes (see the folder epochs/). So a loader can be copied, pickled, re-created by a framework
+from its public attributes, or forgotten, at no risk.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from fastload import resume
-from fastload.auto_workers import AutoWorkers, check_countable
-from fastload.cache import budget
-from fastload.delivery import DeviceIterator, choose_device
+from fastload.batch.failures import check_budget, report_of
+from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
-from fastload.failures import check_budget, report_of
-from fastload.local_iterator import LocalIterator, forget_buffers
+from fastload.epochs import resume
+from fastload.epochs.on_device import DeviceIterator, choose_device
+from fastload.epochs.through_torch import torch_iterator
+from fastload.epochs.with_workers import WorkerIterator
+from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.draws import check_dataset
-from fastload.torch_iterator import torch_iterator
-from fastload.transport import starting
-from fastload.transport.loader_collate import LoaderCollate, own_collate
-from fastload.worker_iterator import WorkerIterator
+from fastload.system import budget
+from fastload.workers import starting
+from fastload.workers.auto_workers import AutoWorkers, check_countable
+from fastload.workers.settings import LoaderSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset, Sampler
 
-    from fastload.failed_sample import FailedSample
+    from fastload.batch.failed_sample import FailedSample
 
 _log = logging.getLogger("fastload")
 
@@ -54,7 +54,7 @@ _KNOWN_CONTEXTS = (
 _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
-class DataLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # see __class_getitem__
+class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
 
     Batches are written once, into shared memory that is used again, and lent to the caller as tensors: a

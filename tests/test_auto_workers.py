@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import fastload
-from fastload import auto_workers
-from fastload.auto_workers import Timing, fastest, safest
+from fastload.workers import auto_workers
+from fastload.workers.auto_workers import Timing, fastest, safest
 from tests import zoo
 
 SECONDS = st.floats(1e-5, 10.0)

@@ -19,11 +19,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload import cli
-from fastload.cache.disk import inventory
-from fastload.cache.disk.build_lock import only_builder
-from fastload.cache.disk.codecs import CODECS
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.build.build_lock import only_builder
+from fastload.cache.lmdb import inventory
+from fastload.cache.lmdb.codecs import CODECS
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
@@ -32,7 +32,7 @@ COMMANDS = ("build", "info", "verify", "ls", "rm")
 
 def run(*words: Any) -> Any:
     """Run `fastload cache ...` in this process."""
-    return CliRunner().invoke(cli.app, ["cache", *map(str, words)])
+    return CliRunner().invoke(main.app, ["cache", *map(str, words)])
 
 
 def start(*words: Any, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def imported_by(*words: Any) -> set[str]:
     """The modules that `fastload ...` has imported when it ends well, in a process of its own."""
     program = (
         "import sys\n"
-        "from fastload.cli import app\n"
+        "from fastload.cli.main import app\n"
         "try:\n"
         "    app(sys.argv[1:])\n"
         "except SystemExit as stop:\n"
@@ -103,7 +103,7 @@ class TestImports:
 
         brought = imported_by("cache", command, tmp_path / path, *options)
 
-        assert "fastload.cache.disk.lmdb_cache" in brought
+        assert "fastload.cache.lmdb.lmdb_cache" in brought
         assert not {"torch", "PIL", "psutil", "rich"} & brought
 
     def test_caches_in_memory_are_listed_without_torch(self) -> None:
@@ -124,7 +124,7 @@ class TestHelp:
     @pytest.mark.parametrize("words", [[], ["cache"], *(["cache", name] for name in COMMANDS)])
     def test_every_help_lists_the_exit_codes(self, words: list[str]) -> None:
         """A script's author finds them without leaving the terminal."""
-        result = CliRunner().invoke(cli.app, [*words, "--help"])
+        result = CliRunner().invoke(main.app, [*words, "--help"])
 
         assert result.exit_code == 0
         listed = [line.split()[0] for line in result.stdout.partition("Exit codes:")[2].splitlines() if line]
@@ -133,11 +133,11 @@ class TestHelp:
     @pytest.mark.parametrize("words", [[], ["cache"]])
     def test_without_a_command_the_help_is_printed_line_by_line(self, words: list[str]) -> None:
         """As --help has it, but on standard error and with the exit code of wrong usage."""
-        result = CliRunner().invoke(cli.app, words)
+        result = CliRunner().invoke(main.app, words)
 
         assert result.exit_code == 2
         assert result.stdout == ""
-        assert result.stderr == CliRunner().invoke(cli.app, [*words, "--help"]).stdout
+        assert result.stderr == CliRunner().invoke(main.app, [*words, "--help"]).stdout
 
     def test_the_module_without_a_command_prints_its_help(self) -> None:
         """`python -m fastload` does so, too."""
@@ -160,11 +160,11 @@ class TestHelp:
         """`fastload` and `python -m fastload` start the same function."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-        assert project["scripts"] == {"fastload": f"{cli.main.__module__}:{cli.main.__name__}"}
+        assert project["scripts"] == {"fastload": f"{main.main.__module__}:{main.main.__name__}"}
 
     def test_codecs_are_those_of_the_caches(self) -> None:
         """What --codec offers is what there is."""
-        assert tuple(codec.value for codec in cli.Codec) == CODECS
+        assert tuple(codec.value for codec in main.Codec) == CODECS
 
 
 class TestBuild:
@@ -389,7 +389,7 @@ class TestUsage:
         """--debug adds where it happened, and changes nothing else."""
         words = ["--debug", "cache", "build", "tests.cli_zoo:fails", str(tmp_path / "cache")]
 
-        result = CliRunner().invoke(cli.app, words)
+        result = CliRunner().invoke(main.app, words)
 
         assert result.exit_code == 1
         assert "Traceback" in result.stderr

@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload import cli
+from fastload.cli import main
 from tests.test_cli import built, images, run
 
 if TYPE_CHECKING:
@@ -359,6 +359,6 @@ class TestSource:
 
 def test_version() -> None:
     """`fastload --version` prints the name and the version, and nothing else."""
-    result = CliRunner().invoke(cli.app, ["--version"])
+    result = CliRunner().invoke(main.app, ["--version"])
 
     assert (result.exit_code, result.output) == (0, f"fastload {fastload.__version__}\n")

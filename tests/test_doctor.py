@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import fastload
-from fastload import cli, doctor
+from fastload.cli import doctor, main
 from fastload.device import probe
 from fastload.device.probe import GPUCopies, GPUProcess
 from fastload.errors import SegmentError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def run(*words: str) -> Any:
     """Run `fastload doctor ...` in this process."""
-    return CliRunner().invoke(cli.app, ["doctor", *words])
+    return CliRunner().invoke(main.app, ["doctor", *words])
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_without_proc_the_command_answers() -> None:
     """Resident memory is unknown then, in JSON and as text; the machine's memory is known."""
     program = (
         "import sys; from tests.refusals import hide_proc; hide_proc() or sys.exit(77)\n"
-        "import fastload; from fastload.cli import main\n"
+        "import fastload; from fastload.cli.main import main\n"
         "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
         "sys.argv = ['fastload', 'doctor', '--json']; main()"
     )

@@ -16,8 +16,8 @@ import torch.utils.data as tud
 
 import fastload
 from fastload import DataLoader
-from fastload.transport import loader_collate
-from fastload.transport.loader_collate import LoaderCollate
+from fastload.batch import loader_collate
+from fastload.batch.loader_collate import LoaderCollate
 from tests import zoo
 
 IMAGES = zoo.Made(zoo.image, 12)

@@ -1,5 +1,5 @@
 """Decode once: datasets behind caches.
 
-Read in this order: `dataset` (what users hold), `opening` (which cache, and why), `protocol` (what a cache
-is), `ram` and `disk` (the caches), `record`, `spec` and `leaves` (what a sample is as bytes).
+Read in this order: `dataset` (what users hold), `open_cache` (which cache, and why), `protocol` (what a cache
+is), `ram` and `lmdb` (the caches), `build` (how they are filled), `record` and `columns` (a sample as bytes).
 """

@@ -1,8 +1,7 @@
 """Uniform samples as columns: for each leaf one contiguous `(rows, *shape)` array, and row = index.
 
-Called by `shared`, in any process; pure but for the memory it is given. A column of str or bytes is
-`(rows, 4 + width) uint8`: the length in four little-endian bytes, then the text. A batch is one gather a
-column, in the structure that torch's default_collate would give it.
+A column of str or bytes is `(rows, 4 + width) uint8`: the length in four little-endian bytes, then the text.
+A batch is one gather a column, in the structure that torch's default_collate would give it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.leaves import (
+from fastload.memory.segment import round_up
+from fastload.nested.leaves import (
     TEXT_KINDS,
     Array,
     Leaf,
@@ -23,8 +23,7 @@ from fastload.cache.leaves import (
     torch_side,
     view_array,
 )
-from fastload.cache.spec import Spec, build_batch
-from fastload.transport.segment import round_up
+from fastload.nested.spec import Spec, build_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.fill import fill
-from fastload.cache.nests import private_copy, read_only
+from fastload.cache.build.fill import fill
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.pace import Pace
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller, check_callable
 from fastload.errors import UnsupportedSampleError
+from fastload.nested.tree import private_copy, read_only
 from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._pace = Pace()
         self._num_samples = len(dataset)
-        from fastload.cache.opening import Opener, Request  # Pillow and LMDB, which workers may not need
+        from fastload.cache.open_cache import Opener, Request  # Pillow and LMDB, which workers may not need
 
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
         self._source = opener.source

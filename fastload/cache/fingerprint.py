@@ -1,7 +1,7 @@
 """What a cache was made of: named parts that can be compared, and the name by which others find it.
 
-Called in the parent by `dataset`, by the builder of LMDB caches and by the command line. A wrong match would
-be a wrong image in somebody's training, so there is a fingerprint only where someone vouches for it:
+A wrong match would be a wrong image in somebody's training, so there is a fingerprint only where someone
+vouches for it:
 
 1. the dataset says what it is: `fingerprint()` gives a str, or a dict of str that names the parts;
 2. or the user does, by `key=`: a promise that this key always means these samples.

@@ -1,7 +1,7 @@
 """Advisory locks on an open file, never waited for.
 
-Called by `shared` (the cursor of a segment) and `partial` (one builder a file). flock(2) locks belong to the
-file description: a descriptor that was inherited or duplicated shares its lock, so open one for the purpose.
+flock(2) locks belong to the file description: a descriptor that was inherited or duplicated shares its lock,
+so open one for the purpose.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How fast epochs of training fill a cache in RAM: never so fast that an epoch takes much longer for it.
 
-Used by `dataset` and `tiers`, one in each process. Memory that the machine has never touched can take longer
-to fill than a JPEG takes to decode: then an epoch that stored every sample would take twice as long as one
-without a cache. So the time that storing takes is taken from an account:
+Memory that the machine has never touched can take longer to fill than a JPEG takes to decode: then an epoch
+that stored every sample would take twice as long as one without a cache. So the time that storing takes is
+taken from an account:
 
 1. A sample that is read from its source earns a fifth of the time that reading it took, or `CHEAP_S` if that
    is more.

@@ -1,7 +1,7 @@
 """Whether several ranks of one training run share this host.
 
-Called by `opening` in the parent. Each launcher says it in its own way; a wrong answer costs a warning, or
-the wait for a builder, and never a wrong sample.
+Each launcher says it in its own way; a wrong answer costs a warning, or the wait for a builder, and never a
+wrong sample.
 """
 
 from __future__ import annotations

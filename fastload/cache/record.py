@@ -1,6 +1,6 @@
 """One sample as bytes: a closed, documented, versioned format that holds no pickle.
 
-Called by the caches and by the builder, in any process. All numbers are little-endian:
+All numbers are little-endian:
 
     offset  bytes
     0       4      magic, b"FLrc"
@@ -26,11 +26,11 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.disk.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
-from fastload.cache.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
-from fastload.cache.spec import Spec, flatten
+from fastload.cache.lmdb.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.errors import CacheCorruptError
-from fastload.transport.segment import round_up
+from fastload.memory.segment import round_up
+from fastload.nested.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
+from fastload.nested.spec import Spec, flatten
 
 FORMAT_VERSION = 1
 ALIGNMENT_BYTES = 64

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from fastload.cache.nests import private_copy
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
+from fastload.nested.tree import private_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.disk.lmdb_cache import LMDBCache
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
 class PreparedDataset(Dataset[Any]):

@@ -1,6 +1,6 @@
 """Call the random part, or the deterministic one: conventions, private copies, and what an error is told.
 
-Called by `dataset` at each access and by `sources` at each miss, in any process and any thread. Rules:
+Rules:
 
 1. The transform is given private copies of the sample's arrays: it may write to them, and torch would write
    even to read-only memory, which ends the process.
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.fingerprint import is_albumentations
-from fastload.cache.nests import detached, is_seen_through, leaves, outline, private_copy
-from fastload.cache.spec import is_namedtuple
 from fastload.cache.zero_copy import keeps_read_only
+from fastload.nested.spec import is_namedtuple
+from fastload.nested.tree import detached, is_seen_through, leaves, outline, private_copy
 from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Which transforms may run on the cache's own read-only memory, without a copy.
 
-Called by `transform`, once for each transform. Rules:
+Rules:
 
 1. NumPy and OpenCV refuse to write to an array that is marked read-only. Other libraries ignore the mark and
    write to the pages behind it, which ends the process: torch gives tensors that can be written to, and older

@@ -1,5 +1,5 @@
-"""To the GPU, and what a training loop needs there.
+"""To the GPU, and what a batch meets there.
 
 Read in this order: `prefetch` (what users hold), `copies` (how), `cuda` and `plain` (which device),
-`registered` (slots that it reads in place); then `normalize`, `oom`, `report` and `backends`, each by itself.
+`registered` (slots that it reads in place), `pin_thread`; then `normalize`.
 """

@@ -38,8 +38,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fastload.device.nest import map_leaves
 from fastload.errors import LoaderClosedError
+from fastload.nested.device_tree import map_leaves
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend

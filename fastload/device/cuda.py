@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.nest import move_leaf
 from fastload.device.plain import PLAIN_TYPES, PlainDevice, why_no_plain_device
 from fastload.errors import DeviceUnavailableError
+from fastload.nested.device_tree import move_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

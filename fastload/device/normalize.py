@@ -1,7 +1,5 @@
 """Normalize: uint8 image batches become normalised floats, on whatever device they are.
 
-Called by the user or by a prefetcher as a device transform, in the consumer's process.
-
 1. ``out = image * scale + bias`` with one scale and one bias per channel, computed in float32 (float64 for
    float64), rounded to `dtype` once, at the end.
 2. On an accelerator that is one kernel, which reads uint8 and writes `dtype`: type conversion, layout and
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.device.nest import map_leaves
+from fastload.nested.device_tree import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.device.nest import map_leaves
+from fastload.nested.device_tree import map_leaves
 
 PLAIN_TYPES = ("mps", "xpu")
 

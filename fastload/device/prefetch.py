@@ -1,7 +1,4 @@
-"""CUDAPrefetcher: the batches of any iterable, on the device when the training loop asks for them.
-
-Called by the user, in the consumer's process and threads; NOTE [ Copies ahead ] in copies.py says how.
-"""
+"""CUDAPrefetcher: the batches of any iterable, on the device when the training loop asks for them."""
 
 from __future__ import annotations
 

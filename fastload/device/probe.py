@@ -1,7 +1,6 @@
 """What the GPUs of this machine can do, and who uses them: for `fastload doctor`.
 
-Called in a process of the command line's own: measuring makes a CUDA context on every GPU. Nothing raises:
-what cannot be found out has the reason in its place.
+Nothing raises: what cannot be found out has the reason in its place.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ import torch
 
 from fastload.device.cuda import choose_backend, why_unavailable
 from fastload.errors import FastloadError
-from fastload.transport.memory import Memory
-from fastload.transport.segment import Segment, populate
+from fastload.memory.lease import Memory
+from fastload.memory.segment import Segment, populate
 
 WORKS = "works"
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastload.device.cuda import Backend
-    from fastload.transport.memory import Memory
+    from fastload.memory.lease import Memory
 
 MAX_BYTES = 64 * 2**30
 

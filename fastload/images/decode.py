@@ -1,7 +1,6 @@
 """One image file to one C-contiguous ``(H, W, 3) uint8`` RGB array.
 
-Called by :class:`fastload.images.folder.ImageFolder` and by users' own datasets, in whichever process reads
-the sample. It keeps no state and no open file.
+It keeps no state and no open file.
 
 Rules:
 1. One decoder, Pillow, on every machine: the same file gives the same pixels whatever else is installed.

@@ -7,7 +7,7 @@ become keys; in a worker the dataset takes a key apart, sets the generators, and
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch.utils.data import Dataset
 
@@ -16,8 +16,14 @@ from fastload.rng.sample_rng import SampleRng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.epoch import Epoch
     from fastload.rng.draws import Draw
+
+
+class SampleStreams(Protocol):
+    """What the keys of an epoch are made by."""
+
+    def draw(self, given: Any) -> tuple[Any, Draw | None]:
+        """The index that the sampler gave, and what the streams of its samples follow from."""
 
 
 class Key(NamedTuple):
@@ -65,7 +71,7 @@ class KeyedSampler:
         epoch: Says which epoch has begun; called when its first key is asked for.
     """
 
-    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], Epoch]) -> None:
+    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], SampleStreams]) -> None:
         self._sampler = sampler
         self._auto_collation = auto_collation
         self._epoch = epoch

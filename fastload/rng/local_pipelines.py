@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.rng import loans
 from fastload.rng.seeding import pipeline_streams
-from fastload.transport.worker_info import get_worker_info
+from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from fastload.rng.seeding import PipelineStream

@@ -1,7 +1,6 @@
 """The search for albumentations pipelines: every one that a dataset holds, wherever it holds it.
 
-Called by `seeding` and `sample_rng`, where samples are fetched, and by the copies for threads. Pure: it
-changes nothing.
+Pure: it changes nothing.
 
 Rules:
 1. albumentations is never imported; its objects are recognised by the names of their classes.

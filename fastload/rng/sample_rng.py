@@ -1,7 +1,6 @@
 """The generators that a sample draws from, set anew for each: `rng="sample"` where samples are fetched.
 
-Used by the fetcher, in a worker or in the parent, and by whoever calls user code a second time for the same
-sample. Rules:
+Rules:
 
 1. Nothing is searched for a sample. Pipelines are found once, and all share one pair of generators (see
    `seeding`, rule 2), so that the cost does not grow with their number.

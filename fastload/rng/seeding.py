@@ -1,7 +1,5 @@
 """Seeds for workers: random, numpy and torch as torch seeds them, and every albumentations pipeline.
 
-Called in worker processes: by our own worker, and by torch's through ``worker_init_fn=seed_worker``.
-
 Rules:
 1. The libraries get torch's own values, bit for bit, so that calling this twice changes nothing.
 2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed``
@@ -20,7 +18,7 @@ import torch
 from torch.utils.data._utils.worker import _generate_state
 
 from fastload.rng.pipelines import attributes, find_pipelines, parts_of
-from fastload.transport.worker_info import get_worker_info
+from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable

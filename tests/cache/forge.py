@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.zoo import Images, assert_same
 

@@ -25,9 +25,9 @@ import albumentations as A
 import cv2
 import numpy as np
 
-from fastload.cache.nests import leaves, map_leaves
 from fastload.cache.transform import TransformCaller
 from fastload.cache.zero_copy import keeps_read_only
+from fastload.nested.tree import leaves, map_leaves
 
 H, W = 24, 20
 NUM_SEEDS = 3  # for the first recipe of a transform; the others run with one

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.cache.budget import available_bytes, cgroup_limit_bytes, parse_budget
+from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget
 from tests.refusals import limited
 
 if TYPE_CHECKING:

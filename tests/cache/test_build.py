@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from fastload.cache.disk import partial
-from fastload.cache.disk import writer as lmdb_writer
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.build import unfinished
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheMismatchError
 from tests.cache.zoo import BareImages, Images, RaggedImages, assert_same
 
@@ -51,8 +51,8 @@ def test_build_reads_each_sample_once(num_workers: int, shards: int, tmp_path: P
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_values_that_fit_no_slot(num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values larger than the memory they are handed over in take the other way, among some that fit."""
-    monkeypatch.setattr("fastload.cache.disk.handover._LEAST_SLOT_BYTES", 1000)
-    monkeypatch.setattr("fastload.cache.disk.handover._MOST_SLOT_BYTES", 1000)
+    monkeypatch.setattr("fastload.cache.build.tasks._LEAST_SLOT_BYTES", 1000)
+    monkeypatch.setattr("fastload.cache.build.tasks._MOST_SLOT_BYTES", 1000)
     dataset = RaggedImages(60)
     cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers)
 
@@ -297,4 +297,4 @@ def test_partial_of_no_plan_goes(tmp_path: Path) -> None:
     build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
 
     assert os.listdir(tmp_path) == ["cache"]
-    assert partial.Partial(str(tmp_path / "cache")).skipped == {}
+    assert unfinished.Partial(str(tmp_path / "cache")).skipped == {}

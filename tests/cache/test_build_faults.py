@@ -13,8 +13,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.writer import writing
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.writer import writing
 from fastload.errors import (
     CacheError,
     CacheMismatchError,

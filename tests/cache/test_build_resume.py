@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.cache.disk import partial
-from fastload.cache.disk import writer as lmdb_writer
-from fastload.cache.disk.build import build_lmdb
+from fastload.cache.build import unfinished
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheError, ImageReadError
 from tests.cache.build_zoo import BrokenImages
@@ -297,7 +297,7 @@ def test_other_first_sample_starts_anew(tmp_path: Path) -> None:
 def test_after_a_reboot_finished_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not brought to the disk before the machine went down is written anew; finished shards stay."""
     leave_unfinished(tmp_path / "cache", shards=4)
-    monkeypatch.setattr(partial, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(unfinished, "_boot_id", lambda: "another boot")
     dataset = Images(40)
     check(dataset, build(dataset, tmp_path / "cache", {"shards": 4}))
 
@@ -307,7 +307,7 @@ def test_after_a_reboot_finished_shards_are_kept(tmp_path: Path, monkeypatch: py
 def test_reboot_loses_an_unfinished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single file that was unfinished when the machine went down is not trusted."""
     leave_unfinished(tmp_path / "cache")
-    monkeypatch.setattr(partial, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(unfinished, "_boot_id", lambda: "another boot")
     dataset = Images(40)
     check(dataset, build(dataset, tmp_path / "cache", {}))
 

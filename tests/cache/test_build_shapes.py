@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.disk import shapes as shapes_module
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.shapes import SeenShapes
+from fastload.cache.lmdb import shapes as shapes_module
+from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.record import encode
 from fastload.errors import CacheCorruptError
 from tests.cache.build_zoo import BrokenImages

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skimage import data as photographs
 
-from fastload.cache.disk.codecs import CODECS, check_codec, codec_of_leaf, decode_image, encode_image
-from fastload.cache.leaves import Leaf
+from fastload.cache.lmdb.codecs import CODECS, check_codec, codec_of_leaf, decode_image, encode_image
 from fastload.cache.record import decode, record_parts
-from fastload.cache.spec import flatten
 from fastload.errors import CacheCorruptError
+from fastload.nested.leaves import Leaf
+from fastload.nested.spec import flatten
 from tests.cache.zoo import Everything, assert_same
 
 _SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)).flatmap(

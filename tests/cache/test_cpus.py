@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fastload.cache import cpus, workers
+from fastload.cache.build import processes
+from fastload.system import cpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,14 +55,14 @@ def test_workers_follow_the_quota(
     monkeypatch.setattr(cpus, "usable_cpus", lambda: 8)
     monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
 
-    assert workers.choose_workers(None, 1000) == expected
+    assert processes.choose_workers(None, 1000) == expected
 
 
 def test_the_user_s_number_of_workers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quota bounds the default alone."""
     monkeypatch.setattr(cpus, "cpu_quota", lambda: 1.0)
 
-    assert workers.choose_workers(5, 1000) == 5
+    assert processes.choose_workers(5, 1000) == 5
 
 
 def test_usable_cpus_are_those_that_the_process_may_run_on() -> None:

@@ -15,15 +15,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import fastload
-from fastload.cache import opening
+from fastload.cache import open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.protocol import SampleCache
 from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
-from fastload.transport import segment
+from fastload.memory import segment
 from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages, assert_same
 
 
@@ -472,8 +472,8 @@ def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch,
         return SharedMemoryCache(4, [Images(4).sample(0)], budget=1 << 20)
 
     clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep, time=lambda: now_s)
-    monkeypatch.setattr(opening, "time", clock)
-    monkeypatch.setattr(opening, "build_lmdb", build)
+    monkeypatch.setattr(open_cache, "time", clock)
+    monkeypatch.setattr(open_cache, "build_lmdb", build)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(4), cache="lmdb:x")

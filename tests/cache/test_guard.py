@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.nests import first_difference
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, Pair, RandomImages
 
 

@@ -27,7 +27,7 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import SegmentError
-from fastload.transport import segment
+from fastload.memory import segment
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages, assert_same
 from tests.refusals import limited, mapped_bytes
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from torch.utils.data import default_collate
 
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.disk import description as lmdb_description
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.lmdb_cache import LMDBCache
 from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.lmdb import description as lmdb_description
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.contract import SharedContract

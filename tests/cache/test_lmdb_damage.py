@@ -11,9 +11,9 @@ import lmdb
 import numpy as np
 import pytest
 
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.format import read_description, write_description
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.lmdb.format import read_description, write_description
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError
 from tests.cache.zoo import Images, assert_same
 

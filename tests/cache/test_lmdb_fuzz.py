@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.disk.build import build_lmdb
+from fastload.cache.build.build import build_lmdb
 from tests.cache.forge import LEAF, PAGE_BYTES, Forgery, Reader, SmallSamples
 from tests.cache.zoo import Images
 

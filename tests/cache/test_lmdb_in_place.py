@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import fastload
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.lmdb_cache import LMDBCache
-from fastload.cache.disk.open_file import OpenFile
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.forge import Forgery
 from tests.cache.zoo import Images, assert_same

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.disk import writer as lmdb_writer
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.description import runs_of
-from fastload.cache.disk.format import VALUE_HEADER_BYTES, pack_key
-from fastload.cache.disk.indices import StoredIndices
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.lmdb.description import runs_of
+from fastload.cache.lmdb.format import VALUE_HEADER_BYTES, pack_key
+from fastload.cache.lmdb.indices import StoredIndices
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fastload.cache.disk import writer as lmdb_writer
-from fastload.cache.disk.build import build_lmdb
-from fastload.cache.disk.lmdb_cache import LMDBCache
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.zoo import assert_same
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.nests import detached, is_seen_through, leaves, outline
+from fastload.nested.tree import detached, is_seen_through, leaves, outline
 from tests.cache.zoo import Pair
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fastload.cache.ram import owners
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.cache.ram.owners import Entry, StaleEntryError, UnreachableOwnerError
-from fastload.transport.segment import Segment
+from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.cache.disk.gather import stack_records
-from fastload.cache.dtypes import TENSOR_STORAGE
+from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.record import ALIGNMENT_BYTES, decode, encode
-from fastload.cache.spec import Spec
-from fastload.cache.tensors import TENSOR_DTYPES
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
+from fastload.nested.dtypes import TENSOR_STORAGE
+from fastload.nested.spec import Spec
+from fastload.nested.tensors import TENSOR_DTYPES
 from tests.cache.zoo import Pair, Triple, assert_same
 
 _DTYPES = st.one_of(

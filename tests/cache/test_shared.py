@@ -19,9 +19,9 @@ from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import ALIGNMENT_BYTES, record_parts
-from fastload.cache.spec import flatten
 from fastload.errors import CacheMismatchError
-from fastload.transport.segment import Segment, round_up
+from fastload.memory.segment import Segment, round_up
+from fastload.nested.spec import flatten
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
 

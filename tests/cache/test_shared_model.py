@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.transport.segment import Segment
+from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, MixedImages, RaggedImages, assert_same
 
 if TYPE_CHECKING:

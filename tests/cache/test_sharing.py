@@ -20,7 +20,7 @@ from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import owners, registry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
-from fastload.transport.segment import Segment
+from fastload.memory.segment import Segment
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same
 from tests.refusals import OTHER_KINDS, something_else
 

@@ -16,12 +16,12 @@ import rich.console
 from torch.utils.data import default_collate
 
 import fastload
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.disk.build import build_lmdb
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import shared
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheMismatchError
 from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages, assert_same
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.device import backends
-from fastload.device.backends import tune_backends
+from fastload.training import backends
+from fastload.training.backends import tune_backends
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import fastload
-from fastload import DataLoader, delivery, worker_iterator
+from fastload import DataLoader
 from fastload.device import cuda
+from fastload.epochs import on_device, with_workers
 from tests import zoo
 from tests.device.fake import FakeBackend
 
@@ -37,7 +38,7 @@ quietly = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as tru
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     """The device of every loader that is asked for one."""
     backend = FakeBackend()
-    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: backend)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
     return backend
 
 
@@ -164,8 +165,8 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
         return batch
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(worker_iterator, "_accelerator_index", lambda: None)
-    monkeypatch.setattr(worker_iterator, "pin_batch", pin)
+    monkeypatch.setattr(with_workers, "_accelerator_index", lambda: None)
+    monkeypatch.setattr(with_workers, "pin_batch", pin)
     options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread", "pin_memory": True}
     with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
         assert len(list(loader)) == 6
@@ -369,7 +370,7 @@ def test_a_closed_loader_ends_its_iterator_at_once(
 ) -> None:
     """What was copied ahead is dropped, batches that are held stay valid, and the loader can go again."""
     if not has_gpu:
-        monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: None)
+        monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: None)
     loader = DataLoader(IMAGES, 4, device="cuda", device_transform=transform, **way)
     iterator = iter(loader)
     images, _ = next(iterator)

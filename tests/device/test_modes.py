@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload import DataLoader, delivery
+from fastload import DataLoader
+from fastload.epochs import on_device
 from tests import zoo
 from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, on
@@ -30,7 +31,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """One to which batches are copied ahead, and one where they are transformed when the caller asks."""
     if request.param == "ahead":
         backend = FakeBackend()
-        monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: backend)
+        monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
         return "cuda"
     return "cpu"
 

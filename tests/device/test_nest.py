@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.device.nest import map_leaves, move_leaf
+from fastload.nested.device_tree import map_leaves, move_leaf
 
 
 class Point(NamedTuple):

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fastload.device import oom
-from fastload.device.oom import find_batch_size, retry_on_oom, split_batch
+from fastload.training import oom
+from fastload.training.oom import find_batch_size, retry_on_oom, split_batch
 
 
 class OutOfMemoryAbove:

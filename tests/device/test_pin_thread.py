@@ -11,7 +11,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from fastload import local_iterator, worker_iterator
+from fastload.epochs import with_workers, without_workers
 from tests import zoo
 
 
@@ -43,7 +43,7 @@ def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     base_init = tud.dataloader._BaseDataLoaderIter.__init__
     monkeypatch.setattr(tud.dataloader._BaseDataLoaderIter, "__init__", init)
-    for module in (local_iterator, worker_iterator):
+    for module in (without_workers, with_workers):
         monkeypatch.setattr(module, "pin_batch", pin)
     return threads
 

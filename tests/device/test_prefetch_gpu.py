@@ -16,9 +16,9 @@ import torch
 from fastload import DataLoader, Normalize
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import CUDAPrefetcher
-from fastload.transport.memory import Memory
-from fastload.transport.ring import Ring, SlotState
-from fastload.transport.segment import Segment, populate
+from fastload.memory.lease import Memory
+from fastload.memory.ring import Ring, SlotState
+from fastload.memory.segment import Segment, populate
 from tests import zoo
 from tests.device.loaders import Loader
 

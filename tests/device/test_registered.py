@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload import DataLoader, delivery
+from fastload import DataLoader
 from fastload.device import cuda, registered
 from fastload.device.copies import CopiesAhead
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.device.registered import RegisteredSlots
-from fastload.transport.memory import Memory
-from fastload.worker_iterator import WorkerIterator
+from fastload.epochs import on_device
+from fastload.epochs.with_workers import WorkerIterator
+from fastload.memory.lease import Memory
 from tests import zoo
 from tests.device.fake import FakeBackend
 from tests.device.loaders import on
@@ -40,7 +41,7 @@ PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     """The device of every loader that is asked for one."""
     backend = FakeBackend()
-    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: backend)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
     cuda.say_once.cache_clear()
     return backend
 

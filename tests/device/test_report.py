@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload.device import report
-from fastload.device.report import MemoryReport, memory_report
-from fastload.transport.segment import Segment, populate
+from fastload.memory.segment import Segment, populate
+from fastload.training import report
+from fastload.training.report import MemoryReport, memory_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -184,7 +184,7 @@ def test_before_the_first_cuda_call_the_driver_is_not_asked() -> None:
     code = (
         "import torch; torch.backends.cuda.is_built = lambda: True; "
         "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.mem_get_info = None; "
-        "import fastload.device.report as r; found = r.memory_report(); found.reset_peak(); "
+        "import fastload.training.report as r; found = r.memory_report(); found.reset_peak(); "
         "import sys; sys.exit(torch.cuda.is_initialized() or found.devices != ())"
     )
 

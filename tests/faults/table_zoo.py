@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
-from fastload.transport.channel import Channel
+from fastload.workers.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

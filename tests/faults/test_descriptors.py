@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 
 import fastload
 from fastload.errors import SegmentError
-from fastload.transport import pool, worker
+from fastload.workers import pool, worker
 from tests import zoo as datasets
 from tests.faults import zoo
 

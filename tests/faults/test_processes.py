@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.transport import starting
+from fastload.workers import starting
 from tests import zoo as datasets
 from tests.faults import zoo
 from tests.survival.attack_zoo import Gate

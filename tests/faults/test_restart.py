@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastload
-from fastload.transport import obituary, pool
+from fastload.workers import death_message, pool
 from tests import zoo as datasets
 from tests.faults import zoo
 
@@ -110,7 +110,7 @@ def test_the_cgroups_count_of_kills_is_named_where_it_grew(monkeypatch: pytest.M
 
 def test_an_exit_code_that_others_took_is_said_to_be_unknown() -> None:
     """A handler for SIGCHLD that waits for any child takes it."""
-    text = obituary.obituary(1, None, None)
+    text = death_message.death_message(1, None, None)
 
     assert "worker 1 ended, and another part of this program took its exit code" in text
 

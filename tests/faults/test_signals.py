@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 import fastload
-from fastload.transport import channel, pool
-from fastload.transport.channel import Received
+from fastload.workers import channel, pool
+from fastload.workers.channel import Received
 from tests import zoo as datasets
 from tests.faults import zoo
 

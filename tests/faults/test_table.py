@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import fastload
-from fastload.transport import pool
-from fastload.transport.process import wait_for_all
+from fastload.workers import pool
+from fastload.workers.process import wait_for_all
 from tests.faults import table_zoo as zoo
 
 if TYPE_CHECKING:

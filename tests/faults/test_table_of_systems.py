@@ -32,7 +32,7 @@ OF_WORKER_1 = ALL[1::2]
 _SHARED = """
 import contextlib, errno, logging, multiprocessing.popen_fork, resource, select, threading, time
 import fastload
-from fastload.transport import pool
+from fastload.workers import pool
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
 from tests.leaks import names_in_shm

@@ -44,27 +44,28 @@ COPIED = ["fastload", "tests", "benchmarks", "examples", "README.md", "pyproject
 FEW = "-m 'not slow' -k 'not another_number_of and not any_number_of and not rest_is_that and not every'"
 # What pytest is told for each file: few tests, the quickest first.
 TESTS = {
-    "transport/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
-    "transport/memory.py": "tests/transport/test_memory.py tests/transport/test_schedule_and_ring.py",
-    "transport/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py"
+    "memory/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
+    "memory/lease.py": "tests/transport/test_memory.py tests/transport/test_schedule_and_ring.py",
+    "workers/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py"
     " -k 'not timeout and not spawn'",
-    "transport/worker.py": "tests/transport/test_fetch.py tests/transport/test_process.py"
+    "workers/worker.py": "tests/transport/test_fetch.py tests/transport/test_process.py"
     " tests/survival/test_start.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that and not timeout'",
-    "transport/pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
+    "workers/pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py tests/faults/test_restart.py -m 'not slow'"
     " -k 'not sampler_that and not timeout'",
-    "transport/process.py": "tests/transport/test_process.py tests/survival/test_start.py"
+    "workers/process.py": "tests/transport/test_process.py tests/survival/test_start.py"
     " tests/survival/test_going_on.py tests/faults/test_processes.py -m 'not slow' -k 'not sampler_that'",
-    "transport/task.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
+    "workers/task.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that'",
     "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
     " tests/cache/test_shared_model.py tests/cache/test_sharing.py -m 'not slow'",
-    "resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
-    "epoch.py": f"tests/resume/test_resume.py tests/resume/test_streams.py tests/rng/test_seeding.py {FEW}",
-    "saved_state.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
+    "epochs/resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
+    "epochs/epoch.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
+    f" tests/rng/test_seeding.py {FEW}",
+    "epochs/saved_state.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/copies.py": "tests/device/test_prefetch.py tests/device/test_prefetch_model.py"
     " tests/device/test_delivery.py",
 }

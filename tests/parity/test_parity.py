@@ -20,7 +20,7 @@ import torch.utils.data as tud
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import fastload
-from fastload.transport import collate
+from fastload.batch import collate
 from tests import zoo
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from fastload import DataLoader, delivery
+from fastload import DataLoader
+from fastload.epochs import on_device
+from fastload.epochs.sampler_state import generators_of, samplers_of
 from fastload.errors import DeviceUnavailableError, ResumeError
-from fastload.order import generators_of, samplers_of
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import labels, seeded
 from tests.resume.zoo import Faulty, Numbers, Stream
@@ -191,7 +192,7 @@ def test_torch_s_own_iterators(options: dict[str, Any], persistent: bool) -> Non
 def test_copies_ahead_that_cannot_begin(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With device= an error after the workers have begun leaves the state loaded, too."""
     fake = FakeBackend()
-    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: fake)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": persistent, "device": "cuda"}
     state, rest = interrupted()
     with make(**options) as loader:
@@ -204,7 +205,7 @@ def test_copies_ahead_that_cannot_begin(persistent: bool, monkeypatch: pytest.Mo
             raise ArithmeticError
 
         with monkeypatch.context() as patch:
-            patch.setattr(delivery, "CopiesAhead", fail)
+            patch.setattr(on_device, "CopiesAhead", fail)
             with pytest.raises(ArithmeticError):
                 iter(loader)
         assert stand(loader) == before

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from fastload import DataLoader
+from fastload.epochs.sampler_state import generators_of, samplers_of
 from fastload.errors import ResumeError
-from fastload.order import generators_of, samplers_of
 from tests.resume.loaders import (
     LENGTH,
     SAMPLERS,

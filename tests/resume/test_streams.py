@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload import DataLoader, delivery
+from fastload import DataLoader
+from fastload.epochs import on_device
 from fastload.errors import BatchLostError, ResumeError, SegmentError
-from fastload.transport import pool
+from fastload.workers import pool
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import through_json
 from tests.resume.zoo import (
@@ -235,7 +236,7 @@ def test_a_loader_that_copies_ahead_keeps_the_error_of_what_was_received(
 ) -> None:
     """With device= an error after a batch that was fetched ahead is raised once the caller has the batch."""
     fake = FakeBackend()
-    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: fake)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
     with DataLoader(BrokenStream(), 3, num_workers=num_workers, device="cuda") as loader:
         iterator = iter(loader)
         loader.state_dict()
@@ -254,7 +255,7 @@ def test_a_loader_that_copies_ahead_resumes_where_the_caller_stood(
 ) -> None:
     """With device= the stream's state is that after the batch handed out, not after those fetched ahead."""
     fake = FakeBackend()
-    monkeypatch.setattr(delivery, "choose_backend", lambda device, asker: fake)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
     whole = [batch.tolist() for batch in loader_of(num_workers)]
     loader = loader_of(num_workers, device="cuda")
     iterator = iter(loader)

@@ -13,7 +13,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from fastload.cache.disk.build import build_lmdb
+from fastload.cache.build.build import build_lmdb
 from tests.soak import datasets, order
 from tests.soak.compare import SoakError, difference, leaves, with_channels_last, wrong_strides
 

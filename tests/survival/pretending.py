@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data as tud
 
-from fastload import worker_iterator
+from fastload.epochs import with_workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,4 +25,4 @@ def pretend_accelerator(set_attribute: Callable[[Any, str, Any], None]) -> None:
         return [part.clone() for part in batch]
 
     set_attribute(base, "__init__", init)
-    set_attribute(worker_iterator, "pin_batch", pin)
+    set_attribute(with_workers, "pin_batch", pin)

@@ -14,7 +14,7 @@ import torch
 
 import fastload
 from fastload.device.pin_thread import PinThread
-from fastload.transport import pool
+from fastload.workers import pool
 from tests import zoo
 from tests.parity.test_parity import compare
 from tests.survival import attack_zoo

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastload
-from fastload.transport import pool
+from fastload.workers import pool
 from tests import zoo
 from tests.survival import killing_zoo
 

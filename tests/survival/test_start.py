@@ -101,7 +101,7 @@ def test_a_fork_server_that_is_not_running_yet_imports_torch_once() -> None:
         "import multiprocessing\nmultiprocessing.set_forkserver_preload(['json'])\n" + _PRELOAD
     ).stdout
 
-    assert ours == "[1, 2] ['__main__', 'fastload.transport.preload']\n"
+    assert ours == "[1, 2] ['__main__', 'fastload.workers.preload']\n"
     assert users == "[1, 2] ['json']\n"
 
 
@@ -110,7 +110,7 @@ def test_a_fork_server_imports_the_caches_once_if_this_process_has_them() -> Non
     """A CachedDataset is made of them in every worker."""
     out = _run("import fastload\nfastload.CachedDataset\n" + _PRELOAD).stdout
 
-    assert out == "[1, 2] ['__main__', 'fastload.cache.dataset', 'fastload.transport.preload']\n"
+    assert out == "[1, 2] ['__main__', 'fastload.cache.dataset', 'fastload.workers.preload']\n"
 
 
 def test_workers_inside_a_worker_are_refused_as_by_torch() -> None:

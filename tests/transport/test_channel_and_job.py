@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import fastload
-from fastload.transport import channel
-from fastload.transport.channel import make_channel
-from fastload.transport.segment import Segment
+from fastload.memory.segment import Segment
+from fastload.workers import channel
+from fastload.workers.channel import make_channel
 
 
 def _descriptors() -> int:

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastload
-from fastload import DataLoader, local_iterator
-from fastload.transport import memory as memory_module
-from fastload.transport import worker
-from fastload.transport.memory import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
-from fastload.transport.segment import Segment
+from fastload import DataLoader
+from fastload.epochs import without_workers
+from fastload.memory import lease as memory_module
+from fastload.memory.lease import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
+from fastload.memory.segment import Segment
+from fastload.workers import worker
 from tests import zoo
 
 
@@ -381,9 +382,9 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
     assert second <= first
     assert torch.equal(held, before)
-    assert loader in local_iterator._warm
+    assert loader in without_workers._warm
     loader.close()
-    assert loader not in local_iterator._warm
+    assert loader not in without_workers._warm
 
 
 def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.transport.memory import Arena, private_memory
-from fastload.transport.packing import pack, unpack
+from fastload.batch.packing import pack, unpack
+from fastload.memory.lease import Arena, private_memory
 
 DTYPES = [
     torch.uint8, torch.int64, torch.float32, torch.float64, torch.bool, torch.bfloat16, torch.float16,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import fastload
-from fastload.transport import process as process_module
-from fastload.transport import starting
-from fastload.transport.process import WorkerProcess, wait_for_all
+from fastload.workers import process as process_module
+from fastload.workers import starting
+from fastload.workers.process import WorkerProcess, wait_for_all
 from tests import zoo
 
 if TYPE_CHECKING:

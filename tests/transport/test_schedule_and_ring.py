@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.transport import ring as ring_module
-from fastload.transport.memory import private_memory
-from fastload.transport.ring import EMPTY_BATCHES, Ring, Slot, SlotState, limit_bytes
-from fastload.transport.schedule import Schedule
+from fastload.memory import ring as ring_module
+from fastload.memory.lease import private_memory
+from fastload.memory.ring import EMPTY_BATCHES, Ring, Slot, SlotState, limit_bytes
+from fastload.workers.schedule import Schedule
 
 PAGE = 4096
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fastload.errors import SegmentError
-from fastload.transport import segment, starting
-from fastload.transport.segment import Segment, open_in_process
+from fastload.memory import segment
+from fastload.memory.segment import Segment, open_in_process
+from fastload.workers import starting
 from tests.refusals import OTHER_KINDS, limited, something_else
 
 if TYPE_CHECKING:

@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
-from fastload.cache.dtypes import dtype_name, numpy_dtype
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.record import ALIGNMENT_BYTES, record_parts
-from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheMismatchError, SegmentError
-from fastload.sizes import readable_size
-from fastload.transport.segment import PAGE_BYTES, Segment, round_up
+from fastload.memory.segment import PAGE_BYTES, Segment, round_up
+from fastload.nested.dtypes import dtype_name, numpy_dtype
+from fastload.nested.spec import Spec, flatten
+from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap

@@ -1,7 +1,7 @@
 """Which live process holds which shared cache: how ranks and jobs of one user find each other's memory.
 
-Called by `registry`, in any process that opens a cache by its fingerprint. The memory itself has
-no name: it lives as long as any process holds it. What is registered is where to ask for it: an empty file
+The memory itself has no name: it lives as long as any process holds it. What is registered is where to ask
+for it: an empty file
 
     DIRECTORY/NAME.PID.STARTED.FD.NAMESPACE
 
@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
-from fastload.transport.segment import open_in_process
+from fastload.memory.segment import open_in_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastload.transport.segment import Segment
+    from fastload.memory.segment import Segment
 
 log = logging.getLogger("fastload")
 

@@ -1,6 +1,6 @@
 """PrivateCache: the cache in RAM where there is no anonymous shared memory: one a process, in a dict.
 
-Made by `opening` where memfd is missing (macOS, Windows) or refused (a filter of system calls, a resource
+Made by `open_cache` where memfd is missing (macOS, Windows) or refused (a filter of system calls, a resource
 limit). It pickles as an empty cache of the same budget, so each worker fills its own; that costs memory and
 decoding for every worker, and a warning says so.
 """
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.budget import available_bytes, parse_budget
 from fastload.cache.record import decode, encode
-from fastload.sizes import readable_size
+from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt

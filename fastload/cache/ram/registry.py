@@ -1,6 +1,6 @@
 """Shared caches by fingerprint: attach to the one that a live process holds, or make it.
 
-Called by `dataset` in the parent, and by the command line. Rules:
+Rules:
 
 1. One cache a name: whoever finds none looks again under the creation lock before it makes one.
 2. What is found is checked before it is used: it belongs to this user, is sealed, has our magic and version,

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.budget import parse_budget
 from fastload.cache.columns import ColumnReader
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout, Origin, create
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
-from fastload.cache.spec import Spec, flatten
 from fastload.errors import CacheMismatchError, SegmentError
-from fastload.sizes import readable_size
-from fastload.transport.segment import round_up
+from fastload.memory.segment import round_up
+from fastload.nested.spec import Spec, flatten
+from fastload.system.budget import parse_budget
+from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
-    from fastload.transport.segment import Segment
+    from fastload.memory.segment import Segment
 
 log = logging.getLogger("fastload")
 

@@ -1,0 +1,485 @@
+"""torch's default_collate, written row by row into the memory that the batch will travel in.
+
+Runs wherever samples are fetched: in a worker, or in the parent without workers. Rules:
+
+1. The result is what torch.utils.data.default_collate gives for the same samples in the same kind of
+   process: values, types, dtypes, strides, and errors.
+2. Where copies run on one thread, as in workers, arrays and tensors of at least ROW_TENSOR_BYTES are written
+   to rows. Where torch copies with several threads, arrays below THREADS_PAY_BYTES are. Every other leaf is
+   kept until the end and stacked by torch in one call; a sample without a leaf for rows is kept whole.
+3. A sample is let go as soon as it is written, so that its memory is warm for the next one.
+4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
+5. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
+   still fetched (random streams must go on), and torch's own collate decides; its error is the error.
+6. No sample lies in the memory that rows are written to: while samples are read, default_collate stacks
+   where torch stacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.batch.packing import is_plain
+from fastload.batch.stacking import rows_for
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastload.memory.lease import Arena
+
+IMAGE_CHANNELS = (1, 3, 4)
+
+# benchmarks/NOTES.md has the measurements behind these three ("Collating").
+# One thread writes a tensor of at least this size to its row, while the tensor is warm, in no more time than
+# torch.stack takes for it at the end. A row of a smaller tensor takes up to ten times as long.
+ROW_TENSOR_BYTES = 32 * 1024
+# Several threads stack leaves of at least this size at the end in less time than one thread writes rows.
+THREADS_PAY_BYTES = 128 * 1024
+# A batch of at least this size is stacked in memory that is used again: malloc may map fresh pages for it,
+# and the first write to a fresh page takes several times as long as a write to a warm one.
+WARM_BYTES = 8 * 1024 * 1024
+
+_NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
+
+
+class _MismatchError(Exception):
+    """A sample that does not fit the rows of its batch; never leaves this file."""
+
+
+class _Batch:
+    """What the leaves of one batch need to know: where rows come from, and how many."""
+
+    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+        self.arena = arena
+        self.in_worker = in_worker
+        self.channels_last = channels_last
+        self.has_threads = torch.get_num_threads() > 1
+        self.count = 0
+        self._stack = functools.partial(_stack, arena)
+
+    def collate(self, values: Any) -> Any:
+        """Values of all samples by torch's rules, as they are now; large tensors go to warm memory."""
+        rules = torch_collate.default_collate_fn_map
+        if self.in_worker or rules.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
+            return default_collate(values)  # in a worker torch's own table has a rule of ours
+        return torch_collate.collate(values, collate_fn_map={**rules, torch.Tensor: self._stack})
+
+    def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Writable rows for the whole batch: ``(count, *shape)``."""
+        nbytes = self.count * dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        flat = self.arena.allocate(nbytes).view(dtype)
+        if self.channels_last and _is_chw(shape):
+            channels, height, width = shape
+            return flat.reshape(self.count, height, width, channels).transpose(0, 3, 1, 2)
+        return flat.reshape(self.count, *shape)
+
+
+def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
+    """Torch's rule for tensors, but large batches are stacked in memory that is warm."""
+    first = tensors[0]
+    is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
+    if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+        rows = rows_for(arena, tensors)
+        with contextlib.suppress(RuntimeError):  # torch decides, and says what is wrong
+            return torch.stack(tuple(tensors), 0, out=rows)
+    return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+
+
+def _are_alike(tensors: Any) -> bool:
+    """Whether torch.stack gives the type and dtype of the first, whatever it is given to write to."""
+    dtype = tensors[0].dtype
+    return all(type(tensor) is torch.Tensor and tensor.dtype is dtype for tensor in tensors)
+
+
+def _is_chw(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] in IMAGE_CHANNELS and shape[2] not in IMAGE_CHANNELS
+
+
+class _ArrayRows:
+    """A leaf that is the same kind of numpy array in every sample."""
+
+    def __init__(self, batch: _Batch, first: np.ndarray[Any, Any]) -> None:
+        self._batch = batch
+        self._shape = first.shape
+        self._dtype = first.dtype
+        # Without workers torch.stack follows the samples' strides; we only write what is plainly contiguous.
+        self._any_strides = batch.in_worker or (batch.channels_last and len(first.shape) == 3)
+        self._rows = _NO_ROWS
+
+    def begin(self) -> None:
+        self._rows = self._batch.rows(self._shape, self._dtype)
+
+    def write(self, value: Any, row: int) -> None:
+        if type(value) is not np.ndarray or value.shape != self._shape or value.dtype != self._dtype:
+            raise _MismatchError
+        if not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
+            raise _MismatchError  # torch refuses negative strides
+        self._rows[row] = value
+
+    def restore(self, row: int) -> Any:
+        return np.array(self._rows[row], order="C")
+
+    def result(self, count: int) -> Any:
+        rows, self._rows = self._rows, _NO_ROWS  # or this plan would keep the slot leased
+        return torch.from_numpy(rows[:count])
+
+
+class _TensorRows:
+    """A leaf that is the same kind of plain tensor in every sample."""
+
+    def __init__(self, batch: _Batch, first: torch.Tensor) -> None:
+        self._batch = batch
+        self._shape = tuple(first.shape)
+        self._dtype = first.dtype
+        self._any_strides = batch.in_worker or (batch.channels_last and first.dim() == 3)
+        # numpy has no bfloat16 or float8: those bytes travel as integers of the same width.
+        self._carrier = _carrier(first.dtype)
+        self._rows = _NO_ROWS
+
+    def begin(self) -> None:
+        carrier = self._carrier or self._dtype
+        self._rows = self._batch.rows(self._shape, torch.empty(0, dtype=carrier).numpy().dtype)
+
+    def write(self, value: Any, row: int) -> None:
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not self._dtype
+            or value.shape != self._shape
+            or not is_plain(value)
+            or not (self._any_strides or value.is_contiguous())
+        ):
+            raise _MismatchError
+        self._rows[row] = (value if self._carrier is None else value.view(self._carrier)).numpy()
+
+    def restore(self, row: int) -> Any:
+        return self._as_tensor(np.array(self._rows[row], order="C"))
+
+    def result(self, count: int) -> Any:
+        rows, self._rows = self._rows, _NO_ROWS
+        return self._as_tensor(rows[:count])
+
+    def _as_tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._carrier is None else tensor.view(self._dtype)
+
+
+class _Kept:
+    """A part of each sample that torch collates: small tensors, numbers, strings, and all else."""
+
+    def __init__(self, batch: _Batch, path: str, *, in_sequence: bool) -> None:
+        self._batch = batch
+        self._path = path
+        self._values: list[Any] = []
+        # torch transposes sequences with zip: what it collates there is a tuple, and strings stay one.
+        self._in_sequence = in_sequence
+
+    def begin(self) -> None:
+        self._values = []
+
+    def write(self, value: Any, row: int) -> None:
+        self._values.append(value)
+
+    def restore(self, row: int) -> Any:
+        return self._values[row]
+
+    def result(self, count: int) -> Any:
+        values, self._values = self._values, []
+        return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path)
+
+
+class _DictNode:
+    def __init__(self, children: dict[Any, Any]) -> None:
+        self._children = children
+
+    def begin(self) -> None:
+        for child in self._children.values():
+            child.begin()
+
+    def write(self, value: Any, row: int) -> None:
+        # torch's batch has the keys of its first sample, in that order; later samples may have more.
+        if type(value) is not dict or (row == 0 and list(value) != list(self._children)):
+            raise _MismatchError
+        for key, child in self._children.items():
+            if key not in value:
+                raise _MismatchError
+            child.write(value[key], row)
+
+    def restore(self, row: int) -> Any:
+        return {key: child.restore(row) for key, child in self._children.items()}
+
+    def result(self, count: int) -> Any:
+        return {key: child.result(count) for key, child in self._children.items()}
+
+
+class _SequenceNode:
+    def __init__(self, kind: type[Any], children: list[Any]) -> None:
+        self._kind = kind
+        self._children = children
+        self._is_named = hasattr(kind, "_fields")
+
+    def begin(self) -> None:
+        for child in self._children:
+            child.begin()
+
+    def write(self, value: Any, row: int) -> None:
+        if type(value) is not self._kind or len(value) != len(self._children):
+            raise _MismatchError
+        for child, part in zip(self._children, value, strict=True):
+            child.write(part, row)
+
+    def restore(self, row: int) -> Any:
+        parts = [child.restore(row) for child in self._children]
+        return self._kind(*parts) if self._is_named else self._kind(parts)
+
+    def result(self, count: int) -> Any:
+        parts = [child.result(count) for child in self._children]
+        return self._kind(*parts) if self._is_named else parts  # tuples become lists, as torch has it
+
+
+class RowCollate:
+    """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
+
+    Its length is the number of samples that were added to the batch so far.
+
+    Args:
+        arena: Where rows are laid out.
+        in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
+        channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
+
+    Attributes:
+        keeps: Whether the samples of this batch are kept, which the first of them shows.
+        kept: Those samples; whoever reads samples may append to it instead of calling `add` while `keeps`.
+    """
+
+    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+        self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
+        self._root: Any = None
+        self._num_rows = 0
+        self.keeps = False
+        self.kept: Any = []
+
+    def begin(self, count: int, *, keeps: bool = False) -> None:
+        """Start a batch of at most ``count`` samples.
+
+        Args:
+            count: The number of rows.
+            keeps: Whether samples are kept whatever they are, for `take`.
+        """
+        self._batch.count = count
+        self._num_rows = 0
+        self.keeps = keeps
+        self.kept = []
+
+    def __len__(self) -> int:
+        return len(self.kept) if self.keeps else self._num_rows
+
+    def add(self, sample: Any) -> None:
+        """Take the next sample; unless it is kept, it is not needed afterwards."""
+        if self.keeps:
+            self.kept.append(sample)
+            return
+        row = self._num_rows
+        if row == 0:
+            self._add_first(sample)
+            return
+        try:
+            self._root.write(sample, row)
+            self._num_rows = row + 1
+        except _MismatchError:
+            self.kept = [*map(self._root.restore, range(row)), sample]
+            self.keeps = True
+            self._root = None
+
+    def add_all(self, samples: Any, *, keeps: bool) -> None:
+        """Take the samples of a whole batch, which the dataset read together; they are as they are given.
+
+        Args:
+            samples: A list, or whatever else the dataset gives for one.
+            keeps: As for `begin`.
+        """
+        is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
+        if is_written and _has_row(samples[0], self._batch):
+            self.begin(len(samples))
+            for sample in samples:
+                self.add(sample)
+        else:
+            self.keeps, self.kept = True, samples
+
+    def finish(self) -> Any:
+        """The batch of the samples that were added."""
+        if self._num_rows and not self.keeps:
+            return self._root.result(self._num_rows)
+        return _collate(self._batch, self.take(), "$")
+
+    def take(self) -> Any:
+        """The samples that were kept, for another collate function."""
+        samples, self.kept = self.kept, []
+        return samples
+
+    def forget(self) -> None:
+        """Let go of samples, rows and plan, after an error."""
+        self._root = None
+        self.kept = []
+
+    def _add_first(self, sample: Any) -> None:
+        if not _has_row(sample, self._batch):
+            self.keeps, self.kept = True, [sample]
+            return
+        if self._root is not None:
+            try:
+                self._root.begin()
+                self._root.write(sample, 0)
+            except _MismatchError:
+                self._root = None
+                # What was laid out for the old kind of sample is dead: start over in the same memory.
+                self._batch.arena.begin(self._batch.arena.memory)
+        if self._root is None:
+            self._root = _compile(sample, self._batch)
+            self._root.begin()
+            self._root.write(sample, 0)
+        self._num_rows = 1
+
+
+def _collate(batch: _Batch, values: Any, path: str) -> Any:
+    """Values of all samples of a batch, by torch's rules.
+
+    Args:
+        batch: Which batch.
+        values: Whole samples, or what lies at ``path`` in each of them.
+        path: Where they lie in a sample.
+    """
+    try:
+        return batch.collate(values)
+    except Exception as error:
+        if isinstance(values, (list, tuple)):
+            _explain_shapes(values, path, error)
+        raise
+
+
+def _explain_shapes(values: Any, path: str, error: Exception) -> None:
+    """Add to an error of default_collate which leaf differs in shape, and what to do, if one does."""
+    shapes = [dict(_shapes(value, path)) for value in values]
+    for number, other in enumerate(shapes):
+        for path, shape in shapes[0].items():
+            if other.get(path, shape) != shape:
+                error.add_note(
+                    f"fastload: the samples of one batch differ in shape: {path} is {shape} in the first "
+                    f"sample of the batch and {other[path]} in sample {number} of the batch. Resize or crop "
+                    "all samples to one size, for example with albumentations.RandomCrop(224, 224) or "
+                    "fastload.ImageFolder(..., size=(256, 256)), or give the loader a collate_fn."
+                )
+                return
+
+
+def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        yield path, tuple(value.shape)
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from _shapes(part, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, part in enumerate(value):
+            yield from _shapes(part, f"{path}[{place}]")
+
+
+def _has_row(sample: Any, batch: _Batch) -> bool:
+    """Whether some leaf of a sample is written to a row."""
+    kind = type(sample)
+    if kind is torch.Tensor:
+        return _is_row_tensor(sample, batch)
+    if kind is np.ndarray:
+        return _is_row_array(sample, batch)
+    if kind is dict:
+        sample = sample.values()
+    elif not (kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make"))):
+        return False
+    for part in sample:  # noqa: SIM110  # any() would make a generator for each sample
+        if _has_row(part, batch):
+            return True
+    return False
+
+
+def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool = False) -> Any:
+    """The tree of writers for samples like this one, of which ``path`` says where it lies in the whole."""
+    kind = type(sample)
+    if not _has_row(sample, batch):
+        return _Kept(batch, path, in_sequence=in_sequence)
+    if kind is np.ndarray:
+        return _ArrayRows(batch, sample)
+    if kind is torch.Tensor:
+        return _TensorRows(batch, sample)
+    if kind is dict:
+        return _DictNode({key: _compile(value, batch, f"{path}[{key!r}]") for key, value in sample.items()})
+    parts = [_compile(part, batch, f"{path}[{place}]", in_sequence=True) for place, part in enumerate(sample)]
+    return _SequenceNode(kind, parts)
+
+
+def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
+    if not 0 < array.nbytes < (THREADS_PAY_BYTES if batch.has_threads else sys.maxsize):
+        return False
+    if array.dtype.hasobject or array.dtype.names is not None:
+        return False
+    if not array.flags.c_contiguous:
+        if min(array.strides) < 0:
+            return False
+        if not (batch.in_worker or (batch.channels_last and array.ndim == 3)):
+            return False
+    return _torch_takes(array.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_takes(dtype: np.dtype[Any]) -> bool:
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except (TypeError, ValueError):
+        return False  # a dtype or byte order that torch refuses; it says so itself
+    return True
+
+
+def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
+    if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
+        return False
+    return batch.in_worker or tensor.is_contiguous() or (batch.channels_last and tensor.dim() == 3)
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype | None:
+    """The integer type that stands in for a dtype numpy does not know; None where numpy knows it."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return None
+
+
+def to_channels_last(batch: Any) -> Any:
+    """Every batch of images in a nest as `(B, C, H, W)` with channels-last strides.
+
+    A 4-D tensor with 1, 3 or 4 channels in its last dimension is `(B, H, W, C)`: it is permuted and shares
+    memory with what came in. One with its channels in dimension 1 is `(B, C, H, W)` already: it is copied
+    only if its strides are not channels-last. Everything else stays as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        if batch.dim() != 4:
+            return batch
+        if batch.shape[3] in IMAGE_CHANNELS:
+            return batch.permute(0, 3, 1, 2)
+        if batch.shape[1] in IMAGE_CHANNELS:
+            return batch.contiguous(memory_format=torch.channels_last)
+        return batch
+    if type(batch) is dict:
+        return {key: to_channels_last(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return type(batch)(*(to_channels_last(part) for part in batch))
+    if type(batch) in (list, tuple):
+        return type(batch)(to_channels_last(part) for part in batch)
+    return batch

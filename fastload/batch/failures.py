@@ -1,0 +1,109 @@
+"""The samples of a loader that could not be read: the report, the log, and the budget that ends a run.
+
+The report is held here by loader, not by the loader itself: frameworks copy a loader's attributes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import ErrorBudgetError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastload.batch.failed_sample import FailedSample
+
+log = logging.getLogger("fastload")
+
+_MOST_LOGGED = 10  # of an epoch, each with its reason; the report has all of them
+
+_reports: weakref.WeakKeyDictionary[Any, list[FailedSample]] = weakref.WeakKeyDictionary()
+
+
+def report_of(loader: Any) -> list[FailedSample]:
+    """The report of a loader, in the order in which the caller received the batches."""
+    return _reports.setdefault(loader, [])
+
+
+def check_budget(error_budget: Any) -> None:
+    """Check what a user gave as `error_budget`.
+
+    Raises:
+        ValueError: It is neither a number of samples nor a share of them.
+    """
+    if isinstance(error_budget, float) and 0 < error_budget <= 1:
+        return
+    if isinstance(error_budget, int) and not isinstance(error_budget, bool) and error_budget >= 0:
+        return
+    raise ValueError(
+        "error_budget should be an int of at least 0, a number of samples, or a float above 0 and up to 1, a "
+        f"share of them, but got {error_budget!r}"
+    )
+
+
+def most_failures(error_budget: int | float, num_samples: int) -> int:
+    """How many of so many samples may fail; one always may where the budget is a share."""
+    return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
+
+
+def num_samples_of(loader: Any) -> int:
+    """How many samples an epoch of a loader reads, for its error budget.
+
+    Returns:
+        0 where no sample may fail, or where the sampler does not say its length.
+    """
+    if loader.on_error == "raise":
+        return 0
+    try:
+        count = len(loader.sampler)
+        return count if loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler") else 0
+    except Exception:  # noqa: BLE001  # a sampler of the user's may refuse to say it with any error
+        return 0
+
+
+class FailureCount:
+    """The failed samples of one epoch.
+
+    Args:
+        loader: Whose samples.
+        error_budget: The most that may fail: a number, or a share of the epoch's samples.
+        num_samples: Of the epoch; 0 where that is not known.
+    """
+
+    def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:
+        self._report = report_of(loader)
+        self._budget = error_budget
+        self._most = most_failures(error_budget, num_samples)
+        self._num_samples = num_samples
+        self._count = 0
+
+    def note(self, failed: Sequence[FailedSample]) -> None:
+        """Report the failed samples of a batch that the caller is about to receive.
+
+        Raises:
+            ErrorBudgetError: More samples of the epoch have failed than may.
+        """
+        for sample in failed:
+            self._count += 1
+            self._report.append(sample)
+            if self._count <= _MOST_LOGGED:
+                log.warning("%s", _told(sample))
+        if failed and self._count > self._most:
+            shown = "; ".join(map(_told, self._report[-3:]))
+            raise ErrorBudgetError(
+                f"{self._count} samples of this epoch could not be read, and error_budget={self._budget} "
+                f"allows {self._most} of {self._num_samples:,}. The last ones: {shown}. "
+                "loader.failed_samples lists all; raise error_budget, or mend the files"
+            )
+
+
+def _told(sample: FailedSample) -> str:
+    path = "" if sample.path is None else f" ({sample.path})"
+    instead = "what on_error made" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
+    return (
+        f"sample {sample.index!r:.50}{path} could not be read and {instead} took its place: "
+        f"{sample.type}: {sample.reason:.200}"
+    )

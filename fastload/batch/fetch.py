@@ -1,0 +1,326 @@
+"""From indices to one collated batch: what torch calls a fetcher, writing into our memory.
+
+Runs in a worker, or in the parent without workers. Which samples are fetched, in which order, and when
+StopIteration ends an epoch are torch's rules (torch/utils/data/_utils/fetch.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from torch.utils.data import Subset
+
+from fastload.batch.collate import RowCollate, to_channels_last
+from fastload.batch.failed_sample import path_of
+from fastload.batch.replacing import Replacer
+from fastload.batch.stacking import StackingInto, is_torch_default
+from fastload.batch.stream_state import ENDED, StreamState
+from fastload.errors import short_repr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fastload.batch.replacing import Place
+    from fastload.memory.lease import Arena
+    from fastload.rng.draws import Draw
+    from fastload.rng.sample_rng import SampleRng
+
+
+@dataclass(kw_only=True)
+class FetchSettings:
+    """How batches are made.
+
+    Attributes:
+        is_iterable: Whether the dataset is iterable-style.
+        auto_collation: Whether batches are lists of samples that are collated.
+        collate_fn: As torch's loader has it.
+        drop_last: Whether an iterable dataset's last batch is left out if it is short.
+        channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
+        on_error: `"raise"`, `"replace"`, or a function; see `replacing`.
+        replacements: Indices that may replace a sample that cannot be read; empty: those of the same batch.
+    """
+
+    is_iterable: bool
+    auto_collation: bool
+    collate_fn: Callable[[Any], Any]
+    drop_last: bool
+    channels_last: bool
+    on_error: Any = "raise"
+    replacements: Sequence[Any] = ()
+
+
+class CachedSamples(Protocol):
+    """What a fetcher asks of a CachedDataset, which is in a layer above this one."""
+
+    transform: Any
+
+    def __getitem__(self, index: int) -> Any:
+        """The sample, transformed."""
+
+    def view(self, index: int) -> Any:
+        """The sample before the transform."""
+
+    def gather(self, indices: Any, allocate: Any) -> Any | None:
+        """The batch in one go, or None."""
+
+
+class Fetcher:
+    """Fetches and collates batches of one dataset.
+
+    Args:
+        settings: How they are made.
+        dataset: What is read; ``iter`` is called here on an iterable one.
+        arena: Where batches are laid out; the caller begins and ends it around each fetch.
+        in_worker: Whether this is a worker process.
+        sample_rng: Sets the generators before each sample; None leaves them to run on.
+        dataset_state: Where an iterable dataset goes on, as `dataset_state` gave it; None: at its beginning.
+        worker_id: Of the worker, process or thread; None without workers.
+
+    Attributes:
+        replacer: Replaces samples that cannot be read; None where their errors are raised.
+    """
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        dataset: Any,
+        arena: Arena,
+        *,
+        in_worker: bool,
+        sample_rng: SampleRng | None,
+        dataset_state: StreamState | None = None,
+        worker_id: int | None = None,
+    ) -> None:
+        if dataset_state is not None and dataset_state.progress == "begun":
+            dataset.load_state_dict(dataset_state.load())
+        self._dataset = dataset
+        self._get = functools.partial(operator.getitem, dataset)
+        self._sample_rng = sample_rng
+        self._samples = iter(dataset) if settings.is_iterable else None
+        self._has_ended = dataset_state == ENDED
+        self._auto_collation = settings.auto_collation
+        self._collate_fn = settings.collate_fn
+        self._drop_last = settings.drop_last
+        self._arena = arena
+        self._channels_last = settings.channels_last
+        self._writes_rows = False  # in the batch that is being fetched
+        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
+        self._stacking = StackingInto(arena) if in_worker else None
+        self._cache = _find_cache(dataset)
+        self.replacer: Replacer | None = None
+        if settings.on_error != "raise":
+            self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
+        self._indices: Sequence[Any] = ()  # of the batch whose samples are being read one by one
+        self._left: Iterator[Any] = iter(())  # those of them that come after the one that is being read
+
+    def dataset_state(self) -> StreamState:
+        """Where an iterable dataset that has a state_dict() stands."""
+        return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
+
+    def fetch(self, index: Any, draw: Draw | None = None, place: Place | None = None) -> Any:
+        """The batch of ``index``.
+
+        Args:
+            index: What the sampler gave.
+            draw: What its samples' random streams follow from, with a `sample_rng`.
+            place: What replacements of samples follow from, with a `replacer`.
+
+        Raises:
+            StopIteration: An iterable dataset has ended.
+        """
+        self._indices = ()
+        if self.replacer is not None and place is not None:
+            if self._auto_collation and not hasattr(index, "__getitem__"):
+                index = list(index)
+            self.replacer.begin(place, index if self._auto_collation else [index])
+        try:
+            batch = self._fetch(index, draw)
+        except BaseException:
+            self._rows.forget()
+            raise
+        finally:
+            if self._sample_rng is not None:
+                self._sample_rng.end()
+        return to_channels_last(batch) if self._channels_last else batch
+
+    def place_of_error(self, index: Any, error: BaseException) -> str:
+        """Which sample the last `fetch` failed at, in words; its whole index where that is not known.
+
+        Args:
+            index: What `fetch` was given.
+            error: What it raised; its ``path`` or ``filename`` is named too.
+        """
+        if self._indices:
+            index = self._indices[-1 - operator.length_hint(self._left)]
+        place = f"dataset index {short_repr(index)}"
+        path = path_of(error)
+        return place if path is None else f"{place}, {path}"
+
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
+        self._writes_rows = self._auto_collation and is_torch_default(self._collate_fn)
+        if self._samples is not None:
+            return self._fetch_next(self._samples, index)
+        if not self._auto_collation:
+            return self._stacked(self._fetch_whole, index, draw)  # the dataset may make whole batches
+        if self._cache is not None and self._writes_rows:
+            return self._fetch_cached(self._cache, list(index), draw)
+        self._read_samples(index, draw)
+        return self._collated()
+
+    def _fetch_whole(self, index: Any, draw: Draw | None) -> Any:
+        self._indices, self._left = (index,), iter(())
+        return self._collate_fn(self._getter((index,), draw)(index))
+
+    def _collated(self) -> Any:
+        """The batch of the samples that were read."""
+        if self._writes_rows:
+            return self._stacked(self._rows.finish)
+        return self._stacked(self._collate_fn, self._rows.take())
+
+    def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
+        """What ``collate`` makes; in a worker default_collate stacks it into the slot."""
+        if self._stacking is None:
+            return collate(*args)
+        with self._stacking:
+            return collate(*args)
+
+    def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
+        """What gets a sample; with a draw, after its generators are set."""
+        if draw is None or self._sample_rng is None:
+            return get
+        return self._sample_rng.seeded(get, indices, draw)
+
+    def _read_samples(self, indices: Any, draw: Draw | None) -> None:
+        """Read the samples of a batch into its rows, or keep them."""
+        dataset = self._dataset
+        if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
+            try:
+                samples = dataset.__getitems__(indices)
+            except Exception:
+                if self.replacer is None:
+                    raise
+            else:
+                self._rows.add_all(samples, keeps=not self._writes_rows)
+                return
+        if type(indices) is not list:
+            indices = list(indices)
+        rows = self._rows
+        rows.begin(len(indices), keeps=not self._writes_rows)
+        self._indices, self._left = indices, iter(indices)
+        left = self._left
+        if draw is None and self.replacer is None:
+            if not rows.keeps:
+                for index in left:
+                    rows.add(dataset[index])
+                    if rows.keeps:
+                        break
+            if rows.keeps:
+                rows.kept += [dataset[index] for index in left]
+        else:
+            get = self._getter(indices, draw)
+            for index in left:
+                rows.add(get(index))
+        self._indices = ()
+
+    def _getter(self, indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
+        """What gets the samples of ``indices``, one after another, and replaces those that cannot be read."""
+        get = self._seeded(self._get, indices, draw)
+        if self.replacer is None:
+            return get
+        return self.replacer.replacing(get, functools.partial(self._read_at, draw))
+
+    def _read_at(self, draw: Draw | None, index: Any, occurrence: int) -> Any:
+        if draw is not None and self._sample_rng is not None:
+            self._sample_rng.begin(draw, index, occurrence)
+        return self._get(index)
+
+    def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], draw: Draw | None) -> Any:
+        positions = _positions(self._dataset, indices)
+        batch = dataset.gather(positions, self._allocate)
+        if batch is not None:
+            return batch
+        if self.replacer is not None:
+            self._read_samples(indices, draw)
+            return self._collated()
+        get: Callable[[Any], Any] = dataset.view
+        if dataset.transform is not None:
+            get = self._seeded(dataset.__getitem__, indices, draw)
+        rows = self._rows
+        rows.begin(len(positions))
+        self._indices, self._left = indices, iter(positions)
+        for position in self._left:
+            rows.add(get(position))
+        self._indices = ()
+        return self._collated()
+
+    def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        if not self._auto_collation:
+            return self._stacked(lambda: self._collate_fn(next(samples)))
+        rows, size = self._rows, len(index)
+        rows.begin(size, keeps=not self._writes_rows)
+        if not rows.keeps:
+            for sample in itertools.islice(samples, size):
+                rows.add(sample)
+                if rows.keeps:
+                    break
+        if rows.keeps:
+            rows.kept.extend(itertools.islice(samples, size - len(rows)))
+        self._has_ended = len(rows) < size
+        if not len(rows) or (self._drop_last and self._has_ended):
+            raise StopIteration
+        return self._collated()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        dtype = np.dtype(dtype)
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        return self._arena.allocate(nbytes).view(dtype).reshape(shape)
+
+
+def _find_cache(dataset: Any) -> CachedSamples | None:
+    """The cached dataset itself or under torch's Subset, if batches may be read from its cache at once."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return dataset if _reads_as_ours(dataset) else None
+
+
+def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
+    """The indices that the cached dataset under torch's Subset knows these samples by."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    return indices
+
+
+def _reads_as_ours(dataset: Any) -> bool:
+    """Whether samples of this dataset are those of its cache, and not what a subclass makes of them."""
+    ours = _cached_dataset_class()
+    if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
+        return False
+    kind: Any = type(dataset)
+    return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
+
+
+_READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that batches are read by
+
+
+@functools.lru_cache(maxsize=256)
+def _replaces_no_method(kind: Any, ours: Any) -> bool:
+    return all(getattr(kind, name) is getattr(ours, name) for name in _READING)
+
+
+def _cached_dataset_class() -> Any:
+    """CachedDataset, or None where nothing has imported it: no dataset can be one there.
+
+    An import would bring Pillow and every cache into processes that use neither.
+    """
+    return getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)

@@ -1,0 +1,98 @@
+"""The collate_fn that others see on a loader whose other arguments torch's own loader does not know.
+
+Frameworks build a torch.utils.data.DataLoader from the attributes of a loader: Accelerate's `prepare`, Ray's
+`prepare_data_loader`. The arguments that only fastload has are lost there, and training would go on with
+other numbers. Frameworks do pass the collate_fn on. So it carries a note of these arguments. Where torch's
+own fetcher calls it, it brings batches into the loader's memory format, and warns of the other arguments.
+
+Called in the consumer's process and in torch's workers; fastload's own iterators use what is inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import fetch as torch_fetch
+
+from fastload.batch.collate import to_channels_last
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class LoaderCollate:
+    """A collate_fn that knows the arguments of its loader.
+
+    Called by hand it collates as the inner one does, whose attributes, equality and hash it has.
+
+    Args:
+        inner: The user's, or torch's default.
+        lost: The loader's arguments that have no effect in torch's loader, as they are written.
+        channels_last: Whether the loader has ``memory_format=torch.channels_last``, which torch's loader gets
+            from here.
+    """
+
+    __slots__ = ("__wrapped__", "_fastload_note")
+
+    def __init__(self, inner: Callable[[Any], Any], lost: tuple[str, ...], *, channels_last: bool) -> None:
+        object.__setattr__(self, "__wrapped__", inner)
+        object.__setattr__(self, "_fastload_note", (lost, channels_last))
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate, and warn of what is lost if torch's fetcher calls."""
+        inner = self.__wrapped__
+        if sys._getframe(1).f_globals is not vars(torch_fetch):
+            return inner(samples)
+        lost, channels_last = self._fastload_note
+        if lost:
+            _warn(lost)
+        return to_channels_last(inner(samples)) if channels_last else inner(samples)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__wrapped__, name, value)  # timm switches its mixup off this way
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped__, name)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.__wrapped__ == own_collate(other))
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __repr__(self) -> str:
+        return f"<collate_fn of a fastload.DataLoader: {self.__wrapped__!r}>"
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self.__wrapped__, *self._fastload_note)
+
+
+def own_collate(collate_fn: Any) -> Any:
+    """The user's own collate_fn."""
+    return collate_fn.__wrapped__ if type(collate_fn) is LoaderCollate else collate_fn
+
+
+def _rebuilt(inner: Callable[[Any], Any], lost: tuple[str, ...], channels_last: bool) -> LoaderCollate:
+    return LoaderCollate(inner, lost, channels_last=channels_last)
+
+
+@functools.cache
+def _warn(lost: tuple[str, ...]) -> None:
+    """Once for each process; among the workers of an iterator the first one does it for all."""
+    info = get_worker_info()
+    if info is not None and info.id != 0:
+        return
+    warnings.warn(
+        "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when they "
+        f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Iterate "
+        "the fastload.DataLoader itself, without preparing it, or do the same in the training step: move the "
+        "batch to the device, and apply the transform there.",
+        stacklevel=3,
+    )

@@ -1,0 +1,113 @@
+"""Samples that cannot be read, and those that take their places: `on_error` of the loader.
+
+Rules:
+
+1. Sizes and order of batches stay: each failed sample is replaced at its place.
+2. A replacement follows from the seed, the epoch, the batch and the place in it, so that it is the same for
+   any number of workers and after a resume.
+3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
+   replacement is another sample of the same batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastload.batch.failed_sample import FailedSample
+from fastload.errors import add_note, short_repr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_MOST_ATTEMPTS = 10  # replacements that cannot be read either
+
+
+class Place(NamedTuple):
+    """Which batch is read; replacements in it follow from this."""
+
+    seed: int
+    epoch: int
+    batch: int
+
+
+class Replacer:
+    """Reads samples, and others in the place of those that cannot be read.
+
+    Args:
+        on_error: `"replace"`, or a function that takes a `FailedSample` and returns the sample to use.
+        replacements: Indices of samples that may be a replacement; empty for those of the same batch.
+        worker: The worker that reads; None without workers.
+
+    Attributes:
+        failed: The samples of this batch that could not be read.
+    """
+
+    def __init__(self, on_error: Any, replacements: Sequence[Any], worker: int | None) -> None:
+        self._on_error = on_error
+        self._replacements = replacements
+        self._worker = worker
+        self._place = Place(0, 0, 0)
+        self._indices: Sequence[Any] = ()
+        self.failed: list[FailedSample] = []
+
+    def begin(self, place: Place, indices: Sequence[Any]) -> None:
+        """Start a batch of these indices."""
+        self._place = place
+        self._indices = indices
+        self.failed = []
+
+    def replacing(self, get: Callable[[Any], Any], read: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+        """``get``, which is called once for each index of the batch, in order; its errors are replaced.
+
+        Args:
+            get: Gives the sample of an index.
+            read: Gives the sample of another index, with random streams that follow from a number.
+        """
+        numbers = itertools.count()
+
+        def get_or_replace(index: Any) -> Any:
+            number = next(numbers)
+            try:
+                return get(index)
+            except StopIteration:
+                raise  # torch takes it for the end of the epoch
+            except Exception as error:  # noqa: BLE001  # of the user's dataset, whatever it is
+                return self._replace(number, error, read)
+
+        return get_or_replace
+
+    def _replace(self, number: int, error: Exception, read: Callable[[Any, int], Any]) -> Any:
+        """The sample in the place of one that could not be read; ``error`` again if there is none."""
+        failed = self._describe(number, error)
+        if self._on_error != "replace":
+            sample = self._on_error(failed)
+            self.failed.append(failed)
+            return sample
+        for attempt, index in enumerate(self._candidates(number)):
+            try:
+                # Below zero, so that no occurrence of the sample itself draws the same numbers.
+                sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
+            except Exception as other:  # noqa: BLE001  # it cannot be read either
+                place = f"sample {short_repr(index)} in its place"
+                add_note(error, f"fastload: {place} could not be read: {short_repr(other)}")
+                continue
+            self.failed.append(self._describe(number, error, index))
+            return sample
+        add_note(error, 'fastload: on_error="replace" found no sample for its place that can be read')
+        raise error
+
+    def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
+        return FailedSample.of(
+            self._indices[number], error, self._worker, epoch=self._place.epoch, replaced_by=replaced_by
+        )
+
+    def _candidates(self, number: int) -> list[Any]:
+        # A str as the seed: Random hashes it with SHA-512, which is the same in every process.
+        generator = random.Random(",".join(map(str, (*self._place, number))))
+        found = self._replacements  # may be an array or a tensor, as the sampler was given it
+        if not len(found):
+            found = [*self._indices[:number], *self._indices[number + 1 :]]
+        positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))
+        return [found[position] for position in positions]

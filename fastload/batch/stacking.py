@@ -1,0 +1,107 @@
+"""torch's default_collate, called anywhere while a batch is collated: it stacks tensors into the slot.
+
+Installed in worker processes, where torch itself stacks into shared memory. Rule: only the code whose result
+is the batch stacks into the slot. Samples never lie there, because the slot may be laid out anew while a
+sample is still in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torch_collate
+
+from fastload.batch.packing import is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.memory.lease import Arena
+
+_TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+# torch documents that users may change its map in place; then default_collate is no longer what we know.
+_known_rules = tuple(torch_collate.default_collate_fn_map.items())
+
+
+def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written.
+
+    Ask for each batch: a module that a dataset imports at its first sample may add a rule.
+    """
+    return (
+        collate_fn is default_collate and tuple(torch_collate.default_collate_fn_map.items()) == _known_rules
+    )
+
+
+class _Stacking(threading.local):
+    """Where `default_collate` stacks tensors in this thread; None: where torch does."""
+
+    arena: Arena | None = None
+
+
+_stacking = _Stacking()
+
+
+def install_slot_rule() -> None:
+    """Let default_collate stack tensors into a slot, wherever `StackingInto` allows it.
+
+    Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
+    """
+    global _known_rules
+    rules = torch_collate.default_collate_fn_map
+    if rules[torch.Tensor] is _TENSOR_RULE:
+        rules[torch.Tensor] = _slot_rule
+        _known_rules = tuple(
+            (kind, _slot_rule if kind is torch.Tensor else rule) for kind, rule in _known_rules
+        )
+
+
+class StackingInto:
+    """While a batch is collated: default_collate, called by this thread, stacks tensors into ``arena``.
+
+    Only for code whose result is the batch. A dataset that calls default_collate to make one sample gets
+    memory of its own, because the arena may start anew while the sample is in use.
+
+    A class and no generator of contextlib: it is entered for each batch, and leaves errors untouched.
+
+    Args:
+        arena: Where tensors are stacked.
+    """
+
+    __slots__ = ("_arena", "_before")
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._before: Arena | None = None
+
+    def __enter__(self) -> None:
+        self._before = _stacking.arena
+        _stacking.arena = self._arena
+
+    def __exit__(self, *exc_info: object) -> None:
+        _stacking.arena = self._before
+
+
+def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
+    """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
+
+    Raises:
+        SegmentError: The system refused the memory; torch's own rule would ask it for as much.
+    """
+    first = tensors[0]
+    memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
+    return memory.view(first.dtype).view(len(tensors), *first.shape)
+
+
+def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
+    arena = _stacking.arena
+    if arena is not None and batch[0].numel() and is_plain(batch[0]):
+        rows = rows_for(arena, batch)
+        with contextlib.suppress(Exception):  # torch decides, and says what is wrong
+            return torch.stack(tuple(batch), 0, out=rows)
+    return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

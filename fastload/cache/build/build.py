@@ -1,0 +1,404 @@
+"""Build an LMDB cache: decode a dataset in parallel, write it in one place, show it only when finished.
+
+Rules:
+
+1. Everything is written below PATH.partial (see `unfinished`) under an exclusive lock, and renamed to PATH when
+   it is complete and on disk: whoever sees PATH sees all of it.
+2. A build that ended early, by an error, Ctrl-C or SIGKILL, is gone on with by the next one.
+3. Workers decode and encode (see `tasks`); the parent only writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import numpy as np
+import PIL.Image  # not the package alone: workers that encode are forked from here, and inherit it
+
+from fastload.cache.build import processes
+from fastload.cache.build.build_lock import only_builder
+from fastload.cache.lmdb.codecs import LOSSY, check_codec
+from fastload.cache.lmdb.description import Description, Plan, runs_of
+from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.build.unfinished import Partial, source_differences
+from fastload.cache.lmdb.shapes import SeenShapes
+from fastload.cache.build.writer import ShardWriter
+from fastload.cache.build.progress import BuildProgress
+from fastload.cache.record import encode, spec_of
+from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError
+from fastload.batch.failed_sample import FailedSample
+from fastload.batch.failures import check_budget, most_failures
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from fastload.cache.build.build_lock import BuildLock
+    from fastload.cache.build.tasks import Value
+    from fastload.cache.fingerprint import Fingerprint
+
+log = logging.getLogger("fastload")
+
+_WHAT_TO_DO = "Delete it to build it again, or give another path"
+_GUESSED_BYTES = 1 << 20  # of a sample, where sample 0 cannot be read
+
+
+def build_lmdb(
+    dataset: Any,
+    path: str | os.PathLike[str],
+    *,
+    num_workers: int | None = None,
+    progress: bool = True,
+    probed: Mapping[int, Any] | None = None,
+    codec: str | None = None,
+    quality: int = 95,
+    shards: int = 1,
+    on_error: str = "raise",
+    error_budget: int | float = 1.0,
+    fingerprint: Fingerprint | None = None,
+) -> LMDBCache:
+    """The finished cache of a dataset at `path`: opened if it is there, else built, or built to its end.
+
+    Args:
+        dataset: Map-style and deterministic.
+        path: The file, or with `shards` the directory.
+        num_workers: Processes that decode; None for one a core, 0 for none.
+        progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+        probed: Samples that were read already, by index; they are not read again.
+        codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are written: `"raw"`; `"png"`, exact;
+            `"jpeg"` or `"webp"`, which change the pixels of those with three channels (one channel may be a
+            mask, and is written as png). None takes a finished cache of any codec, and builds a raw one.
+        quality: Of jpeg and webp, 1 to 100; webp of quality 100 is exact.
+        shards: Files that the cache consists of; with more than one `path` is a directory. Finished shards
+            outlive a power failure during the build.
+        on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves it out and
+            writes a line about it to PATH.errors.jsonl.
+        error_budget: The most samples that may be left out: an int, or a share of all samples as a float.
+        fingerprint: Of the samples; a finished cache is compared by it, without reading a sample.
+
+    Raises:
+        CacheMismatchError: The cache at `path` was made from something else, or has another codec.
+        CacheBusyError: Another process is building it.
+        UnsupportedSampleError: A sample holds something that cannot be cached.
+        CacheError: The files could not be written.
+        ErrorBudgetError: More samples could not be read than may be; what was built is kept.
+        ValueError: An argument is none of those above.
+    """
+    check_codec("raw" if codec is None else codec, quality)
+    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+        raise ValueError(f"shards should be an int from 1, but got {shards!r}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
+    check_budget(error_budget)
+    path = os.path.abspath(os.fspath(path))
+    probed = dict(probed or {})
+    if not os.path.lexists(path):
+        with only_builder(path) as lock:
+            if not os.path.lexists(path):  # else another builder finished between the look and the lock
+                build = _Build(
+                    dataset,
+                    path,
+                    probed,
+                    skips=on_error == "skip",
+                    error_budget=error_budget,
+                    quality=quality,
+                    lock=lock,
+                )
+                resumed = build.prepare(codec or "raw", shards, fingerprint)
+                build.run(num_workers, progress)
+                cache = LMDBCache(path)
+                cache.reason = f"built now, as there was none{resumed}"
+                build.report_shapes(cache)
+                return cache
+    _remove_leftovers(path)
+    return _opened(dataset, path, probed, codec, fingerprint)
+
+
+def _remove_leftovers(path: str) -> None:
+    """What a builder left that was killed after it had published the cache; only a nuisance."""
+    if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
+        # Another builder may be about to remove the same, and this directory may be read-only.
+        with contextlib.suppress(CacheError), only_builder(path):
+            Partial(path).remove()
+
+
+# --- opening ---------------------------------------------------------------------------------------------
+
+
+def _opened(
+    dataset: Any, path: str, probed: Mapping[int, Any], codec: str | None, fingerprint: Fingerprint | None
+) -> LMDBCache:
+    cache = LMDBCache(path)
+    if codec is not None and codec != cache.codec:
+        raise CacheMismatchError(f"{path} is a {cache.codec} cache, {codec} was asked for. {_WHAT_TO_DO}")
+    num_samples = len(dataset)
+    first = None
+    if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
+        first = probed[0] if 0 in probed else dataset[0]
+    check_source(cache, num_samples, first, fingerprint=fingerprint)
+    return cache
+
+
+def check_source(
+    cache: LMDBCache, num_samples: int, first: Any, *, fingerprint: Fingerprint | None = None
+) -> None:
+    """Check that a cache was made from these samples: by fingerprint if there are two, else by sample 0.
+
+    Raises:
+        CacheMismatchError: It was not; says what differs and what to do.
+    """
+    differences = source_differences(cache.plan, fingerprint)
+    if differences:
+        raise CacheMismatchError(
+            f"{cache.path} was made from something else: {'; '.join(differences)} "
+            f"(here: the dataset, there: the cache). {_WHAT_TO_DO}"
+        )
+    expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
+    if differences is None and 0 in cache and num_samples:
+        spec, crc32 = _identity(_first_record(first))
+        expected["structure of sample 0"] = cache.plan.spec, spec
+        expected["content of sample 0"] = cache.plan.crc32, crc32
+    for name, (stored, wanted) in expected.items():
+        if stored != wanted:
+            raise CacheMismatchError(
+                f"{cache.path} was made from another dataset, or from an earlier state of this one: "
+                f"the {name} is {stored} in the cache and {wanted} in the dataset. {_WHAT_TO_DO}"
+            )
+    cache.reason = "opened, as its number of samples and its sample 0 are those of the dataset"
+    if differences is not None:
+        cache.reason = "opened, as it was made of the same parts as the dataset"
+
+
+def _first_record(sample: Any) -> bytes:
+    """Sample 0 as it is before a codec changes it."""
+    try:
+        return encode(sample)
+    except UnsupportedSampleError as error:
+        error.add_note("in sample 0 of the dataset")
+        raise
+
+
+def _identity(record: bytes) -> tuple[str, int]:
+    """Structure and checksum of a sample."""
+    return spec_of(record).text.decode("ascii"), zlib.crc32(record)
+
+
+# --- building --------------------------------------------------------------------------------------------
+
+
+class _Build:
+    """One build, from what lies there to the finished cache."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        path: str,
+        probed: dict[int, Any],
+        *,
+        skips: bool,
+        error_budget: int | float,
+        quality: int,
+        lock: BuildLock,
+    ) -> None:
+        self._dataset = dataset
+        self._path = path
+        self._probed = probed
+        self._skips = skips
+        self._most_left_out = most_failures(error_budget, len(dataset))
+        self._quality = quality
+        self._lock = lock
+        self._partial = Partial(path)
+        self._num_samples = len(dataset)
+        self._first_bytes = _GUESSED_BYTES
+        self._shapes = SeenShapes()
+        self._failed: Exception | None = None  # the error of a sample
+
+    def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
+        """Decide what is written and where to begin; says what is gone on with, for people."""
+        spec, crc32 = self._read_first()
+        classes = getattr(self._dataset, "classes", None)
+        is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+        plan = Plan(
+            build_id=os.urandom(8).hex(),
+            num_samples=self._num_samples,
+            num_shards=min(shards, max(1, self._num_samples)),
+            spec=spec,
+            crc32=crc32,
+            codec=codec,
+            quality=self._quality if codec in LOSSY else None,
+            parts=None if fingerprint is None else dict(fingerprint.parts),
+            classes=classes if is_listed else None,
+            libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
+            created_s=time.time(),
+        )
+        self._plan = self._partial.begin(plan, skips=self._skips)
+        self._shard, self._position = self._find_position()
+        self._partial.forget_from(self._position)
+        if not self._position:
+            return ""
+        log.info("building %s: goes on at sample %d of %d", self._path, self._position, self._num_samples)
+        return f" (the last {self._num_samples - self._position:,} samples; an earlier build left the others)"
+
+    def _read_first(self) -> tuple[str | None, int | None]:
+        if not self._num_samples:
+            return None, None
+        if 0 not in self._probed:
+            try:
+                self._probed[0] = self._dataset[0]
+            except Exception as error:
+                if self._skips:
+                    return None, None
+                error.add_note("in sample 0 of the dataset")
+                error.add_note(
+                    'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
+                )
+                raise
+        record = _first_record(self._probed[0])
+        self._first_bytes = len(record)
+        return _identity(record)
+
+    def _find_position(self) -> tuple[int, int]:
+        """The first shard that is not finished, and the first index that is not in it."""
+        plan = self._plan
+        for shard in range(plan.num_shards):
+            if self._partial.is_finished(plan, shard):
+                continue
+            position = plan.indices_of(shard).start
+            path = self._partial.shard_path(plan, shard)
+            if os.path.exists(path):
+                with contextlib.closing(ShardWriter(path)) as writer:
+                    position = position if writer.last_index is None else writer.last_index + 1
+            return shard, position
+        return plan.num_shards, self._num_samples
+
+    def run(self, num_workers: int | None, shown: bool) -> None:
+        """Write what is not there yet, and publish the cache."""
+        plan = self._plan
+        shards = range(self._shard, plan.num_shards)
+        spans = [plan.indices_of(shard) for shard in shards]
+        if spans:
+            spans[0] = range(self._position, spans[0].stop)
+        num_processes = processes.choose_workers(num_workers, self._num_samples - self._position)
+        ranges, slots = plan_tasks(spans, self._first_bytes, num_processes)
+        tasks = RecordTasks(
+            self._dataset,
+            ranges,
+            self._probed,
+            codec=plan.codec,
+            quality=self._quality,
+            skips=self._skips,
+            slots=slots,
+            lock=self._lock,
+        )
+        # Workers start before a file is open: they must not inherit its environment.
+        answers = processes.run(tasks, num_processes, ahead=TASKS_A_WORKER)
+        try:
+            title = f"building {self._path}"
+            with BuildProgress(title, self._num_samples, shown=shown, done=self._position) as progress:
+                numbered = enumerate(ranges)
+                for shard in shards:
+                    self._write_shard(shard, numbered, answers, slots, progress)
+            self._partial.publish(plan)
+        except (Exception, KeyboardInterrupt) as error:
+            self._note_what_is_kept(error)
+            raise
+        finally:
+            processes.stop(answers)
+            if slots is not None:
+                slots.close()
+        if self._partial.skipped:
+            log.warning(
+                "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
+                self._path,
+                len(self._partial.skipped),
+                self._num_samples,
+                self._path,
+            )
+
+    def _write_shard(
+        self,
+        shard: int,
+        ranges: Iterator[tuple[int, range]],
+        answers: Iterator[list[Value]],
+        slots: Slots | None,
+        progress: BuildProgress,
+    ) -> None:
+        indices = self._plan.indices_of(shard)
+        writer = ShardWriter(self._partial.shard_path(self._plan, shard))
+        try:
+            position = max(indices.start, self._position)
+            while position < indices.stop:
+                task, span = next(ranges)
+                memory = memoryview(b"") if slots is None else slots.memory(task)
+                self._write_values(writer, span, next(answers), memory, progress)
+                position = span.stop
+            left_out = sorted(index for index in self._partial.skipped if index in indices)
+            writer.finish(Description(self._plan, shard, runs_of(left_out)))
+        except KeyboardInterrupt:
+            writer.commit()
+            raise
+        finally:
+            writer.close()
+
+    def _write_values(
+        self,
+        writer: ShardWriter,
+        span: range,
+        values: Sequence[Value],
+        memory: memoryview,
+        progress: BuildProgress,
+    ) -> None:
+        nbytes = 0
+        for index, value in zip(span, values, strict=False):  # fewer, if the last of them failed
+            if isinstance(value, Failed):
+                writer.commit()
+                raise self._explained(value)
+            if isinstance(value, FailedSample):
+                self._partial.report(value)
+                if len(self._partial.skipped) > self._most_left_out:
+                    writer.commit()
+                    raise self._over_budget(value)
+                continue
+            content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
+            writer.put(index, content)
+            self._shapes.add(memoryview(content)[VALUE_HEADER_BYTES:])
+            nbytes += len(content)
+        progress.advance(nbytes, len(values))
+
+    def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
+        where = "" if last.path is None else f" ({last.path})"
+        return ErrorBudgetError(
+            f"{len(self._partial.skipped):,} samples could not be read, and the error budget allows "
+            f"{self._most_left_out:,} of {self._num_samples:,}. The last one is {last.index}{where}: "
+            f"{last.type}: {last.reason:.200}. What was built is kept at {self._partial.path}, with a "
+            "line for each in errors.jsonl: raise the budget, or mend the files, and build again to go on"
+        )
+
+    def report_shapes(self, cache: LMDBCache) -> None:
+        """Log that samples differ in shape, which training would meet at its first batch; note the number."""
+        self._shapes.add_stored(cache.path, self._position)  # by an earlier build
+        cache.num_shapes = self._shapes.number
+        explanation = self._shapes.explain()
+        if explanation is not None:
+            log.info("%s: %s", cache.path, explanation)
+
+    def _explained(self, failed: Failed) -> Exception:
+        error = failed.error
+        error.add_note(f"in sample {failed.index} of the dataset")
+        if error.__traceback__ is None:  # it comes from a worker
+            error.add_note(f"raised in a worker process:\n{failed.trace}")
+        self._failed = error
+        return error
+
+    def _note_what_is_kept(self, error: BaseException) -> None:
+        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
+            return  # the dataset has to change, or there is nothing
+        way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
+        error.add_note(f"What was built is kept at {self._partial.path}: build again to go on{way_out}")

@@ -1,0 +1,113 @@
+"""Fill a cache in RAM ahead of training: read in parallel whatever it lacks.
+
+Workers read samples through the dataset, store them, and answer with their number alone. Whoever else uses
+the cache meanwhile is not disturbed.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from fastload.cache.build import processes
+from fastload.cache.build.progress import BuildProgress
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastload.cache.protocol import SampleCache
+
+log = logging.getLogger("fastload")
+
+_MOST_CHUNK_SAMPLES = 64  # an answer costs some 50 us, so small samples are read by the dozen
+_CHUNKS_A_WORKER = 16  # at least, so that workers finish together
+_ENOUGH_REFUSED = 64  # samples in a row that the cache did not take: it is full
+_MOST_IDLE_ROUNDS = 3
+
+
+class _Chunks(Dataset[int]):
+    """Reads chunks of samples; gives how many of them are stored."""
+
+    def __init__(self, dataset: Any, cache: SampleCache, chunks: Sequence[Sequence[int]]) -> None:
+        self.dataset = dataset
+        self.cache = cache
+        self.chunks = chunks
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, number: int) -> int:
+        chunk = self.chunks[number]
+        for index in chunk:
+            try:
+                sample = self.dataset.view(index)
+                if index not in self.cache:  # `view` stores at its own pace (see `pace`)
+                    self.cache.put(index, sample)
+            except Exception as error:
+                error.add_note(f"in sample {index} of the dataset")
+                raise
+        return sum(index in self.cache for index in chunk)
+
+
+def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
+    """Read every sample that the cache lacks and may take; stops when it takes no more.
+
+    If there is no such sample, nothing is read or drawn, and the log says so.
+
+    Args:
+        dataset: Has `view(index)`, which stores what it reads in the cache.
+        cache: What is filled.
+        num_workers: Processes; None for one a core, 0 for none.
+        shown: Draw a bar, if standard error is a terminal.
+    """
+    missing = cache.missing().tolist()
+    if not missing:
+        _report_nothing_to_do(cache)
+        return
+    with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
+        # Workers that wanted room at the same moment went without: they get it in another round.
+        rounds_left = _MOST_IDLE_ROUNDS
+        while missing and rounds_left:
+            if _read(dataset, cache, missing, num_workers, progress):
+                break
+            left = cache.missing().tolist()
+            rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
+            missing = left
+    log.info("cache: filled: %s", _held(cache))
+
+
+def _report_nothing_to_do(cache: SampleCache) -> None:
+    if cache.num_cached == cache.num_samples:
+        log.info("cache: nothing to fill, the cache is full already: %s", _held(cache))
+    else:
+        log.info("cache: nothing to fill, the cache takes no more samples: %s", _held(cache))
+
+
+def _held(cache: SampleCache) -> str:
+    size = readable_size(cache.nbytes)
+    return f"{cache.num_cached:,} of {cache.num_samples:,} samples in {size}"
+
+
+def _read(
+    dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
+) -> bool:
+    """Read these samples once; True, before the end, if the cache takes no more."""
+    num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
+    size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
+    chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
+    answers = processes.run(_Chunks(dataset, cache, chunks), num_processes)
+    refused, nbytes = 0, cache.nbytes
+    try:
+        for chunk, stored in zip(chunks, answers, strict=True):
+            now_bytes = cache.nbytes
+            progress.advance(now_bytes - nbytes, stored)
+            nbytes = now_bytes
+            refused = 0 if stored else refused + len(chunk)
+            if refused >= _ENOUGH_REFUSED:
+                return True
+    finally:
+        processes.stop(answers)
+    return False

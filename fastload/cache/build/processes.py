@@ -1,0 +1,74 @@
+"""Processes that read samples to fill a cache: torch's own loader, set up to be quick and quiet.
+
+The order of answers is the order of tasks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.data
+
+from fastload.system.cpus import worthwhile_cpus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_MOST_WORKERS = 16
+_WORTH_WORKERS = 64  # samples; fewer are read before workers have started
+
+
+def choose_workers(num_workers: int | None, num_samples: int) -> int:
+    """As the user says, else one for each CPU's worth of time that this process may use.
+
+    By default there are no workers where starting them takes longer than it saves, or is not allowed.
+    """
+    if num_workers is not None:
+        return num_workers
+    # A worker of torch's loader is a daemon, which may not have children.
+    if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
+        return 0
+    return min(worthwhile_cpus(), _MOST_WORKERS)
+
+
+def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:
+    """`tasks[0]`, `tasks[1]` and so on, made by workers; workers start here, not at the first answer.
+
+    Args:
+        tasks: Map-style; one item a task.
+        num_workers: Processes; 0 for none.
+        ahead: Tasks that each of them is given before their answers are asked for.
+    """
+    loader = torch.utils.data.DataLoader(
+        tasks,
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=ahead if num_workers else None,
+        collate_fn=_unchanged,
+        worker_init_fn=_quiet_worker if num_workers else None,
+        generator=torch.Generator(),  # leave torch's global random state alone
+    )
+    return iter(loader)
+
+
+def stop(answers: Iterator[Any]) -> None:
+    """End the workers now.
+
+    After an error the traceback keeps torch's iterator alive, and the garbage collector, which takes the
+    queues before their owner, then waits five seconds for each worker (torch 2.13).
+    """
+    shut_down = getattr(answers, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+
+
+def _unchanged(answer: Any) -> Any:
+    return answer
+
+
+def _quiet_worker(_: int) -> None:
+    if "cv2" in sys.modules:  # one thread a worker: pools that fight for cores cost far more than they give
+        sys.modules["cv2"].setNumThreads(0)

@@ -1,0 +1,143 @@
+"""Progress of a build: a bar on a terminal, a log line now and then elsewhere.
+
+It starts no thread: a build forks workers. Rules:
+
+1. The counter, the rate and the time left are always whole. The title loses its middle, and the bar gets
+   shorter, where the terminal is narrow.
+2. A title holds a user's path: it is drawn as it is, not read as markup.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.progress import Progress
+
+log = logging.getLogger("fastload")
+
+_REFRESH_S = 0.1
+_LOG_EVERY_S = 10.0
+_LEAST_BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 40
+_LEAST_TITLE_COLUMNS = 20  # with less room the bytes are left out
+_TIME_COLUMNS = 8  # hh:mm:ss
+_GAP_COLUMNS = 3  # one between neighbours
+
+
+class BuildProgress:
+    """Counts samples and bytes, and shows them with the rate and the time left.
+
+    Args:
+        title: What is built.
+        total: Number of samples.
+        shown: Draw a bar, if standard error is a terminal.
+        done: Samples that an earlier build has left; they do not count for the rate.
+    """
+
+    def __init__(self, title: str, total: int, *, shown: bool, done: int = 0) -> None:
+        self._title = title
+        self._total = total
+        self._done = self._first = done
+        self._bytes = 0
+        self._start = self._last = time.monotonic()
+        self._bar: Progress | None = None
+        if not shown or not _may_be_terminal():
+            return
+        from rich.console import Console  # here: slow to import, and most runs draw no bar
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        if console.is_terminal:
+            self._bar_column = BarColumn()
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                self._bar_column,
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeRemainingColumn(),
+                console=console,
+                auto_refresh=False,
+            )
+            self._task = self._bar.add_task("", total=total, completed=done, figures="")
+            self._draw(self._bar)
+
+    def __enter__(self) -> BuildProgress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._draw(self._bar)
+            self._bar.stop()
+        elif error is None:
+            log.info("%s: finished: %s, %s", self._title, self._rate(), self._size())
+
+    def advance(self, nbytes: int, count: int = 1) -> None:
+        """So many samples more, of so many bytes together, are done."""
+        self._done += count
+        self._bytes += nbytes
+        now = time.monotonic()
+        if self._bar is not None and now - self._last > _REFRESH_S:
+            self._draw(self._bar)
+            self._last = now
+        elif self._bar is None and now - self._last > _LOG_EVERY_S:
+            done = f"{self._done:,} of {self._total:,} samples"
+            log.info("%s: %s: %s, %s", self._title, done, self._rate(), self._size())
+            self._last = now
+
+    def _draw(self, bar: Progress) -> None:
+        figures = f"{self._done:,}/{self._total:,} {self._rate()}"
+        room = bar.console.width - _TIME_COLUMNS - _GAP_COLUMNS - _LEAST_BAR_COLUMNS - len(figures)
+        size = f", {self._size()}"
+        if room - len(size) >= _LEAST_TITLE_COLUMNS:
+            figures += size
+            room -= len(size)
+        title = shortened(self._title, max(1, room))
+        self._bar_column.bar_width = min(_MOST_BAR_COLUMNS, _LEAST_BAR_COLUMNS + room - _columns(title))
+        bar.update(self._task, description=title, completed=self._done, figures=figures)
+        bar.refresh()
+
+    def _rate(self) -> str:
+        elapsed_s = max(time.monotonic() - self._start, 1e-9)
+        return f"{(self._done - self._first) / elapsed_s:,.0f} samples/s"
+
+    def _size(self) -> str:
+        return readable_size(self._bytes)
+
+
+def _may_be_terminal() -> bool:
+    """Whether it is worth asking rich, which looks at two variables of the environment first."""
+    if "FORCE_COLOR" in os.environ or "TTY_COMPATIBLE" in os.environ:
+        return True
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # it is closed
+        return False
+
+
+def shortened(text: str, columns: int) -> str:
+    """The text, without as much of its middle as it takes to fit into `columns` of a terminal."""
+    if _columns(text) <= columns:
+        return text
+    start = text[: (columns - 1) // 3]  # a path's end says more than its beginning
+    for first in range(len(start), len(text) + 1):
+        candidate = f"{start}…{text[first:]}"
+        if _columns(candidate) <= columns:
+            return candidate
+    return "…"
+
+
+def _columns(text: str) -> int:
+    from rich.cells import cell_len  # characters of some scripts take two columns
+
+    return cell_len(text)

@@ -1,0 +1,199 @@
+"""Samples to the values of an LMDB file, in workers, handed over through shared memory that is used again.
+
+Rules:
+
+1. Workers read, encode and compute checksums; the parent only copies values from memory to the file.
+2. Task k writes to slot k mod `num_slots`. torch's loader hands out task k + 4 W while it gives the answer to
+   task k to the parent, which has stored that to task k - 1 by then: 4 W + 2 slots never collide. Should
+   they, the checksum of the record tells at its first read.
+3. What does not fit into the slot travels in the answer, through torch's queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset, get_worker_info
+
+from fastload.cache.lmdb.format import value_parts
+from fastload.cache.record import record_parts
+from fastload.nested.spec import flatten
+from fastload.errors import SegmentError, UnsupportedSampleError
+from fastload.batch.failed_sample import FailedSample
+from fastload.memory.segment import Segment, is_supported
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Mapping, Sequence
+
+    from fastload.cache.build.build_lock import BuildLock
+
+log = logging.getLogger("fastload")
+
+TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
+_SPARE_SLOTS = 2
+_LEAST_SLOT_BYTES = 4 << 20  # taken as far as it is used; a task aims at half of it
+_MOST_SLOT_BYTES = 128 << 20
+_MOST_TASK_SAMPLES = 64
+_TASKS_EACH = 8  # at least, so that workers finish together
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A sample that could not be read, which ends the build."""
+
+    index: int
+    error: Exception
+    trace: str
+
+
+# The bytes themselves, or their offset in the slot and how many they are.
+Value = bytes | tuple[int, int] | FailedSample | Failed
+
+
+class Slots:
+    """Memory that workers write and the parent reads; pickles as a handle.
+
+    Args:
+        num_slots: Of equal size.
+        slot_bytes: Size of each.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.slot_bytes = slot_bytes
+        self._segment = Segment.create(num_slots * slot_bytes, name="fastload-build")
+        self._mapping: mmap.mmap | None = None
+
+    def memory(self, task: int) -> memoryview:
+        """The slot of a task."""
+        if self._mapping is None:
+            self._mapping = self._segment.map(writable=True)
+        start = task % self.num_slots * self.slot_bytes
+        return memoryview(self._mapping)[start : start + self.slot_bytes]
+
+    def close(self) -> None:
+        """Give up this process's hold."""
+        self._mapping = None
+        self._segment.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapping": None}
+
+
+class RecordTasks(Dataset[list[Value]]):
+    """Reads ranges of samples; gives their values, in order.
+
+    Args:
+        dataset: Map-style.
+        ranges: Of indices, one a task.
+        probed: Samples that were read already, by index.
+        codec: How images are written.
+        quality: Of a lossy codec.
+        skips: Leave out samples that cannot be read.
+        slots: Where values are written; None to have them in the answer.
+        lock: Of the build; workers let go of it.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        ranges: Sequence[range],
+        probed: Mapping[int, Any],
+        *,
+        codec: str,
+        quality: int,
+        skips: bool,
+        slots: Slots | None,
+        lock: BuildLock,
+    ) -> None:
+        self.dataset = dataset
+        self.ranges = ranges
+        self.probed = probed
+        self._codec = codec
+        self._quality = quality
+        self._skips = skips
+        self._slots = slots
+        self._lock = lock
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def __getitem__(self, task: int) -> list[Value]:
+        self._lock.leave_in_worker()
+        values: list[Value] = []
+        memory = memoryview(b"") if self._slots is None else self._slots.memory(task)
+        used = 0
+        for index in self.ranges[task]:
+            try:
+                sample = self.probed[index] if index in self.probed else self.dataset[index]
+            except Exception as error:  # noqa: BLE001 - the user's own; reported or raised in the parent
+                if not self._skips:
+                    values.append(_failed(index, error))
+                    break
+                values.append(skipped(index, error))
+                continue
+            try:
+                parts, _ = record_parts(*flatten(sample), self._codec, self._quality)
+            except UnsupportedSampleError as error:  # the dataset's fault, not that of a bad file
+                values.append(_failed(index, error))
+                break
+            parts = value_parts(index, parts)
+            nbytes = sum(len(part) for part in parts)
+            if used + nbytes > len(memory):
+                values.append(b"".join(parts))
+                continue
+            values.append((used, nbytes))
+            for part in parts:
+                memory[used : used + len(part)] = memoryview(part).cast("B")
+                used += len(part)
+        return values
+
+
+def skipped(index: int, error: Exception) -> FailedSample:
+    """What the report says of a sample that could not be read in this process."""
+    worker = get_worker_info()
+    return FailedSample.of(index, error, None if worker is None else worker.id)
+
+
+def _failed(index: int, error: Exception) -> Failed:
+    trace = "".join(traceback.format_exception(error))
+    if get_worker_info() is None:
+        return Failed(index, error, trace)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - then its text is brought, under the type that torch's loader gives
+        error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
+    return Failed(index, error, trace)
+
+
+def plan_tasks(
+    ranges: Sequence[range], example_bytes: int, num_workers: int
+) -> tuple[list[range], Slots | None]:
+    """Cut ranges of indices into tasks, and make the memory that their values travel in.
+
+    Args:
+        ranges: Of indices; no task goes beyond the end of one.
+        example_bytes: What a sample may take.
+        num_workers: Processes; without any no memory is needed.
+    """
+    slot_bytes = min(max(_LEAST_SLOT_BYTES, 2 * example_bytes), _MOST_SLOT_BYTES)
+    total = sum(map(len, ranges))
+    size = min(slot_bytes // 2 // max(1, example_bytes), total // (_TASKS_EACH * max(1, num_workers)))
+    size = max(1, min(_MOST_TASK_SAMPLES, size))
+    tasks = [
+        range(start, min(start + size, span.stop))
+        for span in ranges
+        for start in range(span.start, span.stop, size)
+    ]
+    if not num_workers or not is_supported():
+        return tasks, None
+    try:
+        return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+    except SegmentError as error:
+        log.info("values travel through torch's queue, which is slower: %s", str(error))
+        return tasks, None

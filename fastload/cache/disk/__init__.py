@@ -1,1 +1,0 @@
-"""Caches on disk: finished LMDB files, and how they are built, one piece at a time."""

@@ -1,0 +1,1 @@
+"""Finished cache files: their format, and how they are read."""

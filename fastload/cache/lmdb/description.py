@@ -1,0 +1,278 @@
+"""What a finished file says about itself, and the strict reading of it.
+
+A file may come from anywhere, and its checksums protect it against accidents alone. Rules:
+
+1. Every field has the type and the range that the attributes below state, or the text is refused.
+2. Runs of numbers ascend and never overlap: together they never count more than there is to be counted.
+3. Nothing takes memory or time in proportion to a number that the text states, only to the text itself.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache.lmdb.codecs import BEST_QUALITY, CODECS
+from fastload.errors import CacheMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+FORMAT_VERSION = 1
+MOST_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
+
+_MOST_SAMPLES = 1 << 48
+_MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still show
+_PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
+_NUM_META_PAGES = 2
+_32_BITS = 1 << 32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all files of a cache say about it; known before the first sample is written.
+
+    Attributes:
+        build_id: Made anew for each cache; tells its shards from another's.
+        num_samples: Of the dataset.
+        num_shards: Files that the cache consists of.
+        spec: Of sample 0, as JSON; None in a cache of nothing, or if that sample could not be read.
+        crc32: Of the record of sample 0 as it is before a codec changes it.
+        codec: How images are written, one of `codecs.CODECS`.
+        quality: Of a lossy codec, else None.
+        parts: Of the fingerprint of the samples; None if the dataset had no fingerprint.
+        classes: Names of the dataset's classes, if it has such.
+        libraries: Name to version: what wrote it.
+        created_s: When the build began, in seconds since 1970.
+    """
+
+    build_id: str
+    num_samples: int
+    num_shards: int
+    spec: str | None
+    crc32: int | None
+    codec: str
+    quality: int | None
+    parts: dict[str, str] | None
+    classes: list[str] | None
+    libraries: dict[str, str]
+    created_s: float
+
+    def indices_of(self, shard: int) -> range:
+        """The indices of a shard; shards follow one another and differ by one sample at most."""
+        first, stop = (n * self.num_samples // self.num_shards for n in (shard, shard + 1))
+        return range(first, stop)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one finished file says about itself.
+
+    Attributes:
+        plan: Of the whole cache.
+        shard: Number of this file.
+        missing: Runs of indices that are left out: first index and number of indices.
+    """
+
+    plan: Plan
+    shard: int
+    missing: list[tuple[int, int]]
+
+    @property
+    def indices(self) -> range:
+        """The indices of this file."""
+        return self.plan.indices_of(self.shard)
+
+
+@dataclass(frozen=True)
+class TreePlace:
+    """Where LMDB's tree lies in a file.
+
+    Attributes:
+        page_bytes: Bytes of a page.
+        num_pages: Pages of the environment.
+        runs: Pages that are no overflow pages: first page and number of pages.
+        crc32: Of these pages.
+    """
+
+    page_bytes: int
+    num_pages: int
+    runs: list[tuple[int, int]]
+    crc32: int
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs: first number and how many follow one another from there."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((number, 1))
+    return runs
+
+
+def description_text(description: Description, place: TreePlace) -> bytes:
+    """The description as it is written: JSON in ASCII."""
+    fields = {
+        "version": FORMAT_VERSION,
+        "plan": asdict(description.plan),
+        "shard": description.shard,
+        "missing": description.missing,
+        "page_bytes": place.page_bytes,
+        "tree_runs": place.runs,
+        "tree_crc32": place.crc32,
+    }
+    return json.dumps(fields).encode("ascii")
+
+
+def parse_description(text: bytes, content_bytes: int) -> tuple[Description, TreePlace]:
+    """What the text says.
+
+    Args:
+        text: As `description_text` made it, or anything else.
+        content_bytes: Bytes of the file in front of the text.
+
+    Raises:
+        ValueError: The text is no description of a file of that size; says why.
+        CacheMismatchError: It is one of another format version. The caller adds the path.
+    """
+    fields = parse_json(text)
+    check_version(fields)
+    names = ("version", "plan", "shard", "missing", "page_bytes", "tree_runs", "tree_crc32")
+    _check_names(fields, names, "the description")
+    plan = parse_plan(fields["plan"])
+    shard = _int(fields, "shard", 0, plan.num_shards)
+    indices = plan.indices_of(shard)
+    page_bytes = _one_of(fields, "page_bytes", _PAGE_BYTES)
+    num_pages, rest = divmod(content_bytes, page_bytes)
+    if rest or num_pages < _NUM_META_PAGES:
+        raise ValueError(f"{content_bytes:,} bytes are not two or more whole pages of {page_bytes:,} bytes")
+    place = TreePlace(
+        page_bytes=page_bytes,
+        num_pages=num_pages,
+        runs=_runs(fields, "tree_runs", 0, num_pages),
+        crc32=_int(fields, "tree_crc32", 0, _32_BITS),
+    )
+    return Description(plan, shard, _runs(fields, "missing", indices.start, indices.stop)), place
+
+
+def parse_plan(fields: Any) -> Plan:
+    """The plan in what was JSON.
+
+    Raises:
+        ValueError: It is none; says why.
+    """
+    _check_names(fields, tuple(Plan.__dataclass_fields__), "the plan")
+    num_samples = _int(fields, "num_samples", 0, _MOST_SAMPLES)
+    return Plan(
+        build_id=_typed(fields, "build_id", str),
+        num_samples=num_samples,
+        num_shards=_int(fields, "num_shards", 1, max(1, num_samples) + 1),
+        spec=None if fields["spec"] is None else _typed(fields, "spec", str),
+        crc32=None if fields["crc32"] is None else _int(fields, "crc32", 0, _32_BITS),
+        codec=_one_of(fields, "codec", CODECS),
+        quality=None if fields["quality"] is None else _int(fields, "quality", 1, BEST_QUALITY + 1),
+        parts=None if fields["parts"] is None else _texts_by_name(fields, "parts"),
+        classes=None if fields["classes"] is None else _texts(fields, "classes"),
+        libraries=_texts_by_name(fields, "libraries"),
+        created_s=_seconds(fields, "created_s"),
+    )
+
+
+def parse_json(text: bytes | str) -> Any:
+    """What JSON text says.
+
+    Raises:
+        ValueError: It is no JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_version(fields: Any) -> None:
+    """Check the format version, which decides on the meaning of all other fields.
+
+    Raises:
+        ValueError: There is no version.
+        CacheMismatchError: The version is another than this release reads.
+    """
+    version = fields.get("version") if isinstance(fields, dict) else None
+    if type(version) is not int:
+        raise ValueError("it states no format version")
+    if version != FORMAT_VERSION:
+        raise CacheMismatchError(f"is a cache of format {version}, this release reads {FORMAT_VERSION}")
+
+
+# --- fields ----------------------------------------------------------------------------------------------
+
+
+def _check_names(fields: Any, names: tuple[str, ...], owner: str) -> None:
+    if not isinstance(fields, dict) or set(fields) != set(names):
+        found = sorted(fields) if isinstance(fields, dict) else fields
+        raise ValueError(f"{owner} should have the fields {', '.join(names)}, but has {reprlib.repr(found)}")
+
+
+def _refusal(fields: dict[str, Any], name: str, expected: str) -> ValueError:
+    return ValueError(f"{name} should be {expected}, but is {reprlib.repr(fields[name])}")
+
+
+def _int(fields: dict[str, Any], name: str, least: int, stop: int) -> int:
+    value = fields[name]
+    if type(value) is not int or not least <= value < stop:  # a bool is no number here
+        raise _refusal(fields, name, f"an int from {least:,} to {stop - 1:,}")
+    return value
+
+
+def _typed(fields: dict[str, Any], name: str, kind: type) -> Any:
+    if type(fields[name]) is not kind:
+        raise _refusal(fields, name, f"a {kind.__name__}")
+    return fields[name]
+
+
+def _one_of(fields: dict[str, Any], name: str, values: tuple[Any, ...]) -> Any:
+    value = fields[name]
+    if type(value) is not type(values[0]) or value not in values:
+        raise _refusal(fields, name, f"one of {', '.join(map(str, values))}")
+    return value
+
+
+def _texts(fields: dict[str, Any], name: str) -> list[str]:
+    value: list[str] = _typed(fields, name, list)
+    if not all(type(text) is str for text in value):
+        raise _refusal(fields, name, "a list of texts")
+    return value
+
+
+def _texts_by_name(fields: dict[str, Any], name: str) -> dict[str, str]:
+    value: dict[str, str] = _typed(fields, name, dict)
+    if not all(type(text) is str for text in value.values()):
+        raise _refusal(fields, name, "a dict of texts")
+    return value
+
+
+def _seconds(fields: dict[str, Any], name: str) -> float:
+    value = fields[name]
+    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:  # NaN is not in the range
+        raise _refusal(fields, name, "seconds since 1970")
+    return float(value)
+
+
+def _runs(fields: dict[str, Any], name: str, first: int, stop: int) -> list[tuple[int, int]]:
+    """Runs of numbers in `first <= number < stop`, each of them not empty, ascending, and apart."""
+    found = []
+    end = first
+    for run in _typed(fields, name, list):
+        is_pair = type(run) is list and len(run) == 2 and type(run[0]) is int and type(run[1]) is int
+        if not is_pair or run[0] < end or run[1] < 1 or run[0] + run[1] > stop:
+            raise ValueError(
+                f"{name} should be ascending runs of numbers from {first:,} to {stop - 1:,}, each as its "
+                f"first number and its length, but holds {reprlib.repr(run)}"
+            )
+        found.append((run[0], run[1]))
+        end = run[0] + run[1]
+    return found

@@ -1,0 +1,120 @@
+"""Which files a cache consists of, and the files that this process has open, whoever opened them.
+
+A file is opened once a process, under all its names; a forked child goes on with the open files of its
+parent.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from dataclasses import replace
+
+from fastload.cache.lmdb.open_file import OpenFile
+from fastload.errors import CacheCorruptError, CacheMismatchError
+
+SHARD_SUFFIX = ".lmdb"
+_MOST_NAMED = 10  # of lost shards, in an error
+
+# By device and inode; a forked child shares those of its parent.
+_open_files: weakref.WeakValueDictionary[tuple[int, int], OpenFile] = weakref.WeakValueDictionary()
+# By process: a lock that was held at the time of a fork is never released in the child.
+_locks: dict[int, threading.Lock] = {}
+
+
+def open_cache(path: str) -> tuple[OpenFile, ...]:
+    """The file at `path`, or the shards in the directory at `path`, in the order of their indices.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CacheMismatchError: It is no cache of this format, or its shards do not belong together.
+        CacheCorruptError: A file is damaged.
+    """
+    if not os.path.isdir(path):
+        file = _open_file(path)
+        if file.description.plan.num_shards > 1:
+            raise CacheMismatchError(f"{_name(file)}: open the directory that holds all of them")
+        return (file,)
+    names = sorted(name for name in os.listdir(path) if name.endswith(SHARD_SUFFIX))
+    if not names:
+        raise CacheMismatchError(
+            f"{path} is no cache: neither a file nor a directory of {SHARD_SUFFIX} files{_hint(path)}"
+        )
+    shards: dict[int, OpenFile] = {}
+    for name in names:
+        file = _open_file(os.path.join(path, name))
+        number = file.description.shard
+        first = next(iter(shards.values()), file)
+        _check_same_cache(file, first)
+        if number in shards:
+            raise CacheMismatchError(
+                f"{file.path} and {shards[number].path} are the same shard: take one out"
+            )
+        shards[number] = file
+    num_shards = first.description.plan.num_shards
+    if len(shards) < num_shards:
+        lost = (number for number in range(num_shards) if number not in shards)
+        named = [str(number) for number, _ in zip(lost, range(_MOST_NAMED), strict=False)]
+        if num_shards - len(shards) > len(named):
+            named.append("...")
+        raise CacheMismatchError(
+            f"{path}: of {num_shards} shards, number {', '.join(named)} (from 0) is not there: put it back, "
+            "or delete the directory and build it again"
+        )
+    return tuple(shards[number] for number in range(num_shards))
+
+
+def _check_same_cache(file: OpenFile, first: OpenFile) -> None:
+    plan, other = file.description.plan, first.description.plan
+    if plan.build_id != other.build_id:
+        raise CacheMismatchError(
+            f"{file.path} and {first.path} are shards of two caches: take out what does not belong here"
+        )
+    # A build that is gone on with writes the names of the classes anew.
+    if replace(plan, classes=None) != replace(other, classes=None):
+        raise CacheCorruptError(
+            f"{file.path} and {first.path} are shards of one cache, but their descriptions of it differ: "
+            "delete the directory and build it again"
+        )
+
+
+def _name(file: OpenFile) -> str:
+    plan = file.description.plan
+    return f"{file.path} is shard {file.description.shard + 1} of {plan.num_shards}"
+
+
+def _hint(path: str) -> str:
+    partial = f"{path}.partial"
+    if not os.path.exists(partial):
+        return ""
+    return f"; an unfinished build lies at {partial}: run the build again, and it goes on from there"
+
+
+def _open_file(path: str) -> OpenFile:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CacheMismatchError(f"{path} is no file: a cache is a file or a directory of files")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
+    try:
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        with _locks.setdefault(os.getpid(), threading.Lock()):
+            known = _open_files.get(key)
+            if known is None or not _is_unchanged(known):
+                _open_files[key] = known = OpenFile(fd, path)
+                fd = -1
+            return known
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _is_unchanged(file: OpenFile) -> bool:
+    try:
+        file.check()
+    except CacheMismatchError:
+        return False
+    return True

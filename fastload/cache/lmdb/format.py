@@ -1,0 +1,217 @@
+"""What a finished LMDB file looks like, byte by byte, and whether a file is one.
+
+Written by `build`, read by `files`. A cache is one such file, or a directory of them, its shards, which
+hold ranges of indices one after another. The file is one LMDB environment in the data format of LMDB 0.9,
+followed by a description that LMDB does not see:
+
+* key: the index in 8 big-endian bytes; value: magic b"FLrd", crc32 of all that follows (4 little-endian
+  bytes), the index again (8 little-endian bytes), the record (see `record`);
+* the description, in JSON: format version, the fields of `Plan` and `Description`, and where LMDB's tree
+  lies, with its crc32;
+* at the end of the file: crc32 and length of the description (4 and 8 little-endian bytes), the 7 letters
+  "FLlmdb1" and a zero byte.
+
+LMDB trusts its tree: a flipped bit in it ends a process that reads through LMDB. So fastload compares the
+tree with its checksum first, and then reads it by itself (see `tree`). The tree is what remains without the
+overflow pages, which hold the records that are longer than half a page; these have checksums of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache.lmdb.description import (
+    MOST_TEXT_BYTES,
+    Description,
+    TreePlace,
+    description_text,
+    parse_description,
+)
+from fastload.cache.lmdb.tree import OVERFLOW, PAGE_HEADER
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_KEY = struct.Struct(">Q")
+_FRAME = struct.Struct("<4sIQ")  # magic, crc32 of index and record, index
+VALUE_HEADER_BYTES = _FRAME.size
+_FRAME_MAGIC = b"FLrd"
+_CHECKED_FROM = 8  # bytes of the value in front of what the checksum covers
+_TRAILER = struct.Struct("<IQ8s")
+TRAILER_MAGIC = b"FLlmdb1\0"
+_CHUNK_BYTES = 1 << 20
+
+
+# --- keys and values -------------------------------------------------------------------------------------
+
+
+def pack_key(index: int) -> bytes:
+    """The key of a sample; keys sort as the indices do."""
+    return _KEY.pack(index)
+
+
+def value_parts(index: int, record: Sequence[Any]) -> list[Any]:
+    """The value of a sample as buffers, from those of its record."""
+    crc = zlib.crc32(index.to_bytes(8, "little"))
+    for part in record:
+        crc = zlib.crc32(part, crc)
+    return [_FRAME.pack(_FRAME_MAGIC, crc, index), *record]
+
+
+def unpack_value(value: bytes, index: int) -> memoryview:
+    """The record in the value of a sample, after it was compared with its checksum.
+
+    Raises:
+        CacheCorruptError: The value is not that of this sample, or is damaged.
+    """
+    if len(value) < VALUE_HEADER_BYTES:
+        raise CacheCorruptError(f"its record has {len(value)} bytes")
+    magic, crc, owner = _FRAME.unpack_from(value)
+    if magic != _FRAME_MAGIC or owner != index:
+        raise CacheCorruptError("another record lies in its place")
+    if zlib.crc32(memoryview(value)[_CHECKED_FROM:]) != crc:
+        raise CacheCorruptError("its checksum is wrong")
+    return memoryview(value)[VALUE_HEADER_BYTES:]
+
+
+# --- the description -------------------------------------------------------------------------------------
+
+
+def write_description(path: str, description: Description, num_pages: int, page_bytes: int) -> None:
+    """Put the description behind a complete environment, and bring the file to the disk.
+
+    Args:
+        path: The file.
+        description: Of it.
+        num_pages: Pages of the environment; what a killed builder left behind them is cut off.
+        page_bytes: Bytes of a page.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        content_bytes = num_pages * page_bytes
+        os.ftruncate(fd, content_bytes)
+        runs = list(_tree_runs(fd, num_pages, page_bytes))
+        place = TreePlace(page_bytes, num_pages, runs, _crc_of_runs(fd, runs, page_bytes))
+        text = description_text(description, place)
+        if len(text) > MOST_TEXT_BYTES:
+            raise CacheError(
+                f"the description of {path} would take {len(text):,} bytes, and {MOST_TEXT_BYTES:,} are the "
+                "most that is read back: build the cache with more shards"
+            )
+        os.lseek(fd, content_bytes, os.SEEK_SET)
+        with open(fd, "wb", closefd=False) as file:
+            file.write(text + _TRAILER.pack(zlib.crc32(text), len(text), TRAILER_MAGIC))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What stands at the end of a finished file.
+
+    Attributes:
+        text: The description as the file has it.
+        description: What it says.
+        place: Where the tree lies, of which the description says so; not compared yet.
+    """
+
+    text: bytes
+    description: Description
+    place: TreePlace
+
+
+def read_stored(fd: int, path: str) -> Stored:
+    """What a file says about itself; compare its tree with `check_tree` before use.
+
+    Raises:
+        CacheCorruptError: The file is damaged, cut short, or no cache.
+        CacheMismatchError: It has another format version.
+    """
+    text, content_bytes = _read_text(fd, path)
+    try:
+        description, place = parse_description(text, content_bytes)
+    except CacheMismatchError as error:
+        raise CacheMismatchError(
+            f"{path} {error}. Delete it to build it again, or give another path"
+        ) from None
+    except ValueError as error:
+        raise CacheCorruptError(
+            f"{path}: its description is not valid: {error}. Delete the file and build it again"
+        ) from None
+    return Stored(text, description, place)
+
+
+def _read_text(fd: int, path: str) -> tuple[bytes, int]:
+    """The description's text, and the number of bytes in front of it."""
+    nbytes = os.fstat(fd).st_size
+    trailer = os.pread(fd, _TRAILER.size, max(0, nbytes - _TRAILER.size))
+    if len(trailer) < _TRAILER.size or not trailer.endswith(TRAILER_MAGIC):
+        raise CacheCorruptError(f"{path} is cut short, or no cache: it does not end as fastload's caches do")
+    crc, length, _ = _TRAILER.unpack(trailer)
+    content_bytes = nbytes - _TRAILER.size - length
+    is_possible = length <= MOST_TEXT_BYTES and content_bytes >= 0
+    text = os.pread(fd, length, content_bytes) if is_possible else b""
+    if not text or zlib.crc32(text) != crc:
+        raise CacheCorruptError(f"{path}: its description is damaged: delete the file and build it again")
+    return text, content_bytes
+
+
+def check_tree(fd: int, path: str, place: TreePlace) -> None:
+    """Compare the tree with its checksum.
+
+    Raises:
+        CacheCorruptError: It differs.
+    """
+    if _crc_of_runs(fd, place.runs, place.page_bytes) != place.crc32:
+        raise CacheCorruptError(f"{path}: its index is damaged: delete the file and build it again")
+
+
+def read_description(path: str) -> Description:
+    """What a file says about itself, after its tree was compared with its checksum.
+
+    Raises:
+        CacheCorruptError: The file is damaged, cut short, or no cache.
+        CacheMismatchError: It has another format version.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        stored = read_stored(fd, path)
+        check_tree(fd, path, stored.place)
+        return stored.description
+    finally:
+        os.close(fd)
+
+
+def _tree_runs(fd: int, num_pages: int, page_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of pages that are no overflow pages: first page and number of pages."""
+    page = start = 0
+    while page < num_pages:
+        _, _, flags, run = PAGE_HEADER.unpack(os.pread(fd, PAGE_HEADER.size, page * page_bytes))
+        if not flags & OVERFLOW:
+            page += 1
+            continue
+        if page > start:
+            yield start, page - start
+        page += max(1, run)
+        start = page
+    if num_pages > start:
+        yield start, num_pages - start
+
+
+def _crc_of_runs(fd: int, runs: list[tuple[int, int]], page_bytes: int) -> int:
+    crc = 0
+    for first, count in runs:
+        offset, end = first * page_bytes, (first + count) * page_bytes
+        while offset < end:
+            chunk = os.pread(fd, min(_CHUNK_BYTES, end - offset), offset)
+            if not chunk:
+                break  # cut short: the checksum will differ
+            crc = zlib.crc32(chunk, crc)
+            offset += len(chunk)
+    return crc

@@ -1,0 +1,81 @@
+"""A batch of raw records, copied straight from the page cache to where the batch lies.
+
+All of it runs within a read transaction: the memory that it is given is valid no longer. Records are looked
+at first, and memory is asked for only when all of them make one batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.cache.columns import fixed_row
+from fastload.cache.record import outline
+from fastload.nested.leaves import TEXT_KINDS, Leaf, text_value, torch_side
+from fastload.nested.spec import build_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastload.cache.columns import Allocate
+
+_INT64_BYTES = 8
+_MOST_DIMENSIONS = 64  # of an array; a batch has one more than its samples
+
+
+def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | None:
+    """The batch that default_collate would make of the samples in these records.
+
+    Args:
+        records: Verified; not empty.
+        allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+
+    Returns:
+        None if the samples differ in structure, hold encoded images, or default_collate would not make
+        tensors or lists of them.
+    """
+    first = outline(records[0])
+    make = torch_side()
+    if first.codec != "raw" or not all(make.collates(leaf) for leaf in first.spec.leaves):
+        return None
+    if any(len(leaf.shape) >= _MOST_DIMENSIONS for leaf in first.spec.leaves):
+        return None
+    size = len(first.prefix)
+    end = max((sum(place) for place in first.places), default=size)
+    places = []
+    for record in records:
+        if len(record) >= end and bytes(record[:size]) == first.prefix:  # usually all begin alike
+            places.append(first.places)
+            continue
+        found = outline(record)
+        if found.spec != first.spec or found.codec != "raw":
+            return None
+        places.append(found.places)
+    ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
+    if any(place[number][1] != _INT64_BYTES for place in places for number in ints):
+        return None  # beyond 64 bits
+    columns = [
+        _column(leaf, records, [place[number] for place in places], allocate)
+        for number, leaf in enumerate(first.spec.leaves)
+    ]
+    return build_batch(first.spec.node, iter(columns))
+
+
+def _column(
+    leaf: Leaf, records: Sequence[memoryview], places: Sequence[tuple[int, int]], allocate: Allocate
+) -> Any:
+    """One leaf of all samples: a list of texts, or a tensor `(len(records), ...)`."""
+    if leaf.kind in TEXT_KINDS:
+        return [
+            text_value(leaf.kind, bytes(record[start : start + nbytes]))
+            for record, (start, nbytes) in zip(records, places, strict=True)
+        ]
+    dtype, shape = fixed_row(leaf)
+    out = allocate((len(records), *shape), dtype)
+    row_bytes = out.nbytes // len(records)
+    if row_bytes:
+        rows = out.reshape(-1).view(np.uint8).data
+        for row, (record, (start, _)) in enumerate(zip(records, places, strict=True)):
+            rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
+    return torch_side().batch_tensor(leaf, out)

@@ -1,0 +1,289 @@
+"""LMDBCache: finished caches on disk, read through the page cache.
+
+`format` says what a file looks like, `files` which of them are open. Rules:
+
+1. A cache pickles as its path and the id of its build; the file is opened at the first use in a process.
+2. get() copies a value before it is read; samples are views of that copy.
+3. gather() copies nothing but what the batch takes, from the page cache to its rows, once the records of the
+   batch were verified.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.cache.build.progress import BuildProgress
+from fastload.cache.lmdb.files import open_cache
+from fastload.cache.lmdb.gather import stack_records
+from fastload.cache.lmdb.open_file import damaged
+from fastload.cache.record import decode
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.nested.spec import Spec
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy.typing as npt
+
+    from fastload.cache.columns import Allocate
+    from fastload.cache.lmdb.description import Plan
+    from fastload.cache.lmdb.open_file import OpenFile
+
+
+class LMDBCache:
+    """A finished cache in one LMDB file, or in a directory of such files, read-only.
+
+    Args:
+        path: The file or directory.
+
+    Attributes:
+        path: Absolute.
+        reason: Why this cache is the one in use.
+        num_shapes: How many shapes the array of a sample that varies most has, up to a thousand; None unless
+            this process built the cache.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CacheMismatchError: It is no cache of this format, or shards are missing.
+        CacheCorruptError: A file is damaged.
+    """
+
+    layout = "lmdb"
+    budget_bytes: int | None = None  # the files are complete; memory is the page cache's affair
+    is_shared = True
+    num_shapes: int | None = None
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.reason = "opened by its path"
+        self._is_closed = False
+        self._spec: Spec | None = None  # of an unpickled cache that is not opened yet
+        self._files: tuple[OpenFile, ...] | None = open_cache(self.path)
+        self._plan: Plan | None = self._files[0].description.plan
+        self._build_id = self._plan.build_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unopened, (self.path, self._build_id, self.reason, self._known_spec())
+
+    def _known_spec(self) -> Spec | None:
+        """The structure of sample 0, which takes the classes of its namedtuples to another process.
+
+        None if it is not known, or if this process has not imported those classes either.
+        """
+        if self._plan is None:
+            return self._spec
+        if self._plan.spec is None:
+            return None
+        spec = Spec.parse(self._plan.spec.encode("ascii"))
+        try:
+            spec.__reduce__()
+        except CacheError:
+            return None
+        return spec
+
+    def __copy__(self) -> LMDBCache:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LMDBCache:
+        return self
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called: it holds no sample any more."""
+        return self._is_closed
+
+    # --- what it says of itself ---------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """What its files say about it."""
+        if self._plan is None:
+            self._plan = self._opened()[0].description.plan
+        return self._plan
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the dataset."""
+        return self.plan.num_samples
+
+    @property
+    def num_cached(self) -> int:
+        """Number of samples that are stored: all but those that could not be read."""
+        return sum(len(file.stored) for file in self._opened())
+
+    @property
+    def num_shards(self) -> int:
+        """Number of files."""
+        return self.plan.num_shards
+
+    @property
+    def codec(self) -> str:
+        """How images are written: `"raw"`, `"jpeg"`, `"png"` or `"webp"`."""
+        return self.plan.codec
+
+    @property
+    def quality(self) -> int | None:
+        """Of a lossy codec, 1 to 100."""
+        return self.plan.quality
+
+    @property
+    def parts(self) -> Mapping[str, str] | None:
+        """What it was made of, part by part; None if nobody vouched for the samples."""
+        return self.plan.parts
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Names of the dataset's classes, if it had such."""
+        return self.plan.classes
+
+    @property
+    def created_s(self) -> float:
+        """When its build began, in seconds since 1970."""
+        return self.plan.created_s
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(file.nbytes for file in self._opened())
+
+    @property
+    def stored_indices(self) -> npt.NDArray[np.intp] | None:
+        """Indices of the samples that are stored, ascending; None if these are all."""
+        files = self._opened()
+        if all(file.stored.is_complete for file in files):
+            return None
+        return np.concatenate([file.stored.between(0, len(file.stored)) for file in files])
+
+    def explain(self) -> str:
+        """Why this cache is the one in use, and what it was made of."""
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
+        size = readable_size(self.nbytes)
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.codec}"
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.created_s))
+        return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def _opened(self) -> tuple[OpenFile, ...]:
+        files = self._files
+        if files is None:
+            files = open_cache(self.path)
+            if files[0].description.plan.build_id != self._build_id:
+                raise CacheMismatchError(f"{self.path} was replaced by another cache while it was in use")
+            if not self._is_closed:
+                self._files = files
+        return files
+
+    def _file_of(self, index: int) -> OpenFile:
+        files = self._opened()
+        # The inverse of Plan.indices_of.
+        return files[((index + 1) * len(files) - 1) // self.num_samples] if len(files) > 1 else files[0]
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the sample of this index is stored."""
+        if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
+            return False
+        return self._file_of(int(index)).stored.position(int(index)) is not None
+
+    def is_left_out(self, index: int) -> bool:
+        """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
+        return not self._is_closed and self._file_of(index).stored.position(index) is None
+
+    def get(self, index: int) -> Any | None:
+        """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().
+
+        Arrays are read-only views of a private copy of the record; tensors are private copies.
+
+        Raises:
+            CacheCorruptError: The record is damaged or missing.
+        """
+        if self._is_closed:
+            return None
+        file = self._file_of(index)
+        record = file.record(index)
+        if record is None:
+            return None
+        try:
+            return decode(record)
+        except CacheCorruptError as error:
+            raise damaged(file.path, index, error) from error
+
+    def put(self, index: int, sample: Any) -> bool:
+        """False: a finished cache takes nothing."""
+        return False
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Nothing that `put` might take."""
+        return np.empty(0, np.intp)
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch that torch's default_collate would make of these samples, read in the order of keys.
+
+        Args:
+            indices: `(n,)`, each `0 <= index < num_samples`.
+            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+
+        Returns:
+            None if the images are encoded, a sample is not stored, or default_collate must decide.
+
+        Raises:
+            CacheCorruptError: A record is damaged or missing.
+        """
+        if self._is_closed or self.codec != "raw":
+            return None
+        order = np.argsort(indices, kind="stable")
+        ascending = indices[order]
+        records: list[Any] = [None] * len(indices)
+        for file in self._opened():
+            first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
+            if first == stop:
+                continue
+            found = file.records(ascending[first:stop])
+            if found is None:
+                return None
+            for position, record in zip(order[first:stop].tolist(), found, strict=True):
+                records[position] = record
+        try:
+            return stack_records(records, allocate)
+        except CacheCorruptError as error:
+            raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
+
+    def verify(self, *, progress: bool = False) -> list[int]:
+        """Read every record and compare it with its checksum; opening the file compared the index.
+
+        Args:
+            progress: Draw a bar, if standard error is a terminal.
+
+        Returns:
+            Indices of the samples that are damaged or missing, ascending.
+        """
+        bad = []
+        with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
+            for file in self._opened():
+                shown.advance(0, len(file.indices) - len(file.stored))
+                for index in file.stored:
+                    nbytes = 0
+                    try:
+                        nbytes = len(file.record(index, verify=True) or b"")
+                    except CacheCorruptError:
+                        bad.append(index)
+                    shown.advance(nbytes)
+        return bad
+
+    def close(self) -> None:
+        """Give up this object's hold on the files; samples that were handed out stay valid."""
+        self._files = None
+        self._is_closed = True
+
+
+def _unopened(path: str, build_id: str, reason: str, spec: Spec | None) -> LMDBCache:
+    """Unpickle; the structure is there to have the modules of its classes imported."""
+    cache = LMDBCache.__new__(LMDBCache)
+    cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
+    cache._files, cache._plan, cache._is_closed = None, None, False
+    return cache

@@ -1,0 +1,80 @@
+"""Whether the arrays of a cache's samples differ in shape, seen while they are written.
+
+A record begins with the structure of its sample as text, shapes included; so two samples of equal shapes are
+told by comparing bytes, and each new text is parsed once.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from fastload.cache.lmdb.files import open_cache
+from fastload.cache.lmdb.open_file import damaged
+from fastload.cache.record import spec_text
+from fastload.errors import CacheCorruptError
+from fastload.nested.spec import Spec
+
+_MOST_TEXTS = 1000  # a folder of photographs may have as many shapes as files
+
+
+class SeenShapes:
+    """The shapes of arrays and tensors, leaf by leaf; takes note of a bounded number.
+
+    Attributes:
+        is_complete: Whether every structure that came was taken note of.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        self._texts: set[bytes] = set()
+        self._shapes: dict[str, dict[tuple[int, ...], None]] = {}  # in the order in which they came
+
+    def add(self, record: bytes | memoryview) -> None:
+        """Take note of the shapes in a record that this release wrote.
+
+        Raises:
+            CacheCorruptError: Its structure cannot be read.
+        """
+        text = spec_text(record)
+        if text in self._texts:
+            return
+        if len(self._texts) == _MOST_TEXTS:
+            self.is_complete = False
+            return
+        self._texts.add(text)
+        spec = Spec.parse(text)
+        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
+            if leaf.kind in ("array", "tensor"):
+                self._shapes.setdefault(path, {})[leaf.shape] = None
+
+    def add_stored(self, path: str, stop: int) -> None:
+        """Take note of the shapes of the samples below index `stop` in the finished cache at `path`.
+
+        Raises:
+            CacheCorruptError: A record cannot be read.
+        """
+        for file in open_cache(path):
+            for index in itertools.takewhile(stop.__gt__, file.stored):
+                try:
+                    self.add(file.glance(index))
+                except CacheCorruptError as error:
+                    raise damaged(file.path, index, error) from error
+
+    @property
+    def number(self) -> int:
+        """How many shapes the leaf has that has the most; 0 if there are no arrays."""
+        return max(map(len, self._shapes.values()), default=0)
+
+    def explain(self) -> str | None:
+        """What differs and how to mend it, for people; None if each leaf has one shape."""
+        if self.number < 2:
+            return None
+        path, shapes = max(self._shapes.items(), key=lambda item: len(item[1]))
+        first, second = list(shapes)[:2]
+        count = f"{len(shapes):,}" if self.is_complete else f"at least {len(shapes):,}"
+        return (
+            f"the samples have {count} different shapes at {path}, such as {first} and {second}, and torch's "
+            "default_collate makes batches of equal shapes only. Scale every image to one height and width "
+            "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
+            "transform, or pass a collate_fn"
+        )

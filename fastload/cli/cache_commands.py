@@ -1,0 +1,282 @@
+"""What the commands of `fastload cache` do, and how they say what they found.
+
+Whatever is heavy is imported when a command runs. Rules:
+
+1. An argument that leads to nothing, or to something else, is wrong usage; a file that is there and cannot be
+   read is a failure.
+2. A line that tells of a problem tells what to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from fastload.cli.source_argument import open_source, refuse_random
+from fastload.cli.terminal import Answer, CommandError, ExitCode, table
+from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache
+
+
+# --- caches on disk --------------------------------------------------------------------------------------
+
+
+def absolute(name: str, path: str) -> str:
+    """The absolute path that an argument means.
+
+    Args:
+        name: Of the argument, for people.
+        path: As given.
+
+    Raises:
+        CommandError: It is empty, or no text that LMDB can open.
+    """
+    if not path:
+        raise CommandError(f"{name} is empty: give a path")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise CommandError(f"{name} {path!a} is not valid UTF-8: give another name") from None
+    return os.path.abspath(path)
+
+
+def opened(path: str) -> LMDBCache:
+    """The finished cache at a path.
+
+    Raises:
+        CommandError: There is none.
+        CacheMismatchError: What lies there is something else, or shards are missing.
+        CacheCorruptError: A file is damaged.
+    """
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache
+
+    path = absolute("PATH", path)
+    try:
+        return LMDBCache(path)
+    except FileNotFoundError as error:
+        is_unfinished = os.path.lexists(f"{path}.partial")
+        raise CommandError(str(error), ExitCode.FAILED if is_unfinished else ExitCode.USAGE) from error
+    except NotADirectoryError as error:
+        raise CommandError(f"there is no cache at {path}: a part of that path is a file") from error
+    except CacheMismatchError as error:
+        if os.path.isdir(path):
+            error.add_note(f"'fastload cache ls {path}' lists the caches in a directory")
+        raise
+
+
+def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
+    """The cache at an absolute path, built from SOURCE if it is not there.
+
+    Args:
+        source: What the user gave, see `source_argument`.
+        size: What the user gave; None for nothing.
+        path: Of the cache.
+        options: Of `build_lmdb`.
+    """
+    from fastload.cache.build.build import build_lmdb
+    from fastload.cache.fingerprint import fingerprint_of
+
+    _check_directory(os.path.dirname(path))
+    try:
+        dataset = open_source(source, size)
+        if not os.path.isdir(source):
+            refuse_random(dataset)
+        with warnings.catch_warnings():
+            # The number of workers is what the user asked for, or what there are cores.
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+            return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
+    except SystemExit as error:
+        raise CommandError(
+            f"the code of {source} ended the process with exit code {error.code!r}: keep what a script does "
+            'under if __name__ == "__main__"',
+            ExitCode.FAILED,
+            "SystemExit",
+        ) from error
+    except (CacheCorruptError, CacheMismatchError) as error:
+        if _is_foreign(path):
+            error.add_note("DEST is there already and is something else: give a path where nothing is yet")
+        raise
+
+
+def _check_directory(directory: str) -> None:
+    if os.path.isdir(directory):
+        return
+    if os.path.lexists(directory):
+        raise CommandError(f"DEST should lie in a directory, but {directory} is a file")
+    raise CommandError(f"there is no directory at {directory}: make it first, or give another DEST")
+
+
+def _is_foreign(path: str) -> bool:
+    from fastload.cache.lmdb import inventory
+
+    try:
+        inventory.files_of(os.path.realpath(path))
+    except CacheMismatchError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
+
+
+def interrupted(path: str) -> str:
+    """What to say after Ctrl-C."""
+    if not os.path.exists(f"{path}.partial"):
+        return "interrupted before anything was written"
+    return (
+        f"interrupted: what was decoded is kept in {path}.partial. Run the same command again to go on, "
+        f"or 'fastload cache rm {path}' to drop it"
+    )
+
+
+def facts(cache: LMDBCache) -> dict[str, Any]:
+    """What `build` and `info` tell scripts."""
+    report = f"{cache.path}.errors.jsonl"
+    return {
+        "path": cache.path,
+        "num_samples": cache.num_samples,
+        "num_cached": cache.num_cached,
+        "num_skipped": cache.num_samples - cache.num_cached,
+        "report": report if os.path.exists(report) else None,
+        "nbytes": cache.nbytes,
+        "codec": cache.codec,
+        "quality": cache.quality,
+        "num_shards": cache.num_shards,
+        "classes": cache.classes,
+        "parts": None if cache.parts is None else dict(cache.parts),
+        "created_s": cache.created_s,
+    }
+
+
+def held(cache: LMDBCache) -> str:
+    """What a cache holds, in a line."""
+    quality = "" if cache.quality is None else f" of quality {cache.quality}"
+    shards = "" if cache.num_shards == 1 else f" in {cache.num_shards} shards"
+    size = readable_size(cache.nbytes)
+    return f"{cache.num_cached:,} of {cache.num_samples:,} samples, {size}{shards}, {cache.codec}{quality}"
+
+
+def skipped(cache: LMDBCache) -> list[str]:
+    """That samples were left out, if so, and where the reasons are."""
+    found = facts(cache)
+    if not found["num_skipped"]:
+        return []
+    where = "the report is gone" if found["report"] is None else f"see {found['report']}"
+    return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
+
+
+def training(cache: LMDBCache) -> str:
+    """How to train from a cache: its own samples alone, if the dataset could not give all of them."""
+    if cache.num_samples and not cache.num_cached:
+        return f"there is nothing to train from: look at the reasons, then 'fastload cache rm {cache.path}'"
+    if cache.num_cached == cache.num_samples:
+        return f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{cache.path}")'
+    return (
+        f'train from it with fastload.CachedDataset.from_cache("{cache.path}", transform=...), which leaves '
+        "those samples out; CachedDataset(dataset, ...) would read them from the dataset again and fail"
+    )
+
+
+def list_disk(directory: str, answer: Answer) -> None:
+    """Answer with the caches in a directory.
+
+    Raises:
+        CommandError: There is no such directory.
+    """
+    from fastload.cache.lmdb import inventory
+
+    path = absolute("DIRECTORY", directory)
+    try:
+        found = inventory.list_caches(path)
+    except FileNotFoundError as error:
+        raise CommandError(f"there is no directory at {path}") from error
+    except NotADirectoryError as error:
+        raise CommandError(
+            f"{path} is not a directory: give the directory in which to look for caches"
+        ) from error
+    rows = []
+    for item in found:
+        said = item.problem or f"run the build again to go on with {item.path}{inventory.PARTIAL}"
+        said = "a builder is at work" if item.state == "building" else said
+        rows.append(
+            [item.path, item.state, readable_size(item.nbytes), held(item.cache) if item.cache else said]
+        )
+    answer.result = {
+        "caches": [
+            {
+                **(facts(item.cache) if item.cache else {"path": item.path, "problem": item.problem}),
+                "state": item.state,
+                "nbytes": item.nbytes,
+            }
+            for item in found
+        ]
+    }
+    answer.lines = table(rows) if rows else [f"no caches in {path}"]
+
+
+def removable_bytes(path: str) -> int:
+    """Size of all files of the cache or unfinished build at an absolute path.
+
+    Raises:
+        CommandError: There is nothing, or the directory may not be changed.
+        CacheMismatchError: What lies there is something else.
+    """
+    from fastload.cache.lmdb import inventory
+
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(path)  # where a directory may not be entered, this tells; a look for the name does not
+    try:
+        files = inventory.files_of(path)
+    except FileNotFoundError as error:
+        raise CommandError(str(error)) from error
+    directory = os.path.dirname(path)
+    effective = os.access in os.supports_effective_ids
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=effective):
+        raise CommandError(
+            f"{path} was not removed: files in {directory} may not be removed by this user",
+            ExitCode.FAILED,
+            "PermissionError",
+        )
+    return inventory.size_of(files)
+
+
+# --- caches in memory ------------------------------------------------------------------------------------
+
+
+def list_memory(answer: Answer) -> None:
+    """Answer with the caches that this user's processes share."""
+    from fastload.cache.ram.registry import live_caches
+
+    live = live_caches()
+    names = (
+        "name",
+        "key",
+        "parts",
+        "owners",
+        "num_samples",
+        "num_cached",
+        "nbytes",
+        "budget_bytes",
+        "created_s",
+    )
+    answer.result = {"caches": [{name: getattr(cache, name) for name in names} for cache in live]}
+    rows = [
+        [
+            cache.key or cache.name,
+            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
+            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
+            f"held by {', '.join(map(str, cache.owners))}",
+        ]
+        for cache in live
+    ]
+    answer.lines = (
+        table(rows)
+        if rows
+        else [
+            "no process of yours shares a cache in memory; 'fastload cache ls DIRECTORY' lists those on disk"
+        ]
+    )

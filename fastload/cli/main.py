@@ -1,0 +1,287 @@
+"""The command line: `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
+
+Rules:
+
+1. Commands import what they need when they run: `--help` waits for nothing.
+2. A new command is a function under `@app.command(epilog=EPILOG)` that works inside `answering(...)`.
+3. Without a command there is help: wrong usage, so on standard error and with the exit code of that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from fastload.cli import cache_commands
+from fastload.cli.source_argument import parse_error_budget
+from fastload.cli.terminal import EPILOG, CommandError, CommandGroup, ExitCode, answering, table
+from fastload.system.sizes import readable_size
+
+_OPTIONS: dict[str, Any] = {
+    "invoke_without_command": True,  # our own callback answers: releases of click differ in what they do
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "epilog": EPILOG,
+}
+app = typer.Typer(cls=CommandGroup, add_completion=False, help="Fast data loading for PyTorch.", **_OPTIONS)
+cache_app = typer.Typer(help="Caches of decoded samples: build them once, train from them.", **_OPTIONS)
+app.add_typer(cache_app, name="cache")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+CachePath = Annotated[str, typer.Argument(metavar="PATH", help="A cache: a file, or a directory of shards.")]
+
+
+class Codec(StrEnum):
+    """How images are written."""
+
+    RAW = "raw"
+    JPEG = "jpeg"
+    PNG = "png"
+    WEBP = "webp"
+
+
+class OnError(StrEnum):
+    """What becomes of samples that cannot be read."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
+    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    """Fast data loading for PyTorch."""
+    if version:
+        import fastload
+
+        typer.echo(f"fastload {fastload.__version__}")
+        raise typer.Exit
+    _help_without_command(context)
+
+
+@cache_app.callback()
+def _cache(context: typer.Context) -> None:
+    """Caches of decoded samples: build them once, train from them."""
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(ExitCode.USAGE)
+
+
+@cache_app.command(epilog=EPILOG)
+def build(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
+            "without arguments that makes one. MODULE is looked for in the working directory, too.",
+        ),
+    ],
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="The cache: a file, or with --shards a directory.")
+    ],
+    size: Annotated[
+        str | None,
+        typer.Option(help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.", metavar="PIXELS"),
+    ] = None,
+    codec: Annotated[
+        Codec | None,
+        typer.Option(
+            help="How images are written, raw unless given; jpeg and webp are small, but change pixels."
+        ),
+    ] = None,
+    quality: Annotated[
+        int | None, typer.Option(min=1, max=100, help="Of jpeg and webp; 95 unless given.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode; one for each core unless given.")
+    ] = None,
+    shards: Annotated[int, typer.Option(min=1, help="Files that the cache consists of.")] = 1,
+    on_error: Annotated[
+        OnError,
+        typer.Option(
+            help="What becomes of a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
+            "and writes a line with its path and the reason to DEST.errors.jsonl."
+        ),
+    ] = OnError.RAISE,
+    error_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="With --on-error skip: the most samples that may be left out, as a number or as a share "
+            "such as 0.01; all of them unless given.",
+            metavar="NUMBER",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Decode every sample of SOURCE once, into a cache at DEST.
+
+    DEST appears when it is complete. A build that was interrupted or killed goes on where it was when the
+    same command is run again.
+    """
+    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
+        kept = Codec.RAW if codec is None else codec
+        raise CommandError(f"--quality is for jpeg and webp; {kept.value} keeps every pixel as it is")
+    path = cache_commands.absolute("DEST", dest)
+    with answering(as_json, quiet=quiet) as answer:
+        was_there = os.path.exists(path)
+        start = time.monotonic()
+        try:
+            cache = cache_commands.build(
+                source,
+                size,
+                path,
+                codec=None if codec is None else codec.value,
+                quality=95 if quality is None else quality,
+                num_workers=workers,
+                shards=shards,
+                on_error=on_error.value,
+                error_budget=parse_error_budget(error_budget),
+                progress=not quiet,
+            )
+        except KeyboardInterrupt as error:
+            raise CommandError(
+                cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"
+            ) from error
+        elapsed_s = time.monotonic() - start
+        answer.result = {
+            **cache_commands.facts(cache),
+            "num_shapes": cache.num_shapes,
+            "was_built": not was_there,
+            "elapsed_s": round(elapsed_s, 3),
+        }
+        done = "is there already and fits" if was_there else f"built in {elapsed_s:,.1f} s"
+        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
+        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
+        if skipped:
+            answer.exit_code = ExitCode.SKIPPED
+
+
+@cache_app.command(epilog=EPILOG)
+def info(path: CachePath, as_json: AsJson = False) -> None:
+    """Say what a cache holds and what it was made of."""
+    with answering(as_json) as answer:
+        cache = cache_commands.opened(path)
+        answer.result = cache_commands.facts(cache)
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(cache.created_s))
+        answer.lines = [
+            *table(
+                [
+                    ["path", cache.path],
+                    ["holds", cache_commands.held(cache)],
+                    ["made", made],
+                    *([["made of", ""]] if cache.parts else []),
+                    *([f"  {name}", value] for name, value in (cache.parts or {}).items()),
+                ]
+            )
+        ]
+        skipped = cache_commands.skipped(cache)
+        if skipped:
+            answer.lines += [*skipped, cache_commands.training(cache)]
+
+
+@cache_app.command(epilog=EPILOG)
+def verify(path: CachePath, as_json: AsJson = False) -> None:
+    """Read the whole cache and compare every record with its checksum."""
+    with answering(as_json) as answer:
+        cache = cache_commands.opened(path)
+        damaged = cache.verify(progress=True)
+        answer.result = {
+            "path": cache.path,
+            "num_samples": cache.num_samples,
+            "num_cached": cache.num_cached,
+            "num_damaged": len(damaged),
+            "damaged": damaged,
+        }
+        answer.lines = [f"{cache.path}: {cache.num_cached:,} records, all as they were written"]
+        if damaged:
+            answer.exit_code = ExitCode.FAILED
+            shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+            answer.lines = [
+                f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged",
+                f"indices of their samples: {shown}. Remove the cache and build it again",
+            ]
+
+
+@cache_app.command(epilog=EPILOG, short_help="List the caches in DIRECTORY, or in memory.")
+def ls(
+    directory: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIRECTORY]", help="Where to look for caches on disk; folders in it are not entered."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the caches and unfinished builds in DIRECTORY; without one, your caches in memory.
+
+    Caches in memory are those that live processes of yours hold and share by SharedMemoryCache.
+    """
+    with answering(as_json) as answer:
+        if directory is None:
+            cache_commands.list_memory(answer)
+        else:
+            cache_commands.list_disk(directory, answer)
+
+
+@cache_app.command(epilog=EPILOG)
+def rm(
+    path: CachePath,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a cache or an unfinished build, with its report of errors.
+
+    Whatever is not fastload's stays, and so does what is being built. Processes that have the cache open can
+    go on; their memory holds it.
+    """
+    with answering(as_json) as answer:
+        from fastload.cache.lmdb import inventory
+
+        path = cache_commands.absolute("PATH", path)
+        nbytes = cache_commands.removable_bytes(path)
+        if not yes:
+            if not sys.stdin.isatty():
+                raise CommandError(
+                    f"{path} was not removed: standard input is no terminal on which to ask; add --yes"
+                )
+            if not typer.confirm(
+                f"remove {path} with all that belongs to it, {readable_size(nbytes)}?", err=True
+            ):
+                raise CommandError(f"{path} was not removed", ExitCode.FAILED, "Abort")
+        removed, nbytes = inventory.remove(path)
+        answer.result = {"path": path, "removed": removed, "nbytes": nbytes}
+        answer.lines = [f"removed {path}: {readable_size(nbytes)}"]
+
+
+@app.command(epilog=EPILOG, short_help="Say what this machine offers to a data loader.")
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine offers to a data loader, and how to look for an error.
+
+    Versions, CPUs, memory, how fast each GPU gets data, and who holds memory on GPUs. Changes nothing.
+    """
+    with answering(as_json) as answer:
+        from fastload.cli.doctor import examine
+
+        found = examine()
+        answer.result, answer.lines = found.as_dict(), found.lines()
+
+
+def main() -> None:
+    """The `fastload` command."""
+    app()

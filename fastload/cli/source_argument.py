@@ -1,0 +1,206 @@
+"""What SOURCE on the command line means: a folder of images, or MODULE:NAME of any map-style dataset.
+
+MODULE is imported as `python -m` would: from the working directory first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fastload.cli.terminal import CommandError
+from fastload.errors import CacheError
+from fastload.system.refusals import reading_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST_LISTED = 9
+
+
+def open_source(source: str, size: str | None) -> Any:
+    """The dataset that SOURCE names.
+
+    Raises:
+        CommandError: It names none.
+    """
+    if os.path.isdir(source):
+        return _open_folder(source, _parse_size(size))
+    module, name = _parse_names(source)
+    if size is not None:
+        raise CommandError("--size is for folders of images; a dataset of your own scales its samples itself")
+    found = _import(module, name)
+    dataset = found
+    if isinstance(found, type) or not _is_dataset(found):
+        if not callable(found):
+            raise CommandError(
+                f"{source} is of type {type(found).__name__}: neither a dataset nor a function"
+            )
+        _check_needs_nothing(source, found)
+        dataset = found()
+    if not _is_dataset(dataset):
+        raise CommandError(
+            f"{source} gives an object of type {type(dataset).__name__}; "
+            "a map-style dataset has __len__ and __getitem__"
+        )
+    return dataset
+
+
+# --- folders ---------------------------------------------------------------------------------------------
+
+
+def _open_folder(root: str, size: int | tuple[int, int] | None) -> Any:
+    from fastload.images.folder import ImageFolder
+
+    try:
+        return ImageFolder(root, size)
+    except FileNotFoundError as error:
+        raise CommandError(_why_no_folder(root)) from error
+
+
+def _why_no_folder(root: str) -> str:
+    import numpy as np
+
+    from fastload.images.folder import IMAGE_EXTENSIONS, ImageFolder
+
+    layout = f"SOURCE should have a folder of images for each class, such as {os.path.join(root, 'cat')}"
+    try:
+        folder = ImageFolder(root, allow_empty=True)
+    except FileNotFoundError:
+        return f"there is no folder in {root}: {layout}"
+    if not len(folder):
+        return f"the folders in {root} hold no image: {layout}; images end in {_listed(IMAGE_EXTENSIONS)}"
+    counts = np.bincount(folder.targets, minlength=len(folder.classes))
+    empty = [os.path.join(root, folder.classes[label]) for label in np.flatnonzero(counts == 0)]
+    return (
+        f"there is no image in {_listed(empty)}: remove folders that are no classes, or give MODULE:NAME of "
+        "a fastload.ImageFolder(..., allow_empty=True)"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
+
+
+def _parse_size(size: str | None) -> int | tuple[int, int] | None:
+    if size is None:
+        return None
+    sides = size.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise CommandError(f"--size should be like 256 or 224x320 (height x width), but got {size!r}")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+# --- MODULE:NAME -----------------------------------------------------------------------------------------
+
+
+def _parse_names(source: str) -> tuple[str, str]:
+    module, _, name = source.partition(":")
+    is_file = module.endswith(".py") and os.path.isfile(module)
+    if is_file or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+        raise CommandError(
+            f"SOURCE should be a folder of images or MODULE:NAME, but {source!r} is neither: {_why(source)}"
+        )
+    return module, name
+
+
+def _why(source: str) -> str:
+    module, colon, name = source.partition(":")
+    if module.endswith(".py"):
+        stem = os.path.splitext(os.path.basename(module))[0]
+        return f"for a Python file give its module's name and one in it, such as {stem}:{name or 'NAME'}"
+    try:
+        os.stat(source)
+    except PermissionError as error:
+        return reading_refused(error)
+    except OSError:
+        return "names are as in `import`" if colon else "there is no folder of that name"
+    return "it is a file"
+
+
+def _import(module: str, name: str) -> Any:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            error.add_note(_while_importing(module))  # it is there, what it needs is not
+            raise
+        raise CommandError(f"there is no module {error.name!r} here, nor among what is installed") from error
+    except AttributeError as error:
+        if module in sys.modules:
+            raise CommandError(f"module {module!r} has no {name!r}") from error
+        error.add_note(_while_importing(module))
+        raise
+    except Exception as error:
+        error.add_note(_while_importing(module))
+        raise
+
+
+def _while_importing(module: str) -> str:
+    return f"while module {module!r} was imported; fastload --debug ... shows where"
+
+
+def _check_needs_nothing(source: str, maker: Any) -> None:
+    try:
+        signature = inspect.signature(maker)
+    except (TypeError, ValueError):  # of some that are written in C: the call tells
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise CommandError(
+            f"{source} needs arguments {signature}: give the name of a dataset, or of a function that makes "
+            "one without arguments"
+        ) from error
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, (str, bytes)):
+        return False  # a path, most likely
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
+def refuse_random(dataset: Any) -> None:
+    """Refuse a dataset that gives another sample at each access; a cache would freeze one draw for ever."""
+    from fastload.cache.random_check import probe
+
+    last = len(dataset) - 1
+    for index in sorted({0, last // 2, last}) if last >= 0 else ():
+        try:
+            probe(dataset, [index], rechecked=[index])
+        except CacheError as error:
+            error.add_note(f"in sample {index} of the dataset")
+            raise
+        except Exception:  # noqa: BLE001 - the build meets this sample again, and says where it is
+            continue
+
+
+# --- --error-budget --------------------------------------------------------------------------------------
+
+
+def parse_error_budget(budget: str | None) -> int | float:
+    """The number of samples that may be left out, or their share; all of them where nothing was said.
+
+    Raises:
+        CommandError: It is neither.
+    """
+    if budget is None:
+        return 1.0
+    if budget.isdecimal():
+        return int(budget)
+    try:
+        share = float(budget)
+    except ValueError:
+        share = 0.0
+    if 0 < share <= 1:
+        return share
+    raise CommandError(
+        "--error-budget should be a number of samples such as 20 or a share of them such as 0.01, "
+        f"but got {budget!r}"
+    )

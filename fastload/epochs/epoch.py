@@ -1,0 +1,173 @@
+"""One epoch of one loader: what its order follows from, and what the caller has received of it.
+
+Made by `resume`, in the consumer's process, and kept up to date by the iterators.
+"""
+
+from __future__ import annotations
+
+import itertools
+import marshal
+import re
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastload.epochs.sampler_state import set_generators, set_samplers
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from collections import deque
+    from collections.abc import Iterator
+
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data import DataLoader
+
+    from fastload.batch.stream_state import StreamState
+    from fastload.epochs.saved_state import SavedState
+    from fastload.rng.draws import Draw, Draws
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+@dataclass
+class Epoch:
+    """One epoch of one loader, from before its first draw to the batch that the caller received last.
+
+    Attributes:
+        number: As the user set it, or counted.
+        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent ones); None:
+            it has not begun.
+        generators: States before anything was drawn, by where the generator is held.
+        samplers: As `order.samplers_of` gives them.
+        base_seed: From which torch seeds its workers.
+        sample_seed: From which `rng="sample"` seeds each sample.
+        num_received: Batches that the caller has received.
+        checksum: Of their indices.
+        is_finished: Whether the caller has seen the end.
+        obstacle: Why this epoch cannot be resumed in its middle; None if it can.
+        dataset_states: Of an iterable dataset that has a state_dict(): where each worker's copy stood after
+            its last batch that the caller received.
+        next_worker: Whose batch is due next.
+        error: What samplers raised when they were asked for their states, as torch sends errors.
+        ahead: What was fetched and waits for the caller; None where the caller fetches.
+    """
+
+    number: int
+    beginning: str | None
+    generators: dict[str, bytes]
+    samplers: dict[str, bytes]
+    base_seed: int = 0
+    sample_seed: int = 0
+    num_received: int = 0
+    checksum: int = 0
+    is_finished: bool = False
+    obstacle: str | None = None
+    dataset_states: list[StreamState] | None = None
+    next_worker: int = 0
+    error: ExceptionWrapper | None = None
+    ahead: deque[tuple[Any, int, StreamState | None]] | None = None
+    _replayed: SavedState | None = field(default=None, repr=False)
+    _default_state: torch.Tensor | None = field(default=None, repr=False)
+    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
+
+    def draw(self, index: Any) -> tuple[Any, Draw | None]:
+        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
+        return (index, None) if self._draws is None else self._draws.count(index)
+
+    def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
+        """The batch of this index has arrived, for the caller or for an iterator that fetches ahead."""
+        if self.ahead is None:
+            self.received(index, worker, dataset_state)
+        else:
+            self.ahead.append((index, worker, dataset_state))
+
+    def ended(self) -> None:
+        """There are no more batches. An iterator that fetches ahead notes the end when the caller sees it."""
+        self.is_finished = self.ahead is None
+
+    def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
+        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
+        self.num_received += 1
+        self.checksum = _checksum(index, self.checksum)
+        if self.dataset_states is not None and dataset_state is not None:
+            self.dataset_states[worker] = dataset_state
+            self.next_worker = (worker + 1) % len(self.dataset_states)
+
+    def choose_base_seed(self, drawn: int) -> int:
+        """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
+        self.base_seed = drawn if self._replayed is None else self._replayed.base_seed
+        return self.base_seed
+
+    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
+        """The iterator over indices: the one just made, or that of the epoch that is resumed, at its place.
+
+        Raises:
+            ResumeError: The sampler has other indices than it had.
+        """
+        state = self._replayed
+        if state is None:
+            return drawn
+        self._replayed = None
+        set_generators(loader, self.generators)
+        set_samplers(loader, self.samplers)
+        indices: Iterator[Any] = iter(loader._index_sampler)
+        if self.beginning != "again":
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            if self.beginning == "workers":
+                indices = iter(loader._index_sampler)  # torch begins twice where there are workers
+        self._skip(indices, state)
+        if self._default_state is not None:
+            has_drawn = state.num_yielded or self.dataset_states is not None
+            if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
+                # A sampler may draw its order when it is asked for the first index. That must be before
+                # torch's default generator goes back to the user, who has not brought it to where it was.
+                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
+            torch.default_generator.set_state(self._default_state)
+        return indices
+
+    def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
+        count = state.num_yielded
+        checked, expected = state.checksum
+        if self.dataset_states is not None:  # torch's sampler of a stream has no end and says nothing
+            self.num_received, self.checksum = count, expected
+            return
+        for _ in range(count):
+            try:
+                self.received(self.draw(next(indices))[0])
+            except StopIteration:
+                raise ResumeError(
+                    f"the epoch to be resumed had at least {count} batches, now the sampler has "
+                    f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
+                ) from None
+        if count == checked and self.checksum != expected:
+            raise ResumeError(
+                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
+                "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
+                "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
+                "default one, or have state_dict() and load_state_dict()"
+            )
+
+
+def _checksum(index: Any, checksum: int) -> int:
+    """Of one more index or list of indices; the same in every process."""
+    try:
+        # Version 2 writes the same bytes for equal values, whatever refers to them.
+        return zlib.crc32(marshal.dumps(index, 2), checksum)
+    except ValueError:  # it holds other types than the built-in ones
+        pass
+    try:
+        numbers = np.asarray(index, np.int64)
+    except (TypeError, ValueError, OverflowError):  # keys of another kind
+        return zlib.crc32(_text(index).encode("utf-8", "surrogatepass"), checksum)
+    return zlib.crc32(numbers.tobytes(), checksum)
+
+
+def _text(index: Any) -> str:
+    """The repr of a key, without addresses, which are others in the next process."""
+    try:
+        return _ADDRESS.sub("", repr(index))
+    except Exception:  # noqa: BLE001  # of a class of the user's
+        return type(index).__name__

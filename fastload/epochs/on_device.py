@@ -1,0 +1,156 @@
+"""A DataLoader with `device=`: its batches, on the device and transformed when the caller asks for them.
+
+Runs in the consumer's process, around the iterator that brings the batches to the host. Rules:
+
+1. On a GPU batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py); elsewhere they
+   are moved and transformed when the caller asks for them.
+2. What counts for `state_dict()` is what the caller received, not what was copied ahead.
+3. A loader has one copy stream on each device for life, whatever the number of its epochs. It is held here,
+   not by the loader: frameworks copy a loader's attributes.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastload.device.copies import CopiesAhead, apply_transform
+from fastload.device.cuda import choose_backend
+from fastload.device.plain import PlainDevice
+from fastload.epochs import resume
+from fastload.errors import LoaderClosedError
+
+if TYPE_CHECKING:
+    from fastload.batch.stream_state import StreamState
+    from fastload.device.cuda import Backend
+    from fastload.epochs.epoch import Epoch
+    from fastload.workers.settings import LoaderSettings
+
+DEPTH = 2
+
+_backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
+
+
+def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | PlainDevice | None:
+    """The backend and the copy stream of this loader, or where batches are moved without; None for the CPU.
+
+    Raises:
+        DeviceUnavailableError: CUDA is asked for by name and is not there.
+    """
+    known = _backends.setdefault(loader, {})
+    name = str(loader.device)
+    if name not in known:
+        backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
+        if backend is None or isinstance(backend, PlainDevice):
+            return backend
+        known[name] = (backend, backend.make_stream())
+    return known[name]
+
+
+class DeviceIterator(Iterator[Any]):
+    """What `iter(loader)` gives with `device=`: epochs of a source, over persistent workers more than one.
+
+    Args:
+        loader: Whose device and transform.
+        source: Gives the loader's batches on the host.
+        device: As `choose_device` gives it.
+
+    Attributes:
+        source: As given.
+    """
+
+    def __init__(
+        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | PlainDevice | None
+    ) -> None:
+        self._loader = weakref.ref(loader)
+        self.source = source
+        self._device = device
+        self._batches: Iterator[Any] | None = None
+        self._epoch: Epoch | None = None
+        self._begin(loader)
+
+    def _begin(self, loader: LoaderSettings) -> None:
+        transform = loader.device_transform
+        self._epoch = None
+        if self._device is None or isinstance(self._device, PlainDevice):
+            self._batches = self.source
+            device = torch.device("cpu")
+            if self._device is not None:
+                device = self._device.device
+                self._batches = map(self._device.move, self._batches)
+            if transform is not None:
+                transformed = functools.partial(apply_transform, transform, device=device)
+                self._batches = map(transformed, self._batches)
+            return
+        self._epoch = resume.current_epoch(loader)
+        counted = _Counted(self.source, self._epoch)
+        self._batches = CopiesAhead(counted, *self._device, DEPTH, transform, counted.hand_over)
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise LoaderClosedError
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if self._epoch is not None:
+                self._epoch.is_finished = True
+            raise
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
+        """Begin the next epoch; torch's loader calls this while its workers persist."""
+        self._batches = None  # copies of the old epoch end, and its slots come back
+        self.source._reset(loader, first_iter)
+        self._begin(loader)
+
+    def belongs_to(self, loader: LoaderSettings) -> bool:
+        """Whether ``loader`` made this iterator."""
+        return self._loader() is loader
+
+    def close(self) -> None:
+        """End the copies ahead and close the source; batches that the caller holds stay valid."""
+        self._batches = None
+        self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        self.source.close()
+
+
+class _Counted(Iterator[Any]):
+    """A source whose batches count when the caller takes them."""
+
+    def __init__(self, source: Any, epoch: Epoch) -> None:
+        self._source = source
+        self._epoch = epoch
+        # At each batch, or error, that was fetched: how many the caller will have received with it.
+        self._marks: collections.deque[int] = collections.deque()
+        self.register_slots = getattr(source, "register_slots", None)
+        self._waiting: collections.deque[tuple[Any, int, StreamState | None]] = collections.deque()
+        epoch.ahead = self._waiting
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._source)
+        except StopIteration:
+            raise
+        except Exception:
+            self._mark()
+            raise
+        self._mark()
+        return batch
+
+    def _mark(self) -> None:
+        self._marks.append(self._epoch.num_received + len(self._waiting))
+
+    def hand_over(self) -> None:
+        """The caller takes the next of what was pulled."""
+        mark = self._marks.popleft()
+        while self._epoch.num_received < mark:
+            self._epoch.received(*self._waiting.popleft())

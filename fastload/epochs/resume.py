@@ -1,0 +1,275 @@
+"""Where an epoch stands, and how to come back to it: what `state_dict()` says and `load_state_dict()` does.
+
+A state names the epoch's beginning (the generators' and samplers' states before anything was drawn, and the
+base seed that was drawn then) and how many batches the caller has received since. To come back, the beginning
+is drawn again in the same order, and as many lists of indices are passed over; no sample is read. Rules:
+
+1. What counts is what the caller received, not what workers have fetched ahead.
+2. torch's default generator belongs to the user: after a return it is as it was before.
+3. A sampler that gives other indices the second time is found out by a checksum, and is an error.
+4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
+5. What a user's `state_dict()` raises costs no epoch and no batch: it is raised when a state is asked for.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data.dataloader import _DatasetKind
+
+from fastload.batch.stream_state import ENDED, NOT_BEGUN
+from fastload.epochs.epoch import Epoch
+from fastload.epochs.sampler_state import (
+    DEFAULT,
+    check_generators,
+    fitting,
+    generators_of,
+    keeps_state,
+    samplers_by_place,
+    samplers_of,
+    set_generators,
+    set_samplers,
+    unchanged_on_error,
+)
+from fastload.epochs.saved_state import SavedState
+from fastload.errors import ResumeError, add_note
+from fastload.rng.draws import Draws
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.data import DataLoader
+
+
+class Book:
+    """What is known of one loader's epochs."""
+
+    def __init__(self) -> None:
+        self.next_number = 0
+        self.has_set_epoch = False
+        self.current: Epoch | None = None
+        self.loaded: SavedState | None = None
+        self.sample_seed: int | None = None  # of the run that is gone on with
+
+
+_books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
+
+
+def book_of(loader: Any) -> Book:
+    """The loader's book; not an attribute, so that frameworks that copy those copy no progress."""
+    book = _books.get(loader)
+    return _books.setdefault(loader, Book()) if book is None else book
+
+
+def current_epoch(loader: Any) -> Epoch:
+    """The epoch that was begun last for an iterator of this loader."""
+    epoch = book_of(loader).current
+    if epoch is None:
+        raise AssertionError("an iterator begins an epoch before it is asked for a batch")
+    return epoch
+
+
+def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, an iterator; if it raises, the loader stands where it stood before.
+
+    A state that was loaded stays loaded then, and all that an order follows from is put back, so that another
+    `iter(loader)` begins at the same place. Without one the loader's generator stays where torch leaves it.
+    """
+    book = book_of(loader)
+    before = book.next_number, book.current, book.loaded
+    try:
+        if book.loaded is None:
+            return make()
+        with unchanged_on_error(loader):
+            return make()
+    except BaseException:
+        book.next_number, book.current, book.loaded = before
+        raise
+
+
+def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
+    """A new epoch, before anything is drawn for it; the one that a loaded state names, if there is one.
+
+    Args:
+        loader: Whose epoch.
+        beginning: See Epoch.
+        obstacle: Why it cannot be resumed in its middle.
+
+    Raises:
+        ResumeError: The loaded state lies within an epoch, and this loader cannot resume there.
+    """
+    book = book_of(loader)
+    state, book.loaded = book.loaded, None
+    epoch = Epoch(book.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    try:
+        epoch.samplers = samplers_of(loader)
+    except Exception:  # noqa: BLE001  # it costs no epoch: it is raised when the loader's state is asked for
+        epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
+    if keeps_dataset_state(loader):
+        epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
+    if state is not None and state.is_within_epoch:
+        _return_to(loader, epoch, state)
+    epoch.sample_seed = _sample_seed(loader)
+    if getattr(loader, "rng", "worker") == "sample":
+        epoch._draws = Draws(
+            epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
+        )
+    book.next_number = epoch.number + 1
+    book.current = epoch
+    return epoch
+
+
+def obstacle(loader: DataLoader[Any]) -> str | None:
+    """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
+    if loader._dataset_kind == _DatasetKind.Map or keeps_dataset_state(loader):
+        return None
+    dataset = loader.dataset
+    reason = "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+    if not callable(getattr(dataset, "state_dict", None)):
+        return reason + "give it state_dict() and load_state_dict()"
+    return reason + (
+        "let it have methods that fastload can call: it calls state_dict() without arguments and "
+        f"load_state_dict() with the state alone, and those of {type(dataset).__name__} need others"
+    )
+
+
+def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
+    return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
+
+
+def _sample_seed(loader: DataLoader[Any]) -> int:
+    """That of the run that was loaded; else what the user seeded the loader's generator with, or torch."""
+    loaded = book_of(loader).sample_seed
+    if loaded is not None:
+        return loaded
+    return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
+
+
+def _num_samples(loader: DataLoader[Any]) -> int:
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except Exception:  # noqa: BLE001  # torch asks for no length when there is a sampler
+        return 0
+
+
+def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
+    """Make an epoch that which the state names."""
+    epoch.number = state.epoch
+    reason = state.obstacle or epoch.obstacle
+    if reason is not None:
+        if state.num_yielded:
+            raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
+        # At its beginning it needs no replay; torch's own generator is the user's, and stays as it is.
+        set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
+        set_samplers(loader, state.samplers)
+        epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
+        return
+    theirs, ours = state.dataset_states, epoch.dataset_states
+    if state.num_yielded and (None if theirs is None else len(theirs)) != (
+        None if ours is None else len(ours)
+    ):
+        raise ResumeError(
+            "the states of an iterable dataset are those of its copies in "
+            f"{0 if theirs is None else len(theirs)} workers, and this loader has "
+            f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
+        )
+    if theirs is not None and state.num_yielded:
+        epoch.dataset_states, epoch.next_worker = list(theirs), state.next_worker
+    epoch.beginning = state.beginning
+    epoch.generators, epoch.samplers = state.generators, state.samplers
+    epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
+
+
+def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A fresh dict of plain types that says where the loader stands; starts nothing.
+
+    Raises:
+        Exception: What a sampler's or a dataset's `state_dict()` raised within this epoch.
+    """
+    book = book_of(loader)
+    if book.loaded is not None:
+        return book.loaded.to_plain()
+    epoch = book.current
+    if epoch is not None and not epoch.is_finished:
+        _raise_errors(epoch)
+    if epoch is None or epoch.is_finished:
+        # Between epochs: the generators that are the loader's own go on from here.
+        generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
+        samplers = samplers_of(loader)
+    else:
+        generators, samplers = epoch.generators, epoch.samplers
+    if epoch is None:
+        epoch = Epoch(book.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
+    states = epoch.dataset_states
+    if states is not None and epoch.is_finished:
+        states = [ENDED] * len(states)
+    return SavedState(
+        epoch=epoch.number,
+        num_yielded=epoch.num_received,
+        is_finished=epoch.is_finished,
+        beginning=epoch.beginning,
+        base_seed=epoch.base_seed,
+        sample_seed=epoch.sample_seed,
+        checksum=(epoch.num_received, epoch.checksum),
+        generators=generators,
+        samplers=samplers,
+        obstacle=epoch.obstacle,
+        dataset_states=states,
+        next_worker=epoch.next_worker,
+    ).to_plain()
+
+
+def _raise_errors(epoch: Epoch) -> None:
+    """Raise what was raised by a `state_dict()` that this epoch's state needs."""
+    try:
+        if epoch.error is not None:
+            epoch.error.reraise()
+        for state in epoch.dataset_states or ():
+            state.raise_error()
+    except Exception as error:
+        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
+        add_note(
+            error,
+            f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
+            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch",
+        )
+        raise
+
+
+def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
+    """The loader's next epoch goes on where the state stands.
+
+    Raises:
+        ResumeError: It is no state of this release's loader. Nothing is changed then.
+    """
+    saved = SavedState.parse(state)
+    check_generators(loader, saved.generators)
+    if not saved.is_within_epoch:  # at once, so that a later set_epoch() has the last word
+        with unchanged_on_error(loader):
+            set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
+            set_samplers(loader, fitting(loader, saved.samplers))
+    book = book_of(loader)
+    book.loaded = saved
+    book.sample_seed = saved.sample_seed
+    book.next_number = saved.epoch + saved.is_finished
+
+
+def set_epoch(loader: DataLoader[Any], number: int) -> None:
+    """Give the next epoch this number, also in samplers and datasets that can be told.
+
+    Raises:
+        TypeError: It is no integer.
+    """
+    number = operator.index(number)
+    book = book_of(loader)
+    book.next_number = number
+    book.has_set_epoch = True
+    for owner in [*samplers_by_place(loader).values(), loader.dataset]:
+        tell = getattr(owner, "set_epoch", None)
+        if callable(tell):
+            tell(number)

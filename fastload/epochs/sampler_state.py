@@ -1,0 +1,186 @@
+"""What a loader's order follows from: its generators and samplers, by where they are held, and their states.
+
+A sampler's place is the path of the loader's attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
+
+DEFAULT = "default"  # the place of torch's own generator
+
+
+def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The samplers of a loader, each once."""
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    inner = getattr(batch_sampler, "sampler", None)
+    found: dict[str, Any] = {}
+    if batch_sampler is not None:
+        found["batch_sampler"] = batch_sampler
+    if sampler is not None and sampler is not batch_sampler:
+        found["sampler"] = sampler
+    if inner is not None and inner is not batch_sampler and inner is not sampler:
+        found["batch_sampler.sampler"] = inner
+    return found
+
+
+def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+    found = {DEFAULT: torch.default_generator}
+    for place, owner in (("loader", loader), *samplers_by_place(loader).items()):
+        generator = getattr(owner, "generator", None)
+        is_known = any(generator is other for other in found.values())
+        if isinstance(generator, torch.Generator) and not is_known:
+            found[place] = generator
+    return found
+
+
+def generators_of(loader: DataLoader[Any]) -> dict[str, bytes]:
+    """The states of the loader's generators, and of torch's own, by place."""
+    return {place: g.get_state().numpy().tobytes() for place, g in _held_generators(loader).items()}
+
+
+def check_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
+    """Do nothing if each state can be that of the generator at its place; places without one are passed over.
+
+    Raises:
+        ResumeError: A state has another length, or cannot be that of a generator.
+    """
+    held = _held_generators(loader)
+    for place, state in states.items():
+        if place in held:
+            _try_state(held[place], place, state)
+
+
+def set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
+    """Set those generators to these states, all or none of them.
+
+    Raises:
+        ResumeError: The loader has no generator at one of the places, or a state cannot be that of one.
+    """
+    held = _held_generators(loader)
+    for place, state in states.items():
+        if place not in held:
+            raise ResumeError(f"the state holds a generator of the {place}, and here it has none")
+        _try_state(held[place], place, state)
+    for place, state in states.items():
+        held[place].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+def _try_state(held: torch.Generator, place: str, state: bytes) -> None:
+    try:
+        torch.Generator(held.device).set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, ValueError) as error:
+        raise ResumeError(
+            f"the state of the generator of the {place} is damaged: torch refuses {len(state)} bytes, {error}"
+        ) from error
+
+
+def samplers_of(loader: DataLoader[Any]) -> dict[str, bytes]:
+    """By place, the states of samplers that have a state_dict(), and the epochs of those that count them.
+
+    Each is pickled, because a sampler may return the very objects that it goes on to change. Only this
+    process may unpickle them.
+    """
+    states = {}
+    for place, sampler in samplers_by_place(loader).items():
+        if keeps_state(sampler):
+            states[place] = pickle.dumps(sampler.state_dict())
+        if _counts_epochs(sampler):  # DistributedSampler's order follows from it
+            states[f"{place}.epoch"] = pickle.dumps(int(sampler.epoch))
+    return states
+
+
+def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
+    """Give samplers back what `samplers_of` said of them.
+
+    Raises:
+        ResumeError: The loader has no such sampler at one of the places.
+    """
+    held = samplers_by_place(loader)
+    for key in states.keys() - fitting(loader, states).keys():
+        raise ResumeError(
+            f"the state holds {key!r}, and this loader has no such sampler: give it the same kind of sampler "
+            "as before"
+        )
+    for place, sampler in held.items():
+        try:
+            if f"{place}.epoch" in states:
+                sampler.set_epoch(pickle.loads(states[f"{place}.epoch"]))
+            if place in states:
+                sampler.load_state_dict(pickle.loads(states[place]))
+        except Exception as error:
+            error.add_note(
+                f"fastload: raised by the {place} when it was given its part of the loader's state"
+            )
+            raise
+
+
+def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, bytes]:
+    """Those of the samplers' states for which the loader has a sampler."""
+    held = samplers_by_place(loader)
+    return {
+        key: state
+        for key, state in states.items()
+        if (key in held and keeps_state(held[key]))
+        or (key.endswith(".epoch") and _counts_epochs(held.get(key.removesuffix(".epoch"))))
+    }
+
+
+def keeps_state(owner: Any) -> bool:
+    """Whether a sampler or dataset has a state_dict() and a load_state_dict() that fastload can call.
+
+    Some have methods of these names with more arguments: litdata's `state_dict()` needs three. Nothing of the
+    user's is called to find out.
+    """
+    return _accepts(getattr(owner, "state_dict", None)) and _accepts(
+        getattr(owner, "load_state_dict", None), "a state"
+    )
+
+
+def _accepts(method: Any, *arguments: Any) -> bool:
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:  # it needs other arguments
+        return False
+    except ValueError:  # written in C, without a signature: its call tells
+        return True
+    return True
+
+
+def _counts_epochs(sampler: Any) -> bool:
+    return hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
+
+
+@contextlib.contextmanager
+def unchanged_on_error(loader: DataLoader[Any]) -> Iterator[None]:
+    """If the block raises, the loader's generators and samplers, and torch's, are as they were before it."""
+    generators = generators_of(loader)
+    try:
+        samplers = samplers_of(loader)
+    except Exception:  # noqa: BLE001  # a sampler that cannot tell its state: `state_dict()` raises this error
+        samplers = {}
+    try:
+        yield
+    except BaseException as error:
+        try:
+            set_generators(loader, generators)
+            set_samplers(loader, samplers)
+        except Exception as failure:  # noqa: BLE001  # the first error is the one that the caller has to see
+            error.add_note(
+                f"fastload: the loader's generators and samplers could not be put back: {failure!r}"
+            )
+        raise

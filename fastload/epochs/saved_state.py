@@ -1,0 +1,252 @@
+"""The state of a loader as the user saves it: a dict of plain types, and the checks when it comes back.
+
+The dict holds what JSON and `torch.load(weights_only=True)` know, as far as the user's own parts (states of
+samplers and datasets) do. Reading a state runs no code from it. Every value is checked before anything is
+changed, because a state may come from a file that is damaged or that somebody else wrote.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastload.batch.stream_state import ENDED, NOT_BEGUN, StreamState
+from fastload.epochs.sampler_state import DEFAULT
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VERSION = 2
+
+T = TypeVar("T")
+
+_KEYS = {
+    "version",
+    "epoch",
+    "_num_yielded",
+    "_iterator_finished",
+    "beginning",
+    "base_seed",
+    "sample_seed",
+    "index_checksum",
+    "generators",
+    "samplers",
+    "obstacle",
+    "dataset_states",
+    "next_worker",
+}
+_BEGINNINGS = (None, "local", "workers", "again")
+_INT64 = 1 << 63
+
+
+@dataclass
+class SavedState:
+    """Where a loader stands.
+
+    Attributes:
+        epoch: The number of the epoch that has begun, or that comes next.
+        num_yielded: Batches of it that the caller has received.
+        is_finished: Whether the caller has seen its end.
+        beginning: How torch began it; None before the first epoch. See `resume.Epoch`.
+        base_seed: From which torch seeds its workers.
+        sample_seed: From which `rng="sample"` seeds each sample.
+        checksum: Of how many lists of indices there is a checksum, and the checksum.
+        generators: States of generators, by where each is held.
+        samplers: As `order.samplers_of` gives them: pickled by this process.
+        obstacle: Why the epoch cannot be resumed in its middle; None if it can.
+        dataset_states: Of an iterable dataset with a `state_dict()`: where each worker's copy stands.
+        next_worker: Whose batch is due next.
+    """
+
+    epoch: int
+    num_yielded: int
+    is_finished: bool
+    beginning: str | None
+    base_seed: int
+    sample_seed: int
+    checksum: tuple[int, int]
+    generators: dict[str, bytes]
+    samplers: dict[str, bytes]
+    obstacle: str | None
+    dataset_states: list[StreamState] | None
+    next_worker: int
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch has begun, and the caller has not seen its end."""
+        return self.beginning is not None and not self.is_finished
+
+    def to_plain(self) -> dict[str, Any]:
+        """A dict for the user; it shares nothing that can be changed with this object."""
+        states = self.dataset_states
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "_num_yielded": self.num_yielded,  # these three as torchdata and Accelerate spell them
+            "_sampler_iter_yielded": self.num_yielded,
+            "_iterator_finished": self.is_finished,
+            "beginning": self.beginning,
+            "base_seed": self.base_seed,
+            "sample_seed": self.sample_seed,
+            "index_checksum": list(self.checksum),
+            "generators": {
+                place: base64.b64encode(state).decode("ascii") for place, state in self.generators.items()
+            },
+            "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
+            "obstacle": self.obstacle,
+            "dataset_states": None if states is None else [_plain_stream(state) for state in states],
+            "next_worker": self.next_worker,
+        }
+
+    @classmethod
+    def parse(cls, state: Any) -> SavedState:
+        """What a dict of `to_plain` says, also after it has been through JSON.
+
+        Raises:
+            ResumeError: It is no such dict, or a value in it cannot be right.
+        """
+        if isinstance(state, dict) and type(state.get("version")) is int and state["version"] != VERSION:
+            raise ResumeError(
+                f"a state of version {_shown(state['version'])}, this release reads version {VERSION}"
+            )
+        missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
+        if missing:
+            raise ResumeError(f"this is no state of a fastload.DataLoader: it lacks {', '.join(missing)}")
+        if type(state["version"]) is not int:
+            raise _wrong("version", f"the int {VERSION}", state["version"])
+        found = cls(
+            epoch=_integer("epoch", state["epoch"], -_INT64, _INT64),
+            num_yielded=_integer("_num_yielded", state["_num_yielded"], 0, _INT64),
+            is_finished=_checked(
+                "_iterator_finished", state["_iterator_finished"], lambda v: type(v) is bool, "a bool"
+            ),
+            beginning=_checked(
+                "beginning",
+                state["beginning"],
+                lambda v: (v is None or type(v) is str) and v in _BEGINNINGS,
+                f"one of {_BEGINNINGS}",
+            ),
+            base_seed=_integer("base_seed", state["base_seed"], 0, _INT64),
+            sample_seed=_integer("sample_seed", state["sample_seed"], 0, 2 * _INT64),
+            checksum=_checksum(state["index_checksum"]),
+            generators=_generators(state["generators"]),
+            samplers=_samplers(state["samplers"]),
+            obstacle=_checked(
+                "obstacle", state["obstacle"], lambda v: v is None or type(v) is str, "None or a str"
+            ),
+            dataset_states=_streams(state["dataset_states"]),
+            next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
+        )
+        num_streams = 1 if found.dataset_states is None else len(found.dataset_states)
+        if found.next_worker >= num_streams:
+            raise _wrong(
+                "next_worker", f"below {num_streams}, the number of dataset_states", found.next_worker
+            )
+        if found.is_within_epoch and DEFAULT not in found.generators:
+            raise _wrong("generators", f"a dict with the key {DEFAULT!r}", sorted(found.generators))
+        return found
+
+
+def _wrong(key: str, expected: str, value: Any) -> ResumeError:
+    return ResumeError(
+        f"the state of a fastload.DataLoader is damaged: {key!r} should be {expected}, but got "
+        f"{_shown(value)}. Load another checkpoint, or begin without a state"
+    )
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.100}"
+    except Exception:  # noqa: BLE001  # an int of thousands of digits cannot be shown, nor can some odd objects
+        return f"a value of type {type(value).__name__} that cannot be shown"
+
+
+def _checked(key: str, value: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
+    if not is_right(value):
+        raise _wrong(key, expected, value)
+    return value
+
+
+def _integer(key: str, value: Any, start: int, stop: int) -> int:
+    """An int, which bool is not, from ``start`` to below ``stop``."""
+    if type(value) is not int or not start <= value < stop:
+        raise _wrong(key, f"an int from {start} to {stop - 1}", value)
+    return value
+
+
+def _checksum(value: Any) -> tuple[int, int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        raise _wrong("index_checksum", "a list of two ints", value)
+    return (
+        _integer("index_checksum[0]", value[0], 0, _INT64),
+        _integer("index_checksum[1]", value[1], 0, 1 << 32),
+    )
+
+
+def _named(key: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(type(name) is str for name in value):
+        raise _wrong(key, "a dict whose keys are str", value)
+    return value
+
+
+def _generators(value: Any) -> dict[str, bytes]:
+    found = {}
+    for place, text in _named("generators", value).items():
+        try:
+            found[place] = base64.b64decode(text, validate=True) if type(text) is str else b""
+        except (binascii.Error, ValueError):  # ValueError: a character beyond ASCII
+            found[place] = b""
+        if not found[place]:
+            raise _wrong(f"generators[{place!r}]", "the base64 text of a generator's state", text)
+    return found
+
+
+def _samplers(value: Any) -> dict[str, bytes]:
+    found = {}
+    for place, state in _named("samplers", value).items():
+        key = f"samplers[{place!r}]"
+        if place.endswith(".epoch"):
+            _integer(key, state, -_INT64, _INT64)
+        found[place] = _copied(key, pickle.dumps, state)
+    return found
+
+
+def _streams(value: Any) -> list[StreamState] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise _wrong("dataset_states", "None or a list of dicts, one for each worker", value)
+    return [_stream(f"dataset_states[{number}]", stream) for number, stream in enumerate(value)]
+
+
+def _stream(key: str, value: Any) -> StreamState:
+    progress = value.get("progress") if isinstance(value, dict) else None
+    if type(progress) is str:
+        if progress == "begun" and "state" in value:
+            return _copied(key, StreamState.of, value["state"])
+        for mark in (NOT_BEGUN, ENDED):
+            if progress == mark.progress:
+                return mark
+    raise _wrong(
+        key, "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state'", value
+    )
+
+
+def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
+    """A copy of a part that is the user's own."""
+    try:
+        return make(value)
+    except Exception as error:
+        raise ResumeError(
+            f"the state of a fastload.DataLoader holds something in {key!r} that cannot be copied: {error!r}"
+        ) from error
+
+
+def _plain_stream(state: StreamState) -> dict[str, Any]:
+    if state.progress == "begun":
+        return {"progress": state.progress, "state": state.load()}
+    return {"progress": state.progress}

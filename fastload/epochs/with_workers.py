@@ -1,0 +1,369 @@
+"""Epochs with workers: what `iter(loader)` gives with `num_workers`, in the consumer's process.
+
+Built on torch's own base iterator (see `host_iterator`), which draws the base seed, runs the sampler, warns
+about lengths and labels the profile, so that these are torch's by construction. What is ours is where a batch
+is written and how it travels. Rule: an exception from a signal handler while a batch is waited for changes
+nothing, and the next call waits for the same batch. One that interrupts the books, which takes microseconds,
+closes the iterator: it never goes on with a batch missing, doubled or out of order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import threading
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._utils import ExceptionWrapper
+
+from fastload.batch.failures import FailureCount, num_samples_of
+from fastload.batch.replacing import Place
+from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.epochs import resume
+from fastload.epochs.host_iterator import HostIterator
+from fastload.errors import (
+    BatchLostError,
+    LoaderClosedError,
+    WorkerDiedError,
+    add_note,
+    add_place,
+    short_repr,
+)
+from fastload.memory.ring import Ring, limit_bytes
+from fastload.workers.job import Job
+from fastload.workers.pool import Pool
+from fastload.workers.schedule import Schedule
+from fastload.workers.threads import ThreadPool
+from fastload.workers.worker import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastload.device.cuda import Backend
+    from fastload.workers.settings import LoaderSettings
+    from fastload.workers.task import Task
+
+
+class WorkerIterator(HostIterator):
+    """Epochs with worker processes: one, or one after another with persistent workers."""
+
+    def __init__(self, loader: LoaderSettings) -> None:
+        _wait_for_exit()
+        self._epoch = resume.begin(loader, "workers", resume.obstacle(loader))
+        super().__init__(loader)
+        self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
+        self._prefetch_factor: int = loader.prefetch_factor or 0
+        if self._prefetch_factor <= 0:  # torch's assertion, word for word
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        self._pid = os.getpid()
+        self._schedule = Schedule(self._num_workers)
+        self._turn = threading.RLock()  # batches are counted by one thread at a time
+        self._is_interrupted = False  # and closed for that
+        self._failed_sampler = ""  # how the sampler ended, where it was an error
+        self._has_died = False  # whether the death of a worker ended the epoch
+        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+        job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
+        self._is_prefetched = False
+        self._pin_thread: PinThread | None = None
+        self._replaces = loader.on_error != "raise"
+        self._pool: Pool | ThreadPool
+        if loader.worker_method == "thread":
+            self._pool = _start_threads(loader, job, self._pin_memory)
+        else:
+            ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
+            self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
+            try:
+                if self._pin_memory and loader.device is None:  # else the device reads slots in place
+                    self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
+            except BaseException:  # the system has no more threads
+                self._pool.close()
+                raise
+        self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
+        _watch_exit()
+        self._reset(loader, first_iter=True)
+
+    def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
+        before = self._epoch, self._sampler_iter, self._num_yielded
+        with self._turn:
+            try:
+                if not first_iter:
+                    self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
+                    self._epoch.choose_base_seed(int(self._base_seed))
+                super()._reset(loader, first_iter)
+                self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+            except BaseException:
+                self._epoch, self._sampler_iter, self._num_yielded = before  # the epoch before goes on
+                raise
+            with self._closing_if_interrupted():
+                self._begin_epoch(loader, first_iter)
+
+    def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
+        self._is_prefetched = False
+        self._failed_sampler = ""
+        self._has_died = False
+        if not first_iter:
+            self._drop_pinned()
+            number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
+            self._pool.restart(number, self._epoch.dataset_states)
+        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
+        self._first_batch = self._epoch.num_received  # of this iterator in its epoch
+        self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
+        for _ in range(self._prefetch_factor * self._num_workers):
+            failure = self._put_index()
+            if failure is not None:
+                _raise(failure)
+
+    def register_slots(self, backend: Backend, stream: Any) -> None:
+        """Let a device read slots in place, in this epoch.
+
+        For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
+        """
+        self._is_prefetched = True
+        if isinstance(self._pool, Pool) and self._pin_thread is None:
+            self._pool.let_read(backend, stream)
+
+    def _put_index(self) -> Exception | None:
+        """Draw the next index and give it to the next worker, at the moments when torch does.
+
+        Returns:
+            The sampler's error, if it raised one. As in torch the epoch goes on after that.
+        """
+        try:
+            index = self._next_index()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            return None
+        except Exception as error:  # noqa: BLE001  # the caller raises it
+            if _is_finished_generator(self._sampler_iter):
+                self._failed_sampler = repr(error)
+            return error
+        assigned = self._schedule.assign()
+        if assigned is None:
+            return None
+        task, worker = assigned
+        place = None
+        if self._replaces:
+            place = Place(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
+        self._pool.submit(worker, task, *self._epoch.draw(index), place)
+        if self._pin_thread is not None:
+            self._pin_thread.expect((worker, task))
+        return None
+
+    @contextlib.contextmanager
+    def _closing_if_interrupted(self) -> Iterator[None]:
+        """Close the iterator if the books in this block are not brought to their end."""
+        try:
+            yield
+        except LoaderClosedError:
+            _wait_for_exit()
+            self.close()
+            raise
+        except WorkerDiedError:
+            self._end_after_death()
+            raise
+        except BaseException:
+            self._is_interrupted = True
+            self.close()
+            raise
+
+    def _next_data(self) -> Any:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this DataLoader iterator belongs to the process that forked this one; "
+                "start a new one here with iter(loader)"
+            )
+        with self._turn:
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
+        if self._is_interrupted:
+            raise LoaderClosedError
+        if not self._is_prefetched and isinstance(self._pool, Pool):
+            self._pool.unregister()  # of an epoch before, on persistent workers
+        while (head := self._schedule.head()) is not None:
+            task = self._receive(*head)
+            with self._closing_if_interrupted():
+                _, worker = self._schedule.answer()
+                if self._pin_thread is not None:
+                    self._pin_thread.take_out()
+                if task.kind is not Kind.ENDED:
+                    self._epoch.fetched(task.index, worker, task.dataset_state)
+                elif self._schedule.is_active(worker):
+                    self._schedule.exhaust(worker)
+                else:
+                    continue
+                failure = self._put_index()
+            if failure is not None:
+                _raise(failure)
+            if task.failed:
+                self._failures.note(task.failed)
+            if task.kind is Kind.ENDED:
+                continue
+            batch, task.payload = task.payload, None
+            if task.kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
+                try:
+                    self._raise(batch, task, worker)
+                finally:
+                    del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
+            return batch
+        if self._failed_sampler:
+            raise BatchLostError(
+                f"the sampler was ended by an exception, {self._failed_sampler}, raised before; the "
+                "batches that it would have named from there on are missing: start a new iterator"
+            )
+        if not self._has_died:  # else the caller has not seen the end: the saved state lies within the epoch
+            self._epoch.ended()
+        if not self._persistent_workers:
+            self.close()
+        raise StopIteration
+
+    def _receive(self, number: int, worker: int) -> Task:
+        try:
+            if self._pin_thread is not None:
+                self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
+                answer: Task = self._pin_thread.get(self._timeout)
+                return answer
+            return self._pool.take(worker, number, self._timeout)
+        except TimeoutError:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        except LoaderClosedError:
+            _wait_for_exit()
+            self.close()
+            raise
+        except WorkerDiedError:
+            self._end_after_death()
+            raise
+
+    def _end_after_death(self) -> None:
+        _wait_for_exit()
+        self._has_died = True
+        self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
+        self._sampler_iter = iter(())
+        self.close()
+
+    def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
+        place = task.place or f"dataset index {short_repr(task.index)}"
+        try:
+            if isinstance(error, ExceptionWrapper):
+                _raise_anew(error)
+            else:
+                raise error  # of a thread: the error itself
+        except BaseException as error:
+            for note in task.notes:
+                add_note(error, note)
+            add_place(error, f"{task.number}, worker {worker}, {place}")
+            raise
+
+    def _drop_pinned(self) -> None:
+        """Take what the pin thread still has of the old epoch out of its hands."""
+        if self._pin_thread is not None:
+            while (head := self._schedule.head()) is not None:
+                self._receive(*head)
+                self._schedule.answer()
+                self._pin_thread.take_out()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the workers, and not one that was forked from it."""
+        return self._pool.is_ours
+
+    def close(self) -> None:
+        """Stop the workers and give the slots back; batches that the caller holds stay valid."""
+        loader = self._loader()
+        if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
+            loader._iterator = None  # persistent workers that are gone serve no more epochs
+        _close(self._pool, self._pin_thread)
+        self._finalizer.detach()  # not before: a signal may interrupt the line above
+
+    def _shutdown_workers(self) -> None:
+        self.close()  # the name under which torch's iterator is stopped by others
+
+
+def _raise(error: Exception) -> None:
+    try:
+        raise error
+    finally:
+        del error  # its traceback holds this frame
+
+
+def _raise_anew(wrapper: ExceptionWrapper) -> None:
+    try:
+        wrapper.reraise()
+    except BaseException as error:
+        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
+        raise
+
+
+_interpreter_exits = threading.Event()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Know that the interpreter exits before the finalizers of iterators run, which are older."""
+    atexit.register(_interpreter_exits.set)
+
+
+def _wait_for_exit() -> None:
+    """Let a daemon thread that wants batches wait for its end, if the interpreter is on its way out.
+
+    Its workers are stopped by then, and it would print an error for nobody.
+    """
+    if _interpreter_exits.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
+
+
+def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
+    pid_is_ours = pool.is_ours
+    pool.close()
+    if pin_thread is not None and pid_is_ours:
+        pin_thread.close()
+
+
+def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
+    index = _accelerator_index()
+
+    def finish(batch: Any) -> Any:
+        if not pins:
+            return batch
+        if index is not None:
+            torch.accelerator.set_device_index(index)  # of the worker's thread
+        return pin_batch(batch, loader.pin_memory_device or None)
+
+    watches = resume.book_of(loader).next_number <= 1
+    return ThreadPool(
+        job,
+        loader.prefetch_factor or 0,
+        limit_bytes(loader.ring_bytes),
+        finish,
+        watches=watches,
+        timeout_s=loader.timeout,
+    )
+
+
+def _accelerator_index() -> int | None:
+    return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+
+
+def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
+    index = _accelerator_index()
+
+    def receive(due: tuple[int, int]) -> Task:
+        return pool.take(*due, 0)
+
+    def pin(task: Task) -> None:
+        if task.kind is Kind.BATCH:
+            try:
+                task.payload = pin_batch(task.payload, device)
+            except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
+                task.payload = pin_error(index)
+
+    return PinThread(receive, pin, index)
+
+
+def _is_finished_generator(indices: Any) -> bool:
+    """Whether asking for another index would look like the end of the epoch."""
+    return isinstance(indices, types.GeneratorType) and indices.gi_frame is None

@@ -1,0 +1,160 @@
+"""An epoch without workers: what `iter(loader)` gives with `num_workers=0`, in the consumer's process.
+
+Built on torch's own base iterator (see `host_iterator`). One thread fetches at a time, because rows and
+buffers are the iterator's; others that ask for a batch wait for their turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch._utils import ExceptionWrapper
+
+from fastload.batch.failures import FailureCount, num_samples_of
+from fastload.batch.fetch import Fetcher
+from fastload.batch.replacing import Place
+from fastload.batch.stream_state import StreamState
+from fastload.device.pin_thread import pin_batch
+from fastload.epochs import resume
+from fastload.epochs.host_iterator import HostIterator
+from fastload.errors import LoaderClosedError, add_place
+from fastload.memory.lease import Buffers
+from fastload.memory.ring import limit_bytes
+from fastload.rng.local_pipelines import local_pipelines
+from fastload.rng.sample_rng import SampleRng
+from fastload.workers.job import Job
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fastload.rng.draws import Draw
+    from fastload.workers.settings import LoaderSettings
+
+# Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
+_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def forget_buffers(loader: LoaderSettings) -> None:
+    """Give back what a loader without workers keeps between its epochs."""
+    _warm.pop(loader, None)
+
+
+class LocalIterator(HostIterator):
+    """An epoch without workers: samples are fetched here, into buffers that stay warm."""
+
+    def __init__(self, loader: LoaderSettings) -> None:
+        self._epoch = resume.begin(loader, "local", resume.obstacle(loader))
+        super().__init__(loader)
+        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
+        self._epoch.choose_base_seed(int(self._base_seed))
+        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+        # torch's assertions, word for word.
+        if self._timeout != 0:
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._has_ended = False
+        self._buffers = self._take_buffers(loader)
+        self._is_closed = False
+        self._turn = threading.RLock()
+        self._is_fetching = False
+        self._num_drawn = self._epoch.num_received  # batches of the epoch
+        self._failures: FailureCount | None = None
+        if loader.on_error != "raise":
+            self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
+        job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
+        self._keeps_state = job.dataset_states is not None
+        self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
+        if job.seed_pipelines and not job.seeds_samples:
+            self._pipelines = local_pipelines(job.dataset, job.base_seed)
+        with self._pipelines:  # iter() of a stream may draw
+            self._fetcher = Fetcher(
+                job,
+                job.dataset,
+                self._buffers.arena,
+                in_worker=False,
+                sample_rng=sample_rng,
+                dataset_state=None if job.dataset_states is None else job.dataset_states[0],
+            )
+
+    def _take_buffers(self, loader: LoaderSettings) -> Buffers:
+        buffers, user = _warm.get(loader, (None, None))
+        other = None if user is None else user()
+        if buffers is None or (other is not None and not other._has_ended):
+            buffers = Buffers(limit_bytes(loader.ring_bytes))
+        _warm[loader] = buffers, weakref.ref(self)
+        return buffers
+
+    def _next_data(self) -> Any:
+        with self._turn:
+            if self._is_fetching or self._is_closed or self._has_ended:
+                self._refuse()
+            try:
+                index, draw = self._epoch.draw(next(self._sampler_iter))
+                self._num_drawn += 1
+                batch = self._fetch(index, draw)
+            except StopIteration:
+                self._epoch.ended()
+                self._has_ended = True
+                raise
+            return pin_batch(batch, self._pin_memory_device) if self._pin_memory else batch
+
+    def _refuse(self) -> None:
+        """Raise what the caller gets in the place of a batch."""
+        if self._is_fetching:
+            raise RuntimeError(
+                "the dataset asked the iterator for a batch that is reading it for another one: "
+                "make a second iterator with iter(loader)"
+            )
+        if self._is_closed:
+            raise LoaderClosedError
+        raise StopIteration  # the buffers may be another iterator's by now
+
+    def _fetch(self, index: Any, draw: Draw | None) -> Any:
+        at = None
+        if self._failures is not None:
+            at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+        try:
+            self._is_fetching = True
+            self._buffers.begin()
+            with self._pipelines:
+                batch = self._fetcher.fetch(index, draw, at)
+        except StopIteration:
+            raise  # a stream has ended: there is no such batch
+        except BaseException as error:
+            self._received(index)  # a caller who goes on after an error gets the next batch
+            place = self._fetcher.place_of_error(index, error)
+            add_place(error, f"{self._num_drawn - 1}, {place}")
+            raise
+        finally:
+            self._is_fetching = False  # first: a signal may interrupt the next line
+            self._buffers.arena.end()
+        self._received(index)
+        if self._failures is not None and self._fetcher.replacer is not None:
+            self._failures.note(self._fetcher.replacer.failed)
+        return batch
+
+    def _received(self, index: Any) -> None:
+        self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
+
+    def _dataset_state(self) -> StreamState:
+        try:
+            return self._fetcher.dataset_state()
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
+
+    def close(self) -> None:
+        """Let go of the buffers; batches that the caller holds stay valid."""
+        self._is_closed = True
+        if self._turn.acquire(blocking=False):  # else another thread lays a batch out in them
+            try:
+                if not self._has_ended:
+                    self._buffers.clear()
+            finally:
+                self._turn.release()

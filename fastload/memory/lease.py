@@ -1,0 +1,180 @@
+"""Memory that batches are laid out in, again and again: who holds it, and when it may be written.
+
+Rules:
+
+1. A view of a slot is made over a lease. The lease dies with the last tensor, array, memoryview or storage
+   alias made from it, in whichever order and thread; until then the memory is never written again.
+2. Nothing is called when a lease dies: whoever wants the memory looks (a weak reference), so there is no
+   finalizer that could run at a bad moment and no lock.
+3. Shared memory that was leased while this process forked is never written again at all: the child may
+   hold the same batch, and sees the same pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastload.memory.segment import PAGE_BYTES, populate, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ALIGNMENT_BYTES = 64  # a cache line, and what torch's own CPU allocator gives
+# A new slot has room for a little more than what is known when it is made: the labels beside the images.
+SLACK_BYTES = 64 * 1024
+
+# Buffers of a loader without workers: the caller's batch, the next one, and a few in a prefetcher.
+MAX_BUFFERS = 5
+
+Bytes = npt.NDArray[np.uint8]
+
+_forks = 0  # how often this process has forked since it first leased shared memory
+_counts_forks = False
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+class Memory:
+    """One writable mapping that is leased out, batch after batch.
+
+    Args:
+        mapping: The pages; kept alive by this object and by every lease.
+        shared: Whether a forked child would see this process's later writes.
+    """
+
+    def __init__(self, mapping: mmap.mmap, *, shared: bool) -> None:
+        global _counts_forks
+        if shared and not _counts_forks:
+            _counts_forks = True
+            os.register_at_fork(after_in_parent=_count_fork)
+        self.nbytes = len(mapping)
+        self._mapping = mapping
+        self._shared = shared
+        self._lease_type = ctypes.c_char * self.nbytes
+        self._lease: weakref.ref[Any] | None = None
+        self._forks_at_lease = _forks
+
+    @property
+    def address(self) -> int:
+        """Where the pages are mapped in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+
+    def lease(self) -> Any:
+        """A new buffer object over all of the memory; what is made from it keeps the memory leased."""
+        lease = self._lease_type.from_buffer(self._mapping)
+        self._lease = weakref.ref(lease)
+        self._forks_at_lease = _forks
+        return lease
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether anything made from the last lease is still alive."""
+        return self._lease is not None and self._lease() is not None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the memory must be given up because a forked child may hold a view of it."""
+        return self._shared and self._lease is not None and self._forks_at_lease != _forks
+
+
+def private_memory(nbytes: int) -> Memory:
+    """Anonymous private pages, taken now; a forked child keeps its own copy of what it saw."""
+    nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        populate(mapping)
+    else:
+        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are taken as they are touched
+    return Memory(mapping, shared=False)
+
+
+class Arena:
+    """Lays one batch after another out in memory: aligned stretches, one behind the other.
+
+    Args:
+        make: Gives new memory of at least so many bytes, when there is none or it is too small.
+    """
+
+    def __init__(self, make: Callable[[int], Memory]) -> None:
+        self._make = make
+        self.memory: Memory | None = None
+        self.lease: Any = None
+        self.used_bytes = 0
+
+    def begin(self, memory: Memory | None) -> None:
+        """Start a batch in ``memory``, or in new memory once the first stretch is asked for."""
+        self.memory = memory
+        self.lease = None
+        self.used_bytes = 0
+
+    def place(self, nbytes: int) -> int | None:
+        """The offset of a new aligned stretch, or None if the batch has begun and no more fits."""
+        offset = round_up(self.used_bytes, ALIGNMENT_BYTES)
+        if self.memory is None or offset + nbytes > self.memory.nbytes:
+            if self.used_bytes:
+                return None
+            self.memory = self._make(nbytes + SLACK_BYTES)
+            self.lease = None
+        if self.lease is None:
+            self.lease = self.memory.lease()
+        self.used_bytes = offset + nbytes
+        return offset
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A writable stretch of ``nbytes`` bytes; from the heap when the batch has outgrown the memory."""
+        offset = self.place(nbytes)
+        if offset is None:
+            return np.empty(nbytes, np.uint8)
+        return np.frombuffer(self.lease, np.uint8, nbytes, offset)
+
+    def end(self) -> None:
+        """Let go of the batch; what was made from it keeps it alive."""
+        self.lease = None
+
+
+class Buffers:
+    """Private memories of one thread that fetches: one a batch, used again once nobody looks at it.
+
+    Args:
+        limit_bytes: Upper bound for what is kept; a batch beyond it gets memory of its own.
+        max_buffers: How many are kept.
+    """
+
+    def __init__(self, limit_bytes: int, max_buffers: int = MAX_BUFFERS) -> None:
+        self.arena = Arena(self._make)
+        self._limit_bytes = limit_bytes
+        self._max_buffers = max_buffers
+        self._memories: list[Memory] = []
+
+    def begin(self) -> None:
+        """Start a batch, in memory that is free once there is something to lay out."""
+        self.arena.begin(None)
+
+    def clear(self) -> None:
+        """Forget all memory; what the caller holds stays valid."""
+        self._memories.clear()
+        self.arena.begin(None)
+
+    def _make(self, nbytes: int) -> Memory:
+        """Memory that nobody looks at: what was used last if it is large enough, else new memory instead."""
+        for memory in reversed(self._memories):
+            if not memory.is_leased:
+                if memory.nbytes >= nbytes:
+                    return memory
+                self._memories.remove(memory)
+                break
+        memory = private_memory(nbytes)
+        kept_bytes = sum(kept.nbytes for kept in self._memories)
+        if len(self._memories) < self._max_buffers and kept_bytes + memory.nbytes <= self._limit_bytes:
+            self._memories.append(memory)
+        return memory

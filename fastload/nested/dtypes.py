@@ -1,0 +1,61 @@
+"""Dtypes by name: NumPy's as text and back, and what NumPy stores a tensor as."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+# What NumPy stores tensors as, by torch's name of their dtype. A dtype that NumPy lacks is stored as integers
+# of the same width; `tensors` says which of these dtypes this release of torch has.
+TENSOR_STORAGE: dict[str, np.dtype[Any]] = {
+    **{
+        name: np.dtype(name)
+        for name in (
+            *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64", "complex64", "complex128"),
+        )
+    },
+    "bfloat16": np.dtype("int16"),
+    "complex32": np.dtype("int32"),
+    **{
+        name: np.dtype("uint8")
+        for name in (
+            *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        )
+    },
+}
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """A NumPy dtype in text: `dtype.str`, or the field list of a structured one as .npy files spell it.
+
+    Raises:
+        ValueError: The dtype holds objects, has no fixed size, or does not survive the way there and back.
+    """
+    if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
+        raise ValueError(f"dtype {dtype} has no fixed size in bytes")
+    name = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
+    if numpy_dtype(name) != dtype:
+        raise ValueError(f"dtype {dtype} is an extension of NumPy's own dtypes")
+    return name
+
+
+@lru_cache(maxsize=256)
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype that `dtype_name` named.
+
+    Raises:
+        ValueError: The text names no dtype of fixed size.
+    """
+    try:
+        # literal_eval builds literals only, it calls nothing; .npy headers are read the same way.
+        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(name)) if name[:1] == "[" else np.dtype(name)
+    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError, KeyError, IndexError) as error:
+        raise ValueError(f"{name!r} names no dtype") from error
+    if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
+        raise ValueError(f"dtype {name!r} has no fixed size in bytes")
+    return dtype

@@ -1,0 +1,221 @@
+"""What may stand at the ends of a sample: dtypes by name, values to bytes and back.
+
+Rules:
+
+1. The kinds are closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, and str_ and
+   bytes_, which are NumPy's own. No pickle.
+2. Type, dtype and shape come back exactly; arrays and tensors come back C-contiguous.
+3. Arrays come back as views of the memory they were given; tensors always as private copies, because torch
+   knows no read-only memory: an in-place operation on a read-only mapping would end the process.
+4. torch is imported where a tensor is met (see `tensors`): the command line reads caches without it.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastload.errors import CacheCorruptError, UnsupportedSampleError
+from fastload.nested.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
+
+Array = npt.NDArray[Any]
+
+TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # of any length
+_FLOAT = struct.Struct("<d")
+_MOST_BYTES = (1 << 63) - 1  # of an array
+_INT_BYTES = 8  # the least that an int takes; longer ones take what they need
+
+
+class Leaf(NamedTuple):
+    """One value of a sample, without the value.
+
+    Attributes:
+        kind: One of the closed set above.
+        dtype: NumPy's or torch's dtype by name; empty where the kind says it all.
+        shape: Of an array or tensor; else empty.
+    """
+
+    kind: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+@cache
+def torch_side() -> Any:
+    """The module `tensors`, imported when it is needed; a call takes less time than an import statement."""
+    from fastload.nested import tensors
+
+    return tensors
+
+
+def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
+    """What NumPy stores an array, tensor or scalar leaf as.
+
+    Raises:
+        ValueError: The leaf's dtype is unknown.
+    """
+    if leaf.kind != "tensor":
+        return numpy_dtype(leaf.dtype)
+    if leaf.dtype not in TENSOR_STORAGE:
+        raise ValueError(f"torch.{leaf.dtype} is not a dtype that is cached")
+    return TENSOR_STORAGE[leaf.dtype]
+
+
+# --- from a value to its leaf ----------------------------------------------------------------------------
+
+
+def describe(value: Any) -> tuple[Leaf, Any]:
+    """The leaf of one value, and the value in its plain form: C-contiguous, detached.
+
+    Raises:
+        UnsupportedSampleError: The value is of no kind that is cached. The caller adds the path.
+    """
+    kind = type(value)
+    if kind is np.ndarray or kind is np.memmap:  # a memory map comes back as an array: its file is read
+        try:
+            name = dtype_name(value.dtype)
+        except ValueError as error:
+            raise UnsupportedSampleError(f"{error}: return an array of numbers") from None
+        return Leaf("array", name, value.shape), np.asarray(value, order="C")
+    if kind is int or kind is float or kind is bool or kind is str or kind is bytes:
+        return Leaf(kind.__name__), value
+    if value is None:
+        return Leaf("none"), value
+    if kind is np.str_ or kind is np.bytes_:
+        return Leaf(kind.__name__), value
+    torch: Any = sys.modules.get("torch")  # where nothing has imported it, nothing is a tensor
+    if torch is not None and kind is torch.Tensor:
+        name, tensor = torch_side().describe_tensor(value)
+        return Leaf("tensor", name, tuple(tensor.shape)), tensor
+    if isinstance(value, np.generic):
+        try:
+            return Leaf("scalar", dtype_name(value.dtype)), value
+        except ValueError as error:
+            raise UnsupportedSampleError(f"{error}: return a plain number or str") from None
+    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} is not cached: {_advice(value)}")
+
+
+def _advice(value: Any) -> str:
+    module = type(value).__module__.partition(".")[0]
+    if module == "PIL":
+        return "return numpy.asarray(image)"
+    if isinstance(value, np.ndarray):
+        return "return numpy.asarray(array)"
+    if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
+        return "return a plain tensor, for instance tensor.as_subclass(torch.Tensor)"
+    if isinstance(value, (int, float, str, bytes)):
+        return "return a plain int, float, str or bytes"
+    if module == "pathlib":
+        return "return str(path)"
+    if isinstance(value, dict):
+        return "return a plain dict"
+    if isinstance(value, (set, frozenset, tuple, list)):
+        return "return a plain list or tuple"
+    return "return arrays, tensors, numbers, str, bytes or None in dicts, lists and tuples"
+
+
+# --- values to bytes and back ----------------------------------------------------------------------------
+
+
+def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
+    """The payload of one plain value: bytes, or the array's own memory as `(nbytes,) uint8`."""
+    kind = leaf.kind
+    if kind == "array":
+        return _raw(value)
+    if kind == "tensor":
+        return _raw(torch_side().tensor_array(value))
+    if kind == "scalar":
+        return np.asarray(value).tobytes()
+    if kind == "int":
+        magnitude = value if value >= 0 else ~value
+        nbytes = max(_INT_BYTES, magnitude.bit_length() // 8 + 1)
+        return bytes(value.to_bytes(nbytes, "little", signed=True))
+    if kind == "float":
+        return _FLOAT.pack(value)
+    if kind == "bool":
+        return b"\x01" if value else b"\x00"
+    if kind in ("str", "str_"):
+        return bytes(value.encode("utf-8", "surrogatepass"))  # paths may hold undecodable bytes
+    return bytes(value) if kind in ("bytes", "bytes_") else b""
+
+
+def _raw(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+
+
+def fixed_nbytes(leaf: Leaf) -> int | None:
+    """Bytes of the payload where the leaf alone tells; None for int, str and bytes.
+
+    Raises:
+        ValueError: The leaf's dtype is unknown, or no array can have its shape.
+    """
+    if leaf.kind in ("array", "tensor", "scalar"):
+        itemsize = storage_dtype(leaf).itemsize
+        if prod(filter(None, leaf.shape)) * itemsize > _MOST_BYTES:  # NumPy leaves zeros out, too
+            raise ValueError(f"no array has the shape {leaf.shape}")
+        return prod(leaf.shape) * itemsize
+    return {"float": 8, "bool": 1, "none": 0}.get(leaf.kind)
+
+
+def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
+    """The value whose payload lies at `memory[offset:offset + nbytes]`.
+
+    Arrays are views of `memory` and keep it alive; everything else is a copy.
+
+    Raises:
+        CacheCorruptError: The payload is not one of this leaf.
+    """
+    kind = leaf.kind
+    if kind in TEXT_KINDS:
+        return text_value(kind, bytes(memory[offset : offset + nbytes]))
+    try:
+        if kind == "array":
+            return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
+        if kind == "tensor":
+            return torch_side().array_tensor(
+                view_array(storage_dtype(leaf), leaf.shape, memory, offset).copy(), leaf.dtype
+            )
+        if kind == "scalar":
+            return view_array(numpy_dtype(leaf.dtype), (), memory, offset).copy()[()]
+        payload = bytes(memory[offset : offset + nbytes])
+        if kind == "int":
+            return int.from_bytes(payload, "little", signed=True)
+        if kind == "float":
+            return _FLOAT.unpack(payload)[0]
+        if kind == "bool":
+            return payload != b"\x00"
+    except (ValueError, TypeError, OverflowError, MemoryError, struct.error) as error:
+        raise CacheCorruptError(f"a record's {kind} of {nbytes:,} bytes cannot be read: {error}") from error
+    return None
+
+
+def text_value(kind: str, payload: bytes) -> Any:
+    """The value of a text kind.
+
+    Raises:
+        CacheCorruptError: The payload is no UTF-8 text.
+    """
+    if kind in ("bytes", "bytes_"):
+        return payload if kind == "bytes" else np.bytes_(payload)
+    try:
+        text = payload.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise CacheCorruptError(
+            f"a record's {kind} of {len(payload):,} bytes cannot be read: {error}"
+        ) from error
+    return text if kind == "str" else np.str_(text)
+
+
+def view_array(dtype: np.dtype[Any], shape: tuple[int, ...], memory: Any, offset: int) -> Array:
+    """A view of `memory`, read-only if the memory is; an empty array views nothing and is read-only."""
+    if 0 in shape:
+        array: Array = np.empty(shape, dtype)
+        array.flags.writeable = False
+        return array
+    return np.ndarray(shape, dtype, memory, offset)

@@ -1,0 +1,300 @@
+"""The structure of a sample without its values: nests of dict, list, tuple and namedtuple around leaves.
+
+A spec is a nest of tuples, `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, so that it can be compared
+and hashed; equal specs are one object. Rules:
+
+1. Only exact built-in containers and namedtuples; dict keys are str and keep their order.
+2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
+   the class is looked up in the modules that this process has already imported. Specs that travel to a
+   worker take their classes with them (pickled by reference), so that its process imports them too.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
+from fastload.nested.leaves import TEXT_KINDS, Leaf, describe, fixed_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+Node = tuple[Any, ...]
+
+MAX_DEPTH = 64  # nested containers; far above any sample, far below Python's recursion limit
+_CONTAINERS = ("tuple", "list", "dict", "namedtuple")
+_PLAIN_LEAVES = ("int", "float", "bool", "none", *TEXT_KINDS)
+
+
+class Spec:
+    """A sample's structure, dtypes and shapes; made by `flatten` and `Spec.parse` only.
+
+    Attributes:
+        node: The structure as a nest of tuples.
+        leaves: Its leaves in order.
+        text: The structure as JSON, which is what a record stores.
+    """
+
+    __slots__ = ("leaves", "node", "text")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.leaves: tuple[Leaf, ...] = tuple(_leaves(node))
+        self.text = json.dumps(node, separators=(",", ":")).encode("ascii")
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: bytes) -> Spec:
+        """The spec that JSON text describes.
+
+        Raises:
+            CacheCorruptError: The text describes none.
+        """
+        try:
+            node = _parse_node(json.loads(text), 0)
+            for leaf in _leaves(node):
+                fixed_nbytes(leaf)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
+            raise CacheCorruptError(f"a record's description cannot be read: {error}") from error
+        return _interned(node)
+
+    def build(self, values: Iterable[Any]) -> Any:
+        """The sample made of one value per leaf, in order.
+
+        Raises:
+            CacheError: The class of a namedtuple is not imported in this process.
+        """
+        return _build(self.node, iter(values))
+
+    def paths(self) -> list[str]:
+        """The path of every leaf, such as `$["image"]` or `$[1][0]`."""
+        return list(_paths(self.node, "$"))
+
+    def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes, tuple[type, ...]]]:
+        return _load, (self.text, tuple(_namedtuple_types(self.node)))
+
+    def __repr__(self) -> str:
+        return f"Spec({self.text.decode()})"
+
+
+@lru_cache(maxsize=1024)
+def _interned(node: Node) -> Spec:
+    return Spec(node)
+
+
+def _load(text: bytes, types: tuple[type, ...]) -> Spec:
+    """Unpickle; the classes are there to have their modules imported."""
+    return Spec.parse(text)
+
+
+# --- from a sample to its spec ---------------------------------------------------------------------------
+
+
+def flatten(sample: Any) -> tuple[Spec, list[Any]]:
+    """A sample's spec and its plain values: C-contiguous arrays and tensors, not copied where they are so.
+
+    Raises:
+        UnsupportedSampleError: Something in the sample is of no kind that is cached; names its path.
+    """
+    values: list[Any] = []
+    return _interned(_describe(sample, (), values)), values
+
+
+def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        _check_depth(path)
+        return kind.__name__, tuple([_describe(item, (*path, i), values) for i, item in enumerate(value)])
+    if kind is dict:
+        _check_depth(path)
+        for key in value:
+            if type(key) is not str:
+                raise UnsupportedSampleError(f"{path_text(path)}: dict key {key!r} is no str: use str keys")
+        return "dict", tuple([(key, _describe(item, (*path, key), values)) for key, item in value.items()])
+    if is_namedtuple(value):
+        _check_depth(path)
+        items = tuple([_describe(item, (*path, i), values) for i, item in enumerate(value)])
+        return "namedtuple", *_class_name(kind, path), tuple(kind._fields), items
+    try:
+        leaf, plain = describe(value)
+    except UnsupportedSampleError as error:
+        raise UnsupportedSampleError(f"{path_text(path)}: {error}") from None
+    values.append(plain)
+    return _leaf_node(leaf)
+
+
+def _leaf_node(leaf: Leaf) -> Node:
+    if leaf.kind in ("array", "tensor"):
+        return tuple(leaf)
+    return leaf[:2] if leaf.kind == "scalar" else leaf[:1]
+
+
+def _check_depth(path: tuple[Any, ...]) -> None:
+    if len(path) >= MAX_DEPTH:
+        raise UnsupportedSampleError(
+            f"the sample is nested more than {MAX_DEPTH} deep: {path_text(path[:8])}…"
+        )
+
+
+def path_text(path: Iterable[Any]) -> str:
+    """The path of a leaf as text."""
+    return "$" + "".join(f"[{json.dumps(part)}]" for part in path)
+
+
+def is_namedtuple(value: Any) -> bool:
+    """Whether a value is an instance of a namedtuple class."""
+    return isinstance(value, tuple) and hasattr(type(value), "_fields") and hasattr(type(value), "_make")
+
+
+def _class_name(kind: type, path: tuple[Any, ...]) -> tuple[str, str]:
+    # multiprocessing imports the main script under another name in spawned workers.
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    if _find_class(module, kind.__qualname__) is not kind:
+        raise UnsupportedSampleError(
+            f"{path_text(path)}: the class {module}.{kind.__qualname__} cannot be found by that name: "
+            "define the namedtuple at the top of a module, or return a plain tuple"
+        )
+    return module, kind.__qualname__
+
+
+# --- from a spec to a sample -----------------------------------------------------------------------------
+
+
+def _build(node: Node, values: Iterator[Any]) -> Any:
+    kind = node[0]
+    if kind == "tuple":
+        return tuple([_build(child, values) for child in node[1]])
+    if kind == "dict":
+        return {key: _build(child, values) for key, child in node[1]}
+    if kind == "list":
+        return [_build(child, values) for child in node[1]]
+    if kind == "namedtuple":
+        return _namedtuple_type(*node[1:4])(*[_build(child, values) for child in node[4]])
+    return next(values)
+
+
+@lru_cache(maxsize=64)
+def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any:
+    found = _find_class(module, qualname)
+    is_tuple_class = isinstance(found, type) and issubclass(found, tuple)
+    if not is_tuple_class or getattr(found, "_fields", None) != fields:
+        raise CacheError(
+            f"a cached sample is a namedtuple {module}.{qualname}{fields}, and no such class is imported in "
+            f"this process: import {module} before you read the cache"
+        )
+    return found
+
+
+def _find_class(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def build_batch(node: Node, values: Iterator[Any]) -> Any:
+    """The batch that torch's default_collate makes of such samples, of one batched value per leaf.
+
+    As `Spec.build`, but tuples become lists, and texts that stand in a sequence come as a tuple.
+    """
+    kind = node[0]
+    if kind == "dict":
+        return {key: build_batch(child, values) for key, child in node[1]}
+    if kind in ("tuple", "list"):
+        return _batch_items(node[1], values)
+    if kind == "namedtuple":
+        return _namedtuple_type(*node[1:4])(*_batch_items(node[4], values))
+    return next(values)
+
+
+def _batch_items(nodes: Iterable[Node], values: Iterator[Any]) -> list[Any]:
+    items = []
+    for node in nodes:
+        item = build_batch(node, values)
+        items.append(tuple(item) if node[0] in TEXT_KINDS else item)
+    return items
+
+
+# --- walks -----------------------------------------------------------------------------------------------
+
+
+def _children(node: Node) -> list[tuple[Any, Node]]:
+    """Keys and nodes under a container."""
+    if node[0] == "dict":
+        return list(node[1])
+    return list(enumerate(node[4] if node[0] == "namedtuple" else node[1]))
+
+
+def _leaves(node: Node) -> Iterator[Leaf]:
+    if node[0] not in _CONTAINERS:
+        yield Leaf(*node)
+        return
+    for _, child in _children(node):
+        yield from _leaves(child)
+
+
+def _paths(node: Node, path: str) -> Iterator[str]:
+    if node[0] not in _CONTAINERS:
+        yield path
+        return
+    for key, child in _children(node):
+        yield from _paths(child, f"{path}[{json.dumps(key)}]")
+
+
+def _namedtuple_types(node: Node) -> Iterator[type]:
+    if node[0] not in _CONTAINERS:
+        return
+    if node[0] == "namedtuple":
+        yield _namedtuple_type(*node[1:4])
+    for _, child in _children(node):
+        yield from _namedtuple_types(child)
+
+
+# --- from JSON to a node ---------------------------------------------------------------------------------
+
+
+def _parse_node(data: Any, depth: int) -> Node:
+    """Lists back to tuples; every kind and every type checked, because a file may hold anything."""
+    if not isinstance(data, list) or not data or depth > MAX_DEPTH:
+        raise ValueError("a node is neither a container nor a leaf")
+    kind = data[0]
+    if kind in ("tuple", "list"):
+        _, items = data
+        return kind, tuple([_parse_node(item, depth + 1) for item in _list(items)])
+    if kind == "dict":
+        _, items = data
+        pairs = [(_str(key), _parse_node(item, depth + 1)) for key, item in _list(items)]
+        return kind, tuple(pairs)
+    if kind == "namedtuple":
+        _, module, qualname, fields, items = data
+        names = tuple([_str(name) for name in _list(fields)])
+        children = tuple([_parse_node(item, depth + 1) for item in _list(items)])
+        if len(names) != len(children):
+            raise ValueError("a namedtuple's fields and values differ in number")
+        return kind, _str(module), _str(qualname), names, children
+    if kind in ("array", "tensor"):
+        _, dtype, shape = data
+        if not all(type(n) is int and 0 <= n < 1 << 48 for n in _list(shape)) or len(shape) > MAX_DEPTH:
+            raise ValueError(f"{shape!r} is no shape")
+        return kind, _str(dtype), tuple(shape)
+    if kind == "scalar":
+        _, dtype = data
+        return kind, _str(dtype)
+    if kind in _PLAIN_LEAVES and len(data) == 1:
+        return (kind,)
+    raise ValueError(f"{kind!r} is no kind of node")
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value

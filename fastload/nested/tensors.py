@@ -1,0 +1,99 @@
+"""Tensors over arrays, and over a batch of them: the memory of one as that of the other, without a copy."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fastload.errors import UnsupportedSampleError
+from fastload.nested.dtypes import TENSOR_STORAGE, numpy_dtype
+
+if TYPE_CHECKING:
+    from fastload.nested.leaves import Leaf
+
+Array = npt.NDArray[Any]
+
+# Those that this release of torch has: each release adds some.
+TENSOR_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in TENSOR_STORAGE if hasattr(torch, name)
+}
+_NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
+
+# A torch dtype that NumPy lacks, and the dtype of the same width that it is stored as.
+_REINTERPRETED: dict[torch.dtype, torch.dtype] = {
+    dtype: getattr(torch, TENSOR_STORAGE[name].name)
+    for name, dtype in TENSOR_DTYPES.items()
+    if TENSOR_STORAGE[name].name != name
+}
+
+
+def tensor_array(tensor: torch.Tensor) -> Array:
+    """The memory of a contiguous tensor as an array of its storage dtype, without a copy."""
+    reinterpreted = _REINTERPRETED.get(tensor.dtype)
+    array: Array = (tensor if reinterpreted is None else tensor.view(reinterpreted)).numpy()
+    return array
+
+
+def array_tensor(array: Array, name: str) -> torch.Tensor:
+    """A tensor of torch dtype `name` over the memory of a writable array, without a copy.
+
+    Raises:
+        ValueError: This release of torch has no such dtype.
+    """
+    try:
+        dtype = TENSOR_DTYPES[name]
+    except KeyError:
+        raise ValueError(f"torch {torch.__version__} has no dtype {name}") from None
+    tensor = torch.from_numpy(array)
+    return tensor.view(dtype) if dtype in _REINTERPRETED else tensor
+
+
+def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The name of a tensor's dtype, and the tensor in its plain form: C-contiguous, conjugated and negated.
+
+    Raises:
+        UnsupportedSampleError: Such a tensor is not cached. The caller adds the path.
+    """
+    if tensor.device.type != "cpu":
+        raise UnsupportedSampleError(f"a tensor on {tensor.device} is not cached: return tensor.cpu()")
+    if tensor.layout is not torch.strided:
+        raise UnsupportedSampleError(f"a {tensor.layout} tensor is not cached: return tensor.to_dense()")
+    if tensor.requires_grad:
+        raise UnsupportedSampleError("a tensor that requires grad is not cached: return tensor.detach()")
+    name = _NAMES.get(tensor.dtype)
+    if name is None:
+        raise UnsupportedSampleError(f"a tensor of {tensor.dtype} is not cached: return a plain dtype")
+    return name, tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
+    """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
+    if leaf.kind == "tensor":
+        return array_tensor(out, leaf.dtype)
+    tensor = torch.from_numpy(out)
+    if leaf.kind == "scalar":
+        # default_collate calls as_tensor on the list of scalars, whose choice of dtype is torch's own affair.
+        tensor = tensor.to(torch.as_tensor([out.dtype.type(0)]).dtype)
+    return tensor
+
+
+@lru_cache(maxsize=256)
+def collates(leaf: Leaf) -> bool:
+    """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
+    if leaf.kind in ("none", "bytes_"):
+        return False
+    if leaf.kind == "tensor":
+        return leaf.dtype in TENSOR_DTYPES
+    if leaf.kind in ("array", "scalar"):
+        dtype = numpy_dtype(leaf.dtype)
+        try:
+            torch.from_numpy(np.empty(0, dtype))
+            if leaf.kind == "scalar":
+                torch.as_tensor([dtype.type(0)])
+        except (TypeError, ValueError, RuntimeError):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""What the machine has, and what it refuses: CPUs and quotas, memory budgets, sizes for people."""

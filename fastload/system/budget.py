@@ -1,0 +1,194 @@
+"""How many bytes a cache may take: what is really free, and what the user allows.
+
+Free is the least of MemAvailable; for this process's cgroup and each of its ancestors, the limit less the
+use, where page cache that the kernel would give back counts as free; and RLIMIT_AS less the address space in
+use, because every process maps the whole cache.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AUTO_SHARE = 0.8  # of what is free; the rest is for the model, the workers and the batches under way
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_USAGE = (
+    'give "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
+)
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as a number near 2**63
+
+
+class _Files(NamedTuple):
+    """Where a version of cgroups keeps its figures."""
+
+    limits: tuple[str, ...]
+    used: str
+    reclaimable: str  # a line of memory.stat: what the kernel could give back
+
+
+_V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+
+
+def parse_budget(budget: str | float, *, name: str = "budget", available: int | None = None) -> int:
+    """Bytes that a budget stands for.
+
+    Args:
+        budget: `"auto"` (80% of what is free), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
+            40 * 2**30), or a float above 0 and up to 1 (a share of what is free).
+        name: Of the argument that the user gave, for the error.
+        available: Free bytes; read from the system if None.
+
+    Raises:
+        ValueError: The budget has another form, or is not above zero.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
+        raise ValueError(f"{name}={budget!r} is not a number of bytes: {_USAGE}")
+    if isinstance(budget, str):
+        if budget == "auto":
+            return int(AUTO_SHARE * (available_bytes() if available is None else available))
+        nbytes = _parse_size(budget, name)
+    elif isinstance(budget, int):
+        nbytes = budget
+    elif math.isfinite(budget) and 0 < budget <= 1:
+        return int(budget * (available_bytes() if available is None else available))
+    else:
+        raise ValueError(f"{name}={budget!r} is not a share between 0 and 1: {_USAGE}")
+    if nbytes <= 0:
+        raise ValueError(f"{name}={budget!r} is not above zero: {_USAGE}")
+    return nbytes
+
+
+def _parse_size(text: str, name: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].upper() not in _UNITS:
+        raise ValueError(f"{name}={text!r} is not a size: {_USAGE}")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def available_bytes(root: str | Path = "/") -> int:
+    """Bytes that this process could still take.
+
+    Args:
+        root: Where `proc` and `sys` are looked for; another one than `/` is for tests.
+    """
+    root = Path(root)
+    if not sys.platform.startswith("linux"):
+        return _psutil_available()
+    free = [_meminfo_available(_read(root / "proc/meminfo"))]
+    free += _cgroup_free(root)
+    free += _address_space_free(root)
+    return max(0, min(free))
+
+
+def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
+    """The least limit of the cgroups that hold this process; None if none of them has one.
+
+    Args:
+        root: As for `available_bytes`.
+    """
+    limits = [_group_limit(directory, files) for directory, files in _groups(Path(root))]
+    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+
+
+def _meminfo_available(meminfo: str) -> int:
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
+    if match:
+        return int(match[1]) * 1024
+    try:
+        return _psutil_available()
+    except OSError:  # /proc is not there; this figure leaves out page cache that the kernel would give back
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _psutil_available() -> int:
+    import psutil  # slow to import, and Linux hardly ever needs it
+
+    return int(psutil.virtual_memory().available)
+
+
+def _address_space_free(root: Path) -> Iterator[int]:
+    """RLIMIT_AS less what this process has mapped; nothing without that limit."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        mapped_pages = _read(root / "proc/self/statm").partition(" ")[0]
+        yield limit - int(mapped_pages or 0) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_free(root: Path) -> Iterator[int]:
+    """Limit less use of every cgroup that holds this process and has a limit."""
+    for directory, files in _groups(root):
+        free = _group_free(directory, files)
+        if free is not None:
+            yield free
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
+    """Every cgroup that holds this process, v1 and v2, and where it keeps its figures."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers == "":
+            mounts: tuple[str, ...] = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
+            files = _V2
+        elif "memory" in controllers.split(","):
+            mounts, files = ("sys/fs/cgroup/memory",), _V1
+        else:
+            continue
+        for mount in mounts:
+            for directory in _ancestors(root / mount, path):
+                yield directory, files
+
+
+def _ancestors(mount: Path, path: str) -> Iterator[Path]:
+    """The group and all groups above it up to the mount.
+
+    In a container the path may be the host's while the mount shows the container's own group as its root;
+    directories that are not there have no files and are passed over.
+    """
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        yield mount.joinpath(*parts[:depth])
+
+
+def _group_limit(directory: Path, files: _Files) -> int:
+    return min(_number(_read(directory / name)) for name in files.limits)
+
+
+def _group_free(directory: Path, files: _Files) -> int | None:
+    limit = _group_limit(directory, files)
+    used = _number(_read(directory / files.used))
+    if limit >= _NO_LIMIT or used >= _NO_LIMIT:
+        return None
+    match = re.search(rf"^{files.reclaimable} (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
+    return limit - used + (min(int(match[1]), used) if match else 0)
+
+
+def _number(text: str) -> int:
+    """The number in a cgroup file; `max`, and a file that is not there, count as no limit."""
+    text = text.strip()
+    return int(text) if text.isdigit() else _NO_LIMIT
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # not on this system, or hidden from this user

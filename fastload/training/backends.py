@@ -1,0 +1,105 @@
+"""torch's global speed switches, set for a while and put back.
+
+The switches are global to the process: other threads see them.
+
+1. What is None is neither read nor written.
+2. TF32 is set through torch's older switches and, where torch has them (2.9 and later), through the
+   ``fp32_precision`` fields as well: torch raises when code (its own compiler, say) reads an older switch
+   that disagrees with a field. Where they disagree before we come, the fields alone are set.
+3. The CPU's matrix products keep their precision, though torch's older switch sets it as well; where torch
+   would then refuse to read that switch (they used TF32 or bfloat16), they go by it inside.
+4. Every switch reads the same afterwards, also after an exception. (A field that read as its parent's value
+   holds that value as its own from then on: torch has no way to tell the two apart.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def tune_backends(
+    *, tf32: bool | None = None, cudnn_benchmark: bool | None = None
+) -> contextlib._GeneratorContextManager[None]:
+    """Set torch's speed switches inside a ``with`` block, or a function decorated with it.
+
+    A call alone, without ``with``, sets nothing. Decorated, a generator or a coroutine runs without the
+    switches: write the ``with`` block inside it. What is None stays as it is. Nothing needs a GPU; no CUDA
+    context is made.
+
+    Args:
+        tf32: Whether float32 matrix products and convolutions on the GPU may use TF32, which keeps 10 bits of
+            mantissa and is several times faster on Ampere and later GPUs. torch's default: convolutions only.
+            Products on the CPU keep their precision. Not so before torch 2.9, which has one switch for both;
+            nor where torch would refuse to read that switch: there bfloat16 becomes TF32 under True, and
+            either of them becomes float32 under False.
+        cudnn_benchmark: Whether cuDNN tries its algorithms at the first batch of each shape and keeps the
+            fastest. Pays where shapes repeat; costs time and memory where each batch has another shape.
+
+    Raises:
+        TypeError: A value is neither a bool nor None.
+    """
+    for name, value in (("tf32", tf32), ("cudnn_benchmark", cudnn_benchmark)):
+        if not isinstance(value, bool) and value is not None:
+            raise TypeError(f"{name} should be True, False or None (leave it as it is), but got {value!r}")
+    return _tuned(tf32, cudnn_benchmark)
+
+
+@contextlib.contextmanager
+def _tuned(tf32: bool | None, cudnn_benchmark: bool | None) -> Iterator[None]:
+    with contextlib.ExitStack() as to_restore:
+        if cudnn_benchmark is not None:
+            to_restore.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+            torch.backends.cudnn.benchmark = cudnn_benchmark
+        if tf32 is not None:
+            _set_tf32(tf32, to_restore)
+        yield
+
+
+def _set_tf32(tf32: bool, to_restore: contextlib.ExitStack) -> None:
+    # Restored first are the older switches, then the fields: the callbacks run in reverse. The CPU's matrix
+    # products are among the fields because set_float32_matmul_precision() writes theirs too.
+    fields = _precision_fields()
+    on_cpu = [(field, field.fp32_precision) for field in _cpu_fields()]
+    for field in [*fields, *(field for field, _ in on_cpu)]:
+        to_restore.callback(setattr, field, "fp32_precision", field.fp32_precision)
+    with contextlib.suppress(RuntimeError):  # they disagree: rule 2
+        to_restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        _keep(on_cpu)
+    with contextlib.suppress(RuntimeError):
+        to_restore.callback(setattr, torch.backends.cudnn, "allow_tf32", torch.backends.cudnn.allow_tf32)
+        torch.backends.cudnn.allow_tf32 = tf32
+    for field in fields:
+        field.fp32_precision = "tf32" if tf32 else "ieee"
+
+
+def _keep(precisions: list[tuple[Any, str]]) -> None:
+    """Put the CPU's fields back, but not where torch's older switch could no longer be read (rule 3)."""
+    for field, precision in precisions:
+        as_torch_set_it = field.fp32_precision
+        field.fp32_precision = precision
+        try:
+            torch.get_float32_matmul_precision()
+        except RuntimeError:
+            field.fp32_precision = as_torch_set_it
+
+
+def _precision_fields() -> list[Any]:
+    """What has an ``fp32_precision`` of its own on the GPU; nothing before torch 2.9."""
+    if not hasattr(torch.backends, "fp32_precision"):
+        return []
+    cudnn: Any = torch.backends.cudnn
+    return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+
+
+def _cpu_fields() -> list[Any]:
+    if not hasattr(torch.backends, "fp32_precision"):
+        return []
+    mkldnn: Any = torch.backends.mkldnn
+    return [mkldnn.matmul]

@@ -1,0 +1,281 @@
+"""One pipe between the parent and one worker: whole messages of at most 4 KB, with descriptors.
+
+A pair of connected SOCK_SEQPACKET sockets: each message arrives whole or not at all, and may bring
+descriptors along (unix(7), SCM_RIGHTS). Rules:
+
+1. A message above MESSAGE_BYTES travels in a segment of its own; the pipe carries the segment's descriptor.
+2. The parent never blocks in send: messages that the socket does not take wait in the outbox. So the parent
+   always receives from a worker that blocks in send, and the two ends can never wait for each other.
+3. close() shuts the connection down, so that the other end sees it even if a forked process kept a copy.
+4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
+   number. The receiver never mistakes it for a message without descriptors.
+5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
+   cannot lose it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import pickle
+import select
+import socket
+import struct
+from collections import deque
+from multiprocessing import reduction
+from typing import TYPE_CHECKING, Any
+
+from fastload.memory.segment import Segment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MESSAGE_BYTES = 4096
+_HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
+_MAX_DESCRIPTORS = 2
+# The arguments of recvmsg, each in a tuple for map().
+_RECEIVE = (
+    (MESSAGE_BYTES,),
+    (socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize),)
+    if hasattr(socket, "CMSG_SPACE")
+    else (),
+    (getattr(socket, "MSG_CMSG_CLOEXEC", 0),),
+)
+
+
+class Received:
+    """A message that has arrived; it owns its descriptors until `close`.
+
+    Args:
+        data: What came through the socket.
+        fds: The descriptors that came with it.
+
+    Attributes:
+        number: As the sender gave it.
+        is_cut: Whether descriptors are missing, because this process may open no more.
+    """
+
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self._fds = fds
+        self._unclosed = iter(fds)
+        self._data = data
+        self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
+        self.is_cut = len(fds) < num_fds
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `load` gives the message."""
+        try:
+            self.load()
+        except Exception:  # noqa: BLE001  # whatever the classes in the message raise
+            return False
+        return True
+
+    def load(self) -> Any:
+        """The message, if it is not cut.
+
+        Raises:
+            Exception: What unpickling raised.
+        """
+        if self._is_in_segment:
+            return pickle.loads(_read_all(self._fds[0], self._nbytes))
+        return pickle.loads(memoryview(self._data)[_HEADER.size :])
+
+    @property
+    def fd(self) -> int | None:
+        """The descriptor that was sent along, which stays this object's."""
+        place = int(self._is_in_segment)
+        return self._fds[place] if len(self._fds) > place else None
+
+    def close(self) -> None:
+        """Close the descriptors; idempotent."""
+        _close_all(self._unclosed)
+
+
+class Channel:
+    """One end of the pipe.
+
+    Args:
+        end: The connected socket; owned from here on.
+        blocking: Whether send() waits (workers) or keeps an outbox (the parent).
+    """
+
+    def __init__(self, end: socket.socket, *, blocking: bool) -> None:
+        end.setblocking(blocking)
+        self._socket = end
+        self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
+        self._arrived: deque[Any] = deque()  # as the socket gave it
+        self._inbox: deque[Received] = deque()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for poll."""
+        return self._socket.fileno()
+
+    def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
+        """Send a picklable message, and a descriptor with it, which stays the caller's.
+
+        Args:
+            message: Any picklable object.
+            fd: A descriptor of which the receiver gets a duplicate.
+            number: Which the receiver can read even where the message cannot be received.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: The other end is gone.
+            SegmentError, OSError: There is no memory or descriptor left for a long message; nothing was sent.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        fds: list[int] = []
+        is_in_segment = _HEADER.size + len(data) > MESSAGE_BYTES
+        nbytes = len(data)
+        try:
+            if is_in_segment:
+                segment = Segment.create(nbytes, name="fastload-message")
+                fds.append(segment.fd)
+                _write_all(segment.fd, data)
+                data = b""
+            if fd is not None:
+                fds.append(os.dup(fd))  # it may wait in the outbox for longer than the caller keeps it open
+        except BaseException:
+            for own in fds:
+                os.close(own)
+            raise
+        self._outbox.append((_HEADER.pack(is_in_segment, len(fds), number, nbytes) + data, fds))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what waits in the outbox; False if some of it must wait on."""
+        while self._outbox:
+            data, fds = self._outbox[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                self._socket.sendmsg([data], ancillary)
+            except BlockingIOError:
+                return False
+            _close_all(map(fds.pop, [0] * len(fds)))
+            self._outbox.popleft()
+        return True
+
+    def peek(self) -> Received | None:
+        """The next message, which `take_out` removes.
+
+        Returns None when there is none yet (parent) or when the other end has gone (both).
+        """
+        if self._inbox:
+            self._arrived.clear()  # the same message, where a signal came between the two last lines
+            return self._inbox[0]
+        if not self._arrived:
+            try:
+                # One call from the socket into the deque: a signal handler that raises finds the message
+                # either in the socket or in the deque.
+                self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
+            except (BlockingIOError, ConnectionResetError):
+                return None
+        data, ancillary, _, _ = self._arrived[0]
+        if not data:
+            self._arrived.clear()
+            return None
+        self._inbox.append(Received(data, _descriptors(ancillary)))
+        self._arrived.clear()
+        return self._inbox[0]
+
+    def take_out(self) -> None:
+        """Remove the message that `peek` gave, and close its descriptors."""
+        self._inbox[0].close()
+        self._inbox.popleft()
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether nothing waits in the outbox."""
+        return not self._outbox
+
+    def has_message(self) -> bool:
+        """Whether a message is waiting to be received."""
+        if self._inbox or self._arrived:
+            return True
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        try:
+            return bool(poller.poll(0)) and bool(self._socket.recv(1, socket.MSG_PEEK))
+        except (BlockingIOError, ConnectionResetError):
+            return False
+
+    def is_hung_up(self) -> bool:
+        """Whether the other end has closed; messages sent before that may still wait here."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Hang up; idempotent."""
+        with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
+        while self._outbox:
+            _close_all(iter(self._outbox.popleft()[1]))
+        if self._inbox:
+            self._arrived.clear()
+            self.take_out()
+        while self._arrived:
+            _close_all(iter(_descriptors(self._arrived.pop()[1])))
+        self._socket.close()
+
+
+class ChannelEnd:
+    """A worker's end on its way to the worker: pickles as a descriptor while a process is being started."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    def open(self) -> Channel:
+        """The channel, in the worker."""
+        return Channel(self.socket, blocking=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach_end, (reduction.DupFd(self.socket.fileno()),)
+
+
+def _attach_end(duplicate: Any) -> ChannelEnd:
+    return ChannelEnd(socket.socket(fileno=duplicate.detach()))
+
+
+def make_channel() -> tuple[Channel, ChannelEnd]:
+    """A connected pair: the parent's channel and the end that a worker will open."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(ours, blocking=False), ChannelEnd(theirs)
+
+
+def _close_all(fds: Iterator[int]) -> None:
+    """Close descriptors as they leave the iterator, in one call: no signal handler runs between the two."""
+    deque(map(os.close, fds), maxlen=0)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    offset = 0
+    view = memoryview(data)
+    while offset < len(data):
+        offset += os.pwrite(fd, view[offset:], offset)
+
+
+def _read_all(fd: int, nbytes: int) -> bytes:
+    parts = []
+    offset = 0
+    while offset < nbytes:
+        part = os.pread(fd, nbytes - offset, offset)
+        if not part:
+            raise EOFError(f"a message of {nbytes:,} bytes ends after {offset:,}")
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message."""
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return list(fds)

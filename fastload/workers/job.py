@@ -1,0 +1,296 @@
+"""What workers are asked to do, and how it crosses the process border: pickled once for all of them.
+
+Under fork nothing is pickled. Under spawn and forkserver the parent pickles the job once into a segment;
+each worker gets that segment's descriptor, and duplicates of the descriptors that the job refers to
+(locks' and queues' pipes, shared tensors, caches).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+from dataclasses import dataclass, fields
+from multiprocessing import context, reduction
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torch.utils.data.dataloader import _DatasetKind
+
+from fastload.batch.fetch import FetchSettings
+from fastload.batch.loader_collate import own_collate
+from fastload.memory.segment import Segment, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastload.batch.stream_state import StreamState
+    from fastload.workers.settings import LoaderSettings
+
+_MAX_SEARCH_DEPTH = 6
+
+
+@dataclass(kw_only=True)
+class Job(FetchSettings):
+    """Everything that all workers of one iterator share; without workers, what the iterator does itself.
+
+    Attributes:
+        dataset: What is read.
+        worker_init_fn: As torch's loader has it.
+        base_seed: Drawn when the iterator was made.
+        num_workers: Of the loader.
+        seed_pipelines: Whether albumentations pipelines get streams of their own.
+        seeds_samples: Whether each sample is seeded: ``rng="sample"``.
+        dataset_states: Where an iterable dataset goes on, by worker; None: at its beginning.
+    """
+
+    dataset: Any
+    worker_init_fn: Callable[[int], Any] | None
+    base_seed: int
+    num_workers: int
+    seed_pipelines: bool
+    seeds_samples: bool
+    dataset_states: list[StreamState] | None = None
+
+    @classmethod
+    def of(cls, loader: LoaderSettings, base_seed: int, dataset_states: list[StreamState] | None) -> Job:
+        """What an epoch of this loader asks of whoever fetches it.
+
+        Args:
+            loader: Read, not kept.
+            base_seed: What was drawn when the iterator was made.
+            dataset_states: See above.
+        """
+        return cls(
+            dataset=loader.dataset,
+            is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
+            auto_collation=loader._auto_collation,
+            collate_fn=own_collate(loader.collate_fn),
+            drop_last=loader.drop_last,
+            worker_init_fn=loader.worker_init_fn,
+            base_seed=base_seed,
+            num_workers=loader.num_workers,
+            seed_pipelines=loader.seed_pipelines,
+            channels_last=loader.memory_format is torch.channels_last,
+            seeds_samples=loader.rng == "sample",
+            on_error=loader.on_error,
+            replacements=_replacements(loader),
+            dataset_states=dataset_states,
+        )
+
+    def load(self) -> Job:
+        """The job itself: under fork it needs no unpacking."""
+        return self
+
+
+def _replacements(loader: LoaderSettings) -> Sequence[Any]:
+    """The indices that the sampler may give, if `on_error` needs them and the sampler is one of torch's.
+
+    A batch sampler of the user's chooses its indices itself: the sampler that torch then makes is not used.
+    """
+    if loader.on_error == "raise":
+        return ()
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        return range(len(loader.dataset)) if source is loader.dataset else ()
+    return ()
+
+
+class PickledJob:
+    """A job as a segment and the descriptors it refers to; pickles into a process that is being started."""
+
+    def __init__(self, segment: Segment, sizes: list[int], fds: list[int]) -> None:
+        self._segment = segment
+        self._sizes = sizes
+        self._fds = fds
+
+    def load(self) -> Job:
+        """Unpickle the job, in the worker.
+
+        Large arrays are views of private copy-on-write pages: unchanged ones are shared by all workers.
+        """
+        pages = mmap.mmap(
+            self._segment.fd, self._segment.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        parts = []
+        offset = 0
+        for size in self._sizes:
+            parts.append(memoryview(pages)[offset : offset + size])
+            offset += round_up(size, mmap.PAGESIZE)
+        _received_fds[:] = self._fds
+        try:
+            job = pickle.loads(parts[0], buffers=parts[1:])
+        finally:
+            _received_fds.clear()
+            self.close()
+        if not isinstance(job, Job):
+            raise TypeError(f"expected a pickled Job, got {type(job)}")
+        return job
+
+    def close(self) -> None:
+        """Close the descriptors; in the parent, once all workers have been started."""
+        self._segment.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        duplicates = [reduction.DupFd(fd) for fd in self._fds]
+        return _attach_job, (self._segment, self._sizes, duplicates)
+
+
+def _attach_job(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledJob:
+    return PickledJob(segment, sizes, [duplicate.detach() for duplicate in duplicates])
+
+
+def pickle_job(job: Job) -> PickledJob:
+    """Pickle ``job`` once for any number of workers.
+
+    Raises:
+        Exception: What pickle raised, with a note that names the attribute that cannot be pickled.
+    """
+    fds: list[int] = []
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        with _collect_descriptors(fds):
+            head = _dump(job, buffers)
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, Exception):
+            error.add_note(_explain(job))
+        raise
+    views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+    try:
+        segment = Segment.create(
+            sum(round_up(len(view), mmap.PAGESIZE) for view in views), name="fastload-job"
+        )
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    pickled = PickledJob(segment, [len(view) for view in views], fds)
+    try:
+        offset = 0
+        for view in views:
+            start = 0
+            while start < len(view):
+                start += os.pwrite(segment.fd, view[start:], offset + start)
+            offset += round_up(len(view), mmap.PAGESIZE)
+    except BaseException:
+        pickled.close()
+        raise
+    return pickled
+
+
+def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        # A read-only buffer or a small one stays in the stream.
+        view = buffer.raw()
+        if view.readonly or len(view) < mmap.PAGESIZE:
+            return True
+        buffers.append(buffer)
+        return False
+
+    file = io.BytesIO()
+    # ForkingPickler knows how locks, queues, connections and torch's tensors are handed to a process.
+    reduction.ForkingPickler(file, 5, True, take).dump(value)
+    return file.getvalue()
+
+
+# --- descriptors inside the pickle -----------------------------------------------------------------------
+
+_received_fds: list[int] = []
+
+
+class _InheritedFd:
+    """A descriptor by its place in the job's list; what multiprocessing calls a DupFd."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def detach(self) -> int:
+        return os.dup(_received_fds[self._number])
+
+
+class _Collector:
+    """Stands where multiprocessing expects the process that is being started, and keeps its descriptors."""
+
+    DupFd = _InheritedFd
+
+    def __init__(self, fds: list[int]) -> None:
+        self._fds = fds
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self._fds.append(os.dup(fd))
+        return len(self._fds) - 1
+
+
+@contextlib.contextmanager
+def _collect_descriptors(fds: list[int]) -> Any:
+    context.set_spawning_popen(_Collector(fds))  # type: ignore[arg-type]  # typeshed knows real Popens only
+    try:
+        yield
+    finally:
+        context.set_spawning_popen(None)
+
+
+# --- saying what cannot be pickled -----------------------------------------------------------------------
+
+
+def _explain(job: Job) -> str:
+    for field in fields(job):
+        if field.name in ("dataset", "collate_fn", "worker_init_fn"):
+            found = _find_unpicklable(getattr(job, field.name), field.name, _MAX_SEARCH_DEPTH)
+            if found is not None:
+                path, value = found
+                return (
+                    f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. "
+                    "Define functions and classes at the top level of a module instead of lambdas and local "
+                    "functions, open files and connections lazily in the worker, "
+                    "or use multiprocessing_context='fork'."
+                )
+    return "fastload: the dataset could not be sent to a worker process"
+
+
+def _find_unpicklable(value: Any, path: str, depth: int) -> tuple[str, Any] | None:
+    """The deepest attribute or element that fails to pickle, by its path."""
+    fds: list[int] = []
+    try:
+        with _collect_descriptors(fds):
+            _dump(value, [])
+        return None
+    except Exception:  # noqa: BLE001  # whatever it raises is what we look for
+        pass
+    finally:
+        for fd in fds:
+            os.close(fd)
+    if depth:
+        for name, part in _parts(value):
+            found = _find_unpicklable(part, path + name, depth - 1)
+            if found is not None:
+                return found
+    return path, value
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{number}]", part) for number, part in enumerate(value[:1000])]
+    state = getattr(value, "__dict__", None)
+    return [(f".{name}", part) for name, part in state.items()] if isinstance(state, dict) else []

@@ -1,0 +1,505 @@
+"""Start, feed, watch and stop workers. Runs in the parent, and owns every process, pipe and slot.
+
+The pool does not know samplers and epochs: it takes tasks for a worker and returns the worker's answers, in
+the order of the tasks. Rules:
+
+1. Only this process keeps books; workers share nothing with each other.
+2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
+3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
+4. close() may be called at any time, from any state and thread, again after it was interrupted, and in a
+   forked child, where it only lets go (and takes no lock: a thread that does not exist there may have held
+   it at the fork).
+5. Answers are matched to tasks by their serial number. An answer that cannot be received or opened is an
+   error at the turn of its task, and costs no other.
+6. An exception from a signal handler may end `take`. The next call continues from there, because a task or an
+   answer leaves its queue only after the pool has recorded the step that it was in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import pickle
+import select
+import signal
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.batch.packing import has_leaves_that_stay, unpack
+from fastload.device.registered import RegisteredSlots
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.memory.lease import Memory
+from fastload.memory.ring import SlotState
+from fastload.memory.segment import Segment
+from fastload.system.limits import too_many_files
+from fastload.workers.channel import Channel, make_channel
+from fastload.workers.death_message import death_message, oom_kills
+from fastload.workers.job import Job, PickledJob, pickle_job
+from fastload.workers.process import WorkerProcess, wait_for_all
+from fastload.workers.starting import check_start, preload_forkserver
+from fastload.workers.task import Task
+from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
+
+if TYPE_CHECKING:
+    from multiprocessing.context import BaseContext
+
+    from fastload.batch.replacing import Place
+    from fastload.batch.stream_state import StreamState
+    from fastload.device.cuda import Backend
+    from fastload.memory.ring import Ring, Slot
+    from fastload.rng.draws import Draw
+    from fastload.workers.channel import Received
+
+_log = logging.getLogger("fastload")
+
+# A worker may finish its current sample; after that it gets SIGTERM, and then SIGKILL.
+_GRACE_S = 5.0
+_TERMINATE_S = 1.0
+# After a death the caller waits for its error, and batches that other workers are reading are lost anyway.
+_GRACE_AFTER_DEATH_S = 0.2
+# One look at a pool of live processes costs less than this matters.
+_WATCH_INTERVAL_S = 5.0
+
+
+class _WorkerHandle:
+    """What the parent knows of one worker."""
+
+    def __init__(self, process: WorkerProcess, channel: Channel) -> None:
+        self.process = process
+        self.channel = channel
+        self.waiting: deque[Task] = deque()  # no slot yet
+        self.sent: deque[Task] = deque()  # in the order of their answers; those before the caller's are done
+
+
+class Pool:
+    """The workers of one iterator.
+
+    Args:
+        job: What they do.
+        context: The multiprocessing context that starts them.
+        ring: The books of their slots.
+        num_restarts: How many workers that died may be replaced; their unfinished tasks are done again.
+
+    Raises:
+        WorkerStartError: Processes cannot be started from here.
+    """
+
+    def __init__(self, job: Job, context: BaseContext, ring: Ring, *, num_restarts: int = 0) -> None:
+        self.ring = ring
+        self.registered: RegisteredSlots | None = None  # where a device reads slots in place
+        self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
+        self._closing = threading.RLock()
+        self._pid = os.getpid()
+        self._serials = itertools.count(1)  # of messages to workers
+        self._workers: list[_WorkerHandle] = []
+        self._is_closed = False
+        self._death = ""  # the text of the error, if workers died and the pool closed for that
+        self._context = context
+        self._job: Job | PickledJob = job  # as it is sent to workers
+        self._restarts_left = num_restarts
+        self._restart: Restart | None = None  # the message that began the last epoch of persistent workers
+        self._oom_kills = oom_kills()
+        method = context.get_start_method()
+        check_start(job, method)
+        try:
+            if method == "forkserver":
+                preload_forkserver()
+            if method != "fork":
+                self._job = pickle_job(job)
+            for worker_id in range(job.num_workers):
+                self._workers.append(self._start(worker_id))
+        except BaseException:
+            self.close()
+            raise
+        if not num_restarts and isinstance(self._job, PickledJob):
+            self._job.close()
+
+    def _start(self, worker_id: int) -> _WorkerHandle:
+        ours, theirs = make_channel()
+        inherited = [*(worker.channel for worker in self._workers), ours]
+        try:
+            process = WorkerProcess(worker_id, self._context, self._job, theirs, inherited)
+        except BaseException:
+            ours.close()
+            raise
+        return _WorkerHandle(process, ours)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the workers, and not one that was forked from it."""
+        return os.getpid() == self._pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids, by worker number."""
+        return [worker.process.pid for worker in self._workers]
+
+    def submit(
+        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+    ) -> None:
+        """Give a worker its next task; never blocks."""
+        with self.lock:
+            self.expect_open()
+            worker = self._workers[worker_id]
+            worker.waiting.append(Task(number, index, draw, at))
+            self._feed(worker, worker_id)
+
+    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
+        """Tell all workers that a new epoch begins; answers to older tasks still come first.
+
+        Args:
+            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Where each worker's stream goes on, if it does.
+        """
+        with self.lock:
+            self._restart = Restart(epoch, None)
+            for worker_id, worker in enumerate(self._workers):
+                for task in [*worker.sent, *worker.waiting]:
+                    task.is_stale = True
+                while worker.waiting and worker.waiting[0].slot is None:
+                    worker.waiting.popleft()  # no worker has seen these
+                state = None if dataset_states is None else dataset_states[worker_id]
+                self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
+
+    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
+
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. Until the
+        caller asks for a later task, it can ask for this one again, and takes the payload out itself.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            number: Of the task; those before it are done with.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError: No answer came in time.
+            WorkerDiedError: A worker has ended.
+            LoaderClosedError: The pool was closed.
+        """
+        task = self._answered(worker_id, number, timeout_s)
+        if task.kind is None:
+            try:
+                kind, payload = self._open(task)
+            except Exception as error:  # noqa: BLE001  # it has cost this batch, and comes at its turn
+                kind, payload = Kind.ERROR, error
+            task.payload = payload
+            task.kind = kind
+            task.lease = None
+        with self.lock:
+            self._give_back(task)
+        return task
+
+    def _open(self, task: Task) -> tuple[Kind, Any]:
+        """What the answer to a task brings. Nothing that changes on a second call but the slot's state."""
+        slot, reply = task.slot, task.reply
+        if slot is None or reply is None:
+            raise AssertionError("an answered task has a slot and a reply")
+        task.dataset_state = reply.dataset_state
+        task.failed = reply.failed
+        if reply.kind is Kind.ERROR:
+            parts = _load_error(reply)
+            task.place, task.notes = parts.place, parts.notes
+            return Kind.ERROR, parts.wrapper
+        packed = reply.packed
+        if packed is None:
+            return reply.kind, None
+        with self.lock:
+            if not packed.used_bytes or slot.memory is None:
+                return reply.kind, unpack(packed, b"")
+            if task.lease is None:
+                task.lease = slot.memory.lease()
+            batch = unpack(packed, task.lease)
+            if slot.state is SlotState.LENT:
+                return reply.kind, batch  # a signal came after it was lent
+            # What a prefetcher passes on as it is goes to its caller, who shall have nothing registered.
+            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
+            if self.registered is not None and not is_private:
+                self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
+            if not is_private and self.ring.lend(slot):
+                return reply.kind, batch
+            del batch
+        copy = np.array(np.frombuffer(task.lease, np.uint8, packed.used_bytes))
+        return reply.kind, unpack(packed, copy)
+
+    def _give_back(self, task: Task) -> None:
+        """Free the slot of an opened task, unless its batch was lent."""
+        slot = task.slot
+        if slot is not None and slot.serial == task.serial and slot.state is SlotState.READY:
+            self.ring.release(slot)
+
+    def _answered(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The task of this number, once its answer is there and its slot is READY."""
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        while True:
+            with self.lock:
+                self.expect_open()
+                worker = self._workers[worker_id]
+                self._drop_done(worker, number)  # first, because `_feed` may use the slots that it frees
+                for other_id, other in enumerate(self._workers):
+                    self._feed(other, other_id)
+                task = worker.sent[0] if worker.sent else None
+                if task is not None and task.reply is not None:
+                    return task
+                received = worker.channel.peek()
+                if received is not None:
+                    self._accept(worker, received)
+                    continue
+            self._wait(worker, deadline)
+
+    def _drop_done(self, worker: _WorkerHandle, number: int) -> None:
+        """Forget tasks that the caller is done with, and answered ones of an epoch that was left."""
+        while worker.sent:
+            task = worker.sent[0]
+            if not (task.is_stale and task.reply is not None) and (task.is_stale or task.number >= number):
+                break
+            self._give_back(task)
+            worker.sent.popleft()
+
+    def expect_open(self) -> None:
+        """Do nothing while answers may still come.
+
+        Raises:
+            WorkerDiedError: A worker has died; the thread that pins batches may have found out first.
+            LoaderClosedError: The pool was closed.
+        """
+        if self._death:
+            raise WorkerDiedError(self._death)
+        if self._is_closed:
+            raise LoaderClosedError
+
+    def _accept(self, worker: _WorkerHandle, received: Received) -> None:
+        """Note an answer that has arrived; those that should have come before it are lost."""
+        for task in worker.sent:
+            if task.serial < received.number and task.reply is None:
+                self._lose(task, "the answer to it never arrived")
+            elif task.serial == received.number and task.reply is None:
+                self._fill(task, received)
+        worker.channel.take_out()  # also one that a signal kept here after it was noted
+
+    def _fill(self, task: Task, received: Received) -> None:
+        if received.is_cut:
+            self._lose(task, f"its memory could not be received, {too_many_files()}")
+        else:
+            try:
+                reply, memory = Reply.of_plain(received.load()), None
+            except Exception as error:  # it may name indices, which are objects of the user's
+                if received.is_readable:
+                    raise  # from a handler for signals; the answer is still here for the next call
+                self._lose(task, f"the answer could not be unpickled: {error!r}")
+                return
+            if received.fd is not None:
+                try:
+                    memory = Memory(
+                        Segment(received.fd, os.fstat(received.fd).st_size).map(writable=True), shared=True
+                    )
+                except (OSError, MemoryError, ValueError) as error:
+                    is_limit = getattr(error.__cause__, "errno", None) == errno.EMFILE
+                    self._lose(task, f"{error}, {too_many_files()}" if is_limit else str(error))
+                    return
+            self.ring.fill(_slot_of(task), memory)
+            task.reply = reply
+
+    def _lose(self, task: Task, reason: str) -> None:
+        """The answer to a task is an error; the worker makes new memory for the next batch in its slot."""
+        error = BatchLostError(f"a batch was lost on its way from a worker: {reason}")
+        slot = _slot_of(task)
+        if slot.state is SlotState.FILLING:
+            self.ring.fill(slot, None)
+        slot.memory = None
+        task.payload, task.kind = error, Kind.ERROR
+        task.reply = Reply(Kind.ERROR)
+
+    def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
+        """Send what has been waiting for a slot or for room in the pipe."""
+        while worker.waiting:
+            task = worker.waiting[0]
+            if task.slot is None:
+                task.slot = self.ring.acquire(worker_id)
+            if task.slot is None:
+                break
+            if not task.serial:
+                task.serial = next(self._serials)
+            task.slot.serial = task.serial
+            if not worker.sent or worker.sent[-1] is not task:
+                worker.sent.append(task)
+            message = Fetch(
+                task.slot.number,
+                task.slot.memory is not None,
+                self.ring.num_slots(worker_id),
+                task.index,
+                task.draw,
+                task.at,
+            )
+            self._send(worker, worker_id, message, task.serial, task)
+            worker.waiting.popleft()
+        else:
+            if not worker.channel.is_flushed:
+                with contextlib.suppress(
+                    BrokenPipeError, ConnectionResetError
+                ):  # _wait() finds out and says so
+                    worker.channel.flush()
+
+    def _send(
+        self,
+        worker: _WorkerHandle,
+        worker_id: int,
+        message: Fetch | Restart,
+        serial: int,
+        task: Task | None = None,
+    ) -> None:
+        try:
+            worker.channel.send(message.to_plain() if isinstance(message, Fetch) else message, number=serial)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the worker is gone: _wait() finds out why and says so
+        except Exception as error:
+            if task is not None:
+                error.add_note(
+                    f"fastload: the index of batch {task.number} could not be sent to worker {worker_id}"
+                )
+            self._is_closed = True  # the worker would never answer this task; the iterator ends the workers
+            raise
+
+    def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
+        """Wait until the worker has answered, some pipe has room, some worker has ended, or close()."""
+        poller = select.poll()
+        by_fd = {}
+        with self.lock:
+            self.expect_open()
+            for worker_id, other in enumerate(self._workers):
+                events = select.POLLIN if other is worker else 0
+                if not other.channel.is_flushed:
+                    events |= select.POLLOUT
+                if events:
+                    poller.register(other.channel, events)
+                poller.register(other.process, select.POLLIN)
+                by_fd[other.process.fileno()] = worker_id
+        wait_s = _WATCH_INTERVAL_S
+        if deadline is not None:
+            wait_s = min(wait_s, deadline - time.monotonic())
+            if wait_s <= 0:
+                raise TimeoutError
+        ready = poller.poll(wait_s * 1000)
+        dead = [by_fd[fd] for fd, _ in ready if fd in by_fd]
+        if dead:
+            with self.lock:
+                self.expect_open()  # workers that were stopped are no deaths
+                if worker.channel.has_message():
+                    return
+                if len(dead) <= self._restarts_left:
+                    try:
+                        for worker_id in dead:
+                            self._replace(worker_id)
+                    except BaseException:
+                        self._is_closed = True  # no worker would ever answer its unfinished tasks
+                        raise
+                    return
+                self._note_death(dead)
+            self.close(_GRACE_AFTER_DEATH_S)  # the caller finds the death in expect_open()
+
+    def _note_death(self, dead: list[int]) -> None:
+        messages = [self._cause_of_death(worker_id) for worker_id in dead]
+        pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
+        self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
+        _log.error("%s", self._death)
+
+    def _cause_of_death(self, worker_id: int) -> str:
+        worker = self._workers[worker_id]
+        task = next((task for task in worker.sent if task.reply is None), None)
+        return death_message(worker_id, worker.process.exit_code(), task, oom_kills() - self._oom_kills)
+
+    def _replace(self, worker_id: int) -> None:
+        """Start a worker in the place of one that died, and give it the tasks that are not answered."""
+        worker = self._workers[worker_id]
+        while (received := worker.channel.peek()) is not None:
+            self._accept(worker, received)
+        self._restarts_left -= 1
+        _log.warning(
+            "%s A new worker does its unfinished batches again; restart_workers allows %d more",
+            self._cause_of_death(worker_id),
+            self._restarts_left,
+        )
+        self._oom_kills = oom_kills()
+        self.ring.forget(worker_id)  # the new process has none of its memory
+        worker.channel.close()
+        worker.process.clean_up()
+        new = self._workers[worker_id] = self._start(worker_id)
+        if self._restart is not None:
+            self._send(new, worker_id, self._restart, next(self._serials))
+        new.sent.extend(task for task in worker.sent if task.reply is not None)
+        for task in dict.fromkeys([*worker.sent, *worker.waiting]):
+            if task.reply is None and not task.is_stale:
+                new.waiting.append(Task(task.number, task.index, task.draw, task.at))
+
+    def let_read(self, backend: Backend, stream: Any) -> None:
+        """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
+        if self.registered is None or self.registered.stream is not stream:
+            self.unregister()
+            self.registered = RegisteredSlots(backend, stream)
+
+    def unregister(self) -> None:
+        """From now on no slot is read in place; waits for the copies that are under way."""
+        if self.registered is not None:
+            self.registered.close()
+            self.registered = None
+
+    def close(self, grace_s: float | None = None) -> None:
+        """Stop the workers and let go of all slots; batches that the caller holds stay valid.
+
+        An exception that interrupts this ends the workers at once.
+
+        Args:
+            grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
+        """
+        if not self.is_ours:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.abandon()
+                worker.process.abandon()
+            if isinstance(self._job, PickledJob):
+                self._job.close()
+            return
+        with self.lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.close()  # ends a wait in another thread too
+        with self._closing:
+            processes = [worker.process for worker in self._workers]
+            try:
+                if not wait_for_all(processes, _GRACE_S if grace_s is None else grace_s):
+                    for process in processes:
+                        process.send_signal(signal.SIGTERM)
+                    wait_for_all(processes, _TERMINATE_S)
+            finally:
+                for process in processes:
+                    process.send_signal(signal.SIGKILL)
+                wait_for_all(processes, _TERMINATE_S)
+                for process in processes:
+                    process.clean_up()
+                with self.lock:
+                    self._workers.clear()
+                    self.ring.clear()
+                    self.unregister()
+                    if isinstance(self._job, PickledJob):
+                        self._job.close()
+
+
+def _slot_of(task: Task) -> Slot:
+    if task.slot is None:
+        raise AssertionError("a task that was sent has a slot")
+    return task.slot
+
+
+def _load_error(reply: Reply) -> ErrorParts:
+    """What an error reply brings."""
+    if reply.error is None:
+        raise AssertionError("an error reply brings an error")
+    parts: ErrorParts = pickle.loads(reply.error)
+    return parts

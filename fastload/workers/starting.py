@@ -1,0 +1,95 @@
+"""What must hold before worker processes are started; called by the loader and the pool, in the parent."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from multiprocessing import forkserver, process
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import WorkerStartError
+from fastload.memory.segment import why_unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.workers.job import Job
+
+
+@functools.cache
+def why_no_processes() -> str | None:
+    """Why worker processes cannot use our transport here, in a clause for people; None if they can.
+
+    The function tries, once in each process, what a filter of system calls may refuse: besides segments
+    workers need socket pairs that keep messages apart, pidfd_open, by which a process notices that another
+    one has ended, and pidfd_send_signal, by which the parent ends workers that do not leave.
+    """
+    reason = why_unsupported()
+    if reason is not None:
+        return reason
+    if not hasattr(os, "pidfd_open"):
+        return "this platform has no pidfd_open"
+    trials: dict[str, Callable[[], None]] = {
+        "pidfd_open": _try_pidfd,
+        "pidfd_send_signal": _try_signal,
+        "socketpair": _try_socket_pair,
+    }
+    for name, trial in trials.items():
+        try:
+            trial()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # the start of a worker says these itself
+                return f"this system refuses {name}: {error}"
+    return None
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def _try_signal() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        signal.pidfd_send_signal(pidfd, 0)  # which sends none
+    finally:
+        os.close(pidfd)
+
+
+def _try_socket_pair() -> None:
+    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        end.close()
+
+
+def check_start(job: Job, method: str) -> None:
+    """Say clearly what would otherwise fail in another process, or in the middle of a bootstrap."""
+    if getattr(process.current_process(), "_inheriting", False):
+        raise WorkerStartError(
+            "workers were asked for while this process is itself being started. "
+            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
+        )
+    if process.current_process().daemon:
+        # multiprocessing asserts this itself, with less to go on.
+        raise AssertionError("daemonic processes are not allowed to have children")
+    if method == "fork":
+        return
+    main_module = sys.modules.get("__main__")
+    kind = type(job.dataset)
+    if kind.__module__ == "__main__" and getattr(main_module, "__file__", None) is None:
+        raise WorkerStartError(
+            f"the dataset's class {kind.__qualname__} was defined interactively, and workers started with "
+            f"{method!r} cannot import it. Move it to a module file, or use multiprocessing_context='fork'."
+        )
+
+
+def preload_forkserver() -> None:
+    """Let a fork server that is not running yet import torch once, and the caches if there may be one."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+        # The last of them freezes what was imported before it.
+        caches = [name for name in ("fastload.cache.dataset",) if name in sys.modules]
+        multiprocessing.set_forkserver_preload(["__main__", *caches, "fastload.workers.preload"])

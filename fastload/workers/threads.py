@@ -1,0 +1,306 @@
+"""Worker threads in place of worker processes: `worker_method="thread"`.
+
+The same interface as `pool`, for code that releases the GIL and for Python without one: nothing is pickled,
+and a batch is handed over, not sent. Rules:
+
+1. Each thread has its own pipelines, buffers and queues; the rest of the dataset is shared.
+2. The generators of random, numpy and torch are the process's: nothing here seeds them.
+3. Threads cannot be killed. close() asks, and waits for the batch at hand only so long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+
+from fastload.batch.fetch import Fetcher
+from fastload.errors import LoaderClosedError
+from fastload.memory.lease import Buffers
+from fastload.rng import seeding
+from fastload.rng.sample_rng import SampleRng
+from fastload.rng.worker_info import WorkerInfo, working_as
+from fastload.workers.task import Task
+from fastload.workers.thread_copy import copies_for_threads
+from fastload.workers.worker import Kind, Restart
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.batch.replacing import Place
+    from fastload.batch.stream_state import StreamState
+    from fastload.rng.draws import Draw
+    from fastload.workers.job import Job
+
+_log = logging.getLogger("fastload")
+
+_GRACE_S = 5.0
+# The caller's batch, one that it turns to, and one that is being written.
+_BUFFERS_BEYOND_PREFETCH = 3
+
+
+class ThreadPool:
+    """The worker threads of one iterator.
+
+    Args:
+        job: What they do.
+        prefetch_factor: Batches that each thread may be ahead.
+        ring_bytes: Upper bound for the memory that all of them keep.
+        finish: Called with each batch, in its thread; what it gives is handed over.
+        watches: Whether the first batch is fetched alone, to see if it draws from the process's generators.
+        timeout_s: For how long the first batch is watched; 0: until it is there.
+
+    Raises:
+        ValueError: A pipeline cannot be copied for each thread.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        prefetch_factor: int,
+        ring_bytes: int,
+        finish: Callable[[Any], Any],
+        *,
+        watches: bool,
+        timeout_s: float = 0,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._watches = watches
+        limit_bytes = ring_bytes // job.num_workers
+        max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
+        datasets = copies_for_threads(job.dataset, job.num_workers)
+        self._workers = [
+            _Worker(number, job, dataset, Buffers(limit_bytes, max_buffers), finish)
+            for number, dataset in enumerate(datasets)
+        ]
+        num_threads = torch.get_num_threads()
+        try:
+            for worker in self._workers:
+                worker.thread.start()
+        except BaseException:  # the system has no more threads
+            self._workers = [worker for worker in self._workers if worker.thread.is_alive()]
+            self.close()
+            torch.set_num_threads(num_threads)
+            raise
+        for worker in self._workers:
+            worker.has_begun.wait()
+        torch.set_num_threads(num_threads)  # threads that begin later take what was set last
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the threads, and not one that was forked from it."""
+        return os.getpid() == self._pid
+
+    def submit(
+        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+    ) -> None:
+        """Give a worker its next task; waits for the first one, if that is watched."""
+        self.expect_open()
+        worker = self._workers[worker_id]
+        watches, self._watches = self._watches, False
+        before = _generator_states() if watches else {}
+        task = Task(number, index, draw, at)
+        worker.sent.append(task)
+        worker.tasks.put(task)
+        # No other thread of ours draws during this wait. A batch that takes too long is an error in `take`.
+        if watches and worker.is_idle.wait(self._timeout_s or None):
+            after = _generator_states()
+            _warn([name for name, state in before.items() if state != after[name]])
+
+    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
+        """Tell all workers that a new epoch begins; answers to older tasks are dropped.
+
+        Args:
+            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
+            dataset_states: Of streams, which threads do not read.
+        """
+        for worker in self._workers:
+            worker.drop_tasks()
+            worker.tasks.put(Restart(epoch, None))
+
+    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
+        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
+
+        Until the caller asks for a later task, it can ask for this one again, and takes the payload out
+        itself.
+
+        Args:
+            worker_id: The worker whose answer is due.
+            number: Of the task; those before it are done with.
+            timeout_s: How long to wait; 0 waits for ever.
+
+        Raises:
+            TimeoutError: No answer came in time.
+            LoaderClosedError: The pool was closed.
+        """
+        worker = self._workers[worker_id]
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        while True:
+            self.expect_open()
+            while worker.sent and worker.sent[0].number < number:
+                worker.sent.popleft()
+            if worker.sent and worker.sent[0].kind is not None:
+                return worker.sent[0]
+            try:
+                worker.wakes.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError from None
+
+    def expect_open(self) -> None:
+        """Do nothing while answers may still come.
+
+        Raises:
+            LoaderClosedError: The pool was closed.
+        """
+        if self._is_closed:
+            raise LoaderClosedError
+
+    def close(self) -> None:
+        """End the threads; batches that the caller holds stay valid.
+
+        A thread that is in the middle of a batch is waited for up to five seconds, then left to end itself.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if not self.is_ours:
+            return  # threads do not live on in a forked child
+        for worker in self._workers:
+            worker.drop_tasks()
+            worker.tasks.put(None)
+            worker.wakes.put(None)  # a caller may wait in another thread
+        deadline = time.monotonic() + _GRACE_S
+        for worker in self._workers:
+            if worker.thread is not threading.current_thread():
+                worker.thread.join(max(deadline - time.monotonic(), 0.0))
+
+
+class _Worker:
+    """One thread: its dataset, its queues, its fetcher."""
+
+    def __init__(
+        self, number: int, job: Job, dataset: Any, buffers: Buffers, finish: Callable[[Any], Any]
+    ) -> None:
+        self._id = number
+        self._job = job
+        self._buffers = buffers
+        self._finish = finish
+        self._dataset = dataset
+        self._fetcher: Fetcher | None = None
+        self._init_error: ExceptionWrapper | None = None
+        self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an answer is there; the task holds it
+        self.sent: deque[Task] = deque()  # the consumer's, in the order of their answers
+        self.has_begun = threading.Event()
+        self.is_idle = threading.Event()  # set once the first task is answered
+        # A daemon, or an interpreter that exits with a live iterator would wait for ever.
+        self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{number}", daemon=True)
+
+    def drop_tasks(self) -> None:
+        """Drop the tasks that are not answered yet: no caller waits for them any more."""
+        for task in self.sent:
+            task.is_stale = True
+        self.sent.clear()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread
+        self.has_begun.set()
+        job = self._job
+        info = WorkerInfo(self._id, job.num_workers, job.base_seed + self._id, self._dataset, "thread")
+        with working_as(info):
+            try:
+                self._begin(info.seed)
+            except BaseException:  # noqa: BLE001  # it is the answer to every task
+                self._init_error = self._wrap_error()
+            while (task := self.tasks.get()) is not None:
+                if isinstance(task, Restart):
+                    self._restart(task.epoch)
+                elif not task.is_stale:
+                    self._answer(task)
+                    if self.wakes.empty():  # else the consumer will look, and finds this answer too
+                        self.wakes.put(None)
+                    self.is_idle.set()
+                del task  # or this frame would keep an index alive until the next one
+        self._buffers.clear()
+        self.is_idle.set()  # another thread may wait for the first batch of a pool that was closed
+
+    def _begin(self, seed: int) -> None:
+        job = self._job
+        if job.seed_pipelines:
+            seeding.seed_pipelines(self._dataset, seed)
+        if job.worker_init_fn is not None:
+            job.worker_init_fn(self._id)
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(
+                self._dataset, with_pipelines=job.seed_pipelines, is_guest=False, with_globals=False
+            )
+        # No worker as torch has them: its get_worker_info() is None here, too.
+        self._fetcher = Fetcher(
+            job,
+            self._dataset,
+            self._buffers.arena,
+            in_worker=False,
+            sample_rng=sample_rng,
+            worker_id=self._id,
+        )
+
+    def _restart(self, epoch: int | None) -> None:
+        # The loader has told its own dataset; this one may be a copy.
+        if epoch is not None and self._dataset is not self._job.dataset:
+            try:
+                if callable(getattr(self._dataset, "set_epoch", None)):
+                    self._dataset.set_epoch(epoch)
+            except BaseException:  # noqa: BLE001  # as above
+                self._init_error = self._wrap_error()
+
+    def _answer(self, task: Task) -> None:
+        """Put the answer into the task; its kind comes last, because the consumer looks at that."""
+        if self._init_error is not None or self._fetcher is None:
+            task.payload = self._init_error
+            task.kind = Kind.ERROR
+            return
+        self._buffers.begin()
+        try:
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.draw, task.at))
+            task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
+            task.kind = Kind.BATCH
+        except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
+            task.place = self._fetcher.place_of_error(task.index, error)
+            task.payload = error
+            task.kind = Kind.ERROR
+        finally:
+            self._buffers.arena.end()
+
+    def _wrap_error(self) -> ExceptionWrapper:
+        return ExceptionWrapper(where=f"in DataLoader worker thread {self._id}")
+
+
+def _generator_states() -> dict[str, Any]:
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return {
+        "random": random.getstate(),
+        "numpy.random": (keys.tobytes(), position),  # type: ignore[union-attr]
+        "torch": torch.default_generator.get_state().numpy().tobytes(),
+    }
+
+
+def _warn(drawn: list[str]) -> None:
+    if drawn:
+        _log.warning(
+            "the first batch drew random numbers from %s, which worker threads share: these are in no order "
+            'and cannot be reproduced, not even with rng="sample". Draw from fastload.sample_generator() '
+            'with rng="sample", or use worker_method="process"',
+            " and ".join(drawn),
+        )

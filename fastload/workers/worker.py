@@ -1,0 +1,406 @@
+"""The worker process: receive indices, fetch, collate into a slot, reply.
+
+Everything here runs in the worker. It talks to the parent through one pipe and to nobody else:
+
+    parent -> worker   Fetch(slot, ..., index) | Restart(epoch)
+    worker -> parent   Reply(kind, ...) [+ the descriptor of new slot memory], one for each Fetch
+
+The order of what happens at start is torch's (torch/utils/data/_utils/worker.py), so that random streams
+and `get_worker_info()` are torch's too. Rules:
+
+1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. A message that
+   comes twice is done once.
+2. Every Fetch is answered, if only by an error that fits into the pipe.
+3. A worker leaves when the parent hangs up or dies.
+4. No handler for signals that the parent installed runs in a worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as torch_worker
+
+from fastload.batch.fetch import Fetcher
+from fastload.batch.packing import Packed, pack
+from fastload.batch.stacking import install_slot_rule
+from fastload.batch.stream_state import StreamState
+from fastload.memory.lease import Arena, Memory
+from fastload.memory.segment import Segment, populate
+from fastload.rng import seeding
+from fastload.rng.sample_rng import SampleRng
+from fastload.system.limits import too_many_files
+
+if TYPE_CHECKING:
+    from fastload.batch.failed_sample import FailedSample
+    from fastload.batch.replacing import Place
+    from fastload.rng.draws import Draw
+    from fastload.workers.channel import Channel, ChannelEnd, Received
+    from fastload.workers.job import Job, PickledJob
+
+
+class Fetch(NamedTuple):
+    """Parent to worker: fetch the batch of ``index`` into ``slot``."""
+
+    slot: int
+    has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
+    num_slots: int  # memory of slots from this number on is given up
+    index: Any
+    draw: Draw | None
+    place: Place | None
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        return tuple(self)
+
+
+class Restart(NamedTuple):
+    """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
+
+    epoch: int | None  # what the user set, for datasets that have a set_epoch()
+    dataset_state: StreamState | None  # where a stream goes on; None: at its beginning
+
+
+class Kind(enum.IntEnum):
+    """What a reply brings."""
+
+    BATCH = 0
+    ERROR = 1  # payload: a pickled ErrorParts
+    ENDED = 2  # the worker's share of an iterable dataset is used up
+
+
+class ErrorParts(NamedTuple):
+    """An error on its way to the parent."""
+
+    wrapper: ExceptionWrapper
+    place: str = ""  # in words; empty where it is not known
+    notes: tuple[str, ...] = ()  # those of ours; torch's text of the error has only the user's
+
+
+class Reply(NamedTuple):
+    """Worker to parent: the answer to one Fetch."""
+
+    kind: Kind
+    packed: Packed | None = None
+    error: bytes | None = None
+    dataset_state: StreamState | None = None  # of a stream that can tell
+    failed: tuple[FailedSample, ...] = ()  # samples that were replaced
+
+    def to_plain(self) -> tuple[Any, ...]:
+        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        packed = None if self.packed is None else self.packed.to_plain()
+        return int(self.kind), packed, *self[2:]
+
+    @classmethod
+    def of_plain(cls, plain: tuple[Any, ...]) -> Reply:
+        """What `to_plain` made plain."""
+        kind, packed, *rest = plain
+        return cls(Kind(kind), None if packed is None else Packed.of_plain(packed), *rest)
+
+
+@dataclass
+class Setup:
+    """What one worker is started with."""
+
+    worker_id: int
+    job: Job | PickledJob
+    end: ChannelEnd
+    parent_pid: int
+    inherited: list[Channel]  # the parent's ends, which a forked worker must not keep
+    signal_mask: set[Any] | None  # what a forked worker blocks, once its handlers are its own
+
+
+def main(setup: Setup) -> None:
+    """The worker's whole life."""
+    try:
+        drop_signal_handlers()
+        if setup.signal_mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
+        for channel in setup.inherited:
+            channel.abandon()
+        channel = setup.end.open()
+        leave_with(setup.parent_pid)
+        _Worker(setup, channel).serve()
+    except KeyboardInterrupt:
+        pass  # the parent gets one too, and says so
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # the parent hung up while we were replying
+
+
+def drop_signal_handlers() -> None:
+    """Answer signals as a new process does: what the parent installed is for the parent alone."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, _SIGNALS_OF_A_WORKER.get(number, signal.SIG_DFL))
+
+
+# A batch system sends these to every process of a job; where the parent answers them, a worker must not die.
+_SIGNALS_OF_A_WORKER: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_IGN,
+    signal.SIGUSR1: signal.SIG_IGN,
+    signal.SIGUSR2: signal.SIG_IGN,
+}
+
+
+def leave_with(parent_pid: int) -> None:
+    """End this process as soon as the parent is gone, however busy it is.
+
+    PR_SET_PDEATHSIG would follow the thread that forked, not the process; a pidfd follows the process.
+    """
+    try:
+        pidfd = os.pidfd_open(parent_pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def watch() -> None:
+        poller = select.poll()
+        poller.register(pidfd, select.POLLIN)
+        poller.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="fastload-parent-watch", daemon=True).start()
+
+
+class _Worker:
+    """One worker's state: its dataset, its slots, its fetcher."""
+
+    def __init__(self, setup: Setup, channel: Channel) -> None:
+        self._id = setup.worker_id
+        self._channel = channel
+        self._slots: dict[int, Memory] = {}
+        self._arena = Arena(self._make_memory)
+        self._new_segment: Segment | None = None
+        self._fetcher: Fetcher | None = None
+        self._init_error: bytes | None = None
+        self._job: Job | None = None
+        self._last_number = -1  # of the messages that were received
+        try:
+            _be_quiet()
+            self._job = job = setup.job.load()
+            seed = seeding.seed_libraries(job.base_seed, self._id)
+            # torch documents this function, and MONAI, timm and others read the real thing.
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
+            )
+            install_slot_rule()
+            if job.seed_pipelines:
+                seeding.seed_pipelines(job.dataset, seed)
+            if job.worker_init_fn is not None:
+                job.worker_init_fn(self._id)
+            states = job.dataset_states
+            self._make_fetcher(job, None if states is None else states[self._id])
+        except Exception:  # noqa: BLE001  # it is sent to the parent as the answer to every task
+            self._init_error = self._wrap_error()
+
+    def serve(self) -> None:
+        """Answer until the parent hangs up."""
+        while (received := self._channel.peek()) is not None:
+            if self._channel.is_hung_up():
+                return  # do not fetch what nobody waits for
+            number = received.number
+            message = self._read(received)
+            self._channel.take_out()
+            if number <= self._last_number:
+                continue  # the parent was interrupted while it sent this, and sent it again
+            self._last_number = number
+            if isinstance(message, str):
+                parts = ErrorParts(_wrap_text(message, self._id))
+                self._send(number, Reply(Kind.ERROR, error=pickle.dumps(parts)))
+            elif isinstance(message, Fetch):
+                self._answer(number, message)
+            else:
+                self._restart(message)
+
+    def _read(self, received: Received) -> Fetch | Restart | str:
+        """The message, or in words why there is none."""
+        if received.is_cut:
+            return f"the index did not arrive in the worker, {too_many_files()}"
+        try:
+            message = received.load()
+        except Exception as error:  # noqa: BLE001  # indices may be objects of the user's
+            return f"the index could not be unpickled in the worker: {error!r}"
+        return message if isinstance(message, Restart) else Fetch(*message)
+
+    def _restart(self, message: Restart) -> None:
+        epoch = message.epoch
+        if self._job is None or self._init_error is not None:
+            return
+        try:
+            if epoch is not None and callable(getattr(self._job.dataset, "set_epoch", None)):
+                self._job.dataset.set_epoch(epoch)
+            self._make_fetcher(self._job, message.dataset_state)
+        except Exception:  # noqa: BLE001  # as above
+            self._init_error = self._wrap_error()
+
+    def _make_fetcher(self, job: Job, dataset_state: StreamState | None) -> None:
+        sample_rng = None
+        if job.seeds_samples:
+            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
+        self._fetcher = Fetcher(
+            job,
+            job.dataset,
+            self._arena,
+            in_worker=True,
+            sample_rng=sample_rng,
+            dataset_state=dataset_state,
+            worker_id=self._id,
+        )
+
+    def _answer(self, number: int, message: Fetch) -> None:
+        self._begin(message)
+        if self._init_error is not None or self._fetcher is None:
+            reply = Reply(Kind.ERROR, error=self._init_error)
+        else:
+            reply = self._fetch(message, self._fetcher)
+            if self._job is not None and self._job.dataset_states is not None:
+                reply = self._with_state(reply, self._fetcher)
+        segment, self._new_segment = self._new_segment, None
+        memory = self._arena.memory
+        if reply.packed is None or memory is None:
+            segment_fd = None
+        else:
+            self._slots[message.slot] = memory
+            segment_fd = None if segment is None else segment.fd
+        self._send(number, reply, segment_fd)
+        if segment is not None:
+            segment.close()  # the mapping stays
+        self._arena.begin(None)
+
+    def _send(self, number: int, reply: Reply, fd: int | None = None) -> None:
+        try:
+            self._channel.send(reply.to_plain(), fd, number=number)
+        except (BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:  # noqa: BLE001  # no memory or descriptor is left, or an index cannot be pickled
+            short = Reply(Kind.ERROR, error=short_error(reply, error, self._id))
+            self._channel.send(short.to_plain(), number=number)
+
+    def _begin(self, message: Fetch) -> None:
+        for number in [number for number in self._slots if number >= message.num_slots]:
+            del self._slots[number]
+        memory = self._slots.get(message.slot) if message.has_memory else None
+        if memory is not None and memory.is_leased:
+            memory = None  # user code in this process still holds what the slot held: leave that alone
+        self._new_segment = None
+        self._arena.begin(memory)
+
+    def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
+        try:
+            batch = fetcher.fetch(message.index, message.draw, message.place)
+            failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
+            return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)
+        except StopIteration as error:
+            if self._job is not None and self._job.is_iterable:
+                return Reply(Kind.ENDED)
+            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
+        except Exception as error:  # noqa: BLE001  # every error of the user's code goes to the parent
+            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
+
+    def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
+        try:
+            return reply._replace(dataset_state=fetcher.dataset_state())
+        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+            return reply._replace(
+                dataset_state=StreamState("unknown", error=pickle.dumps(self._error_parts().wrapper))
+            )
+
+    def _make_memory(self, nbytes: int) -> Memory:
+        segment = Segment.create(nbytes, name="fastload-slot")
+        try:
+            mapping = segment.map(writable=True)
+            populate(mapping)
+        except BaseException:
+            segment.close()  # or it would keep what pages there were
+            raise
+        if self._new_segment is not None:
+            self._new_segment.close()
+        self._new_segment = segment
+        return Memory(mapping, shared=True)
+
+    def _wrap_error(self, place: str = "") -> bytes:
+        """The current exception, ready for a reply."""
+        return pickle.dumps(self._error_parts(place))
+
+    def _error_parts(self, place: str = "") -> ErrorParts:
+        """The current exception as torch sends it, or its text if it cannot be pickled; and its place."""
+        notes = _take_own_notes(sys.exc_info()[1])
+        wrapper = ExceptionWrapper(where=_where(self._id))
+        try:
+            pickle.loads(pickle.dumps(wrapper))
+        except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
+            text = f"{wrapper.exc_msg}\n(the exception itself could not be pickled: {error!r})"
+            wrapper = _wrap_text(text, self._id)
+        return ErrorParts(wrapper, place, notes)
+
+
+_SHORT_TEXT = 400  # characters; each takes four bytes at most
+_SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an error
+
+
+def short_error(reply: Reply, error: Exception, worker_id: int) -> bytes:
+    """What stands for a reply that could not be sent: short enough for the pipe itself.
+
+    Args:
+        reply: What could not be sent.
+        error: Why not.
+        worker_id: Whose reply.
+    """
+    if reply.error is None:
+        reason = str(error) or repr(error)  # a MemoryError of the interpreter's has no text
+        return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", worker_id)))
+    wrapper, place, _ = pickle.loads(reply.error)
+    text: str = wrapper.exc_msg
+    text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
+    wrapper.exc_msg = text
+    data = pickle.dumps(ErrorParts(wrapper, place))
+    return data if len(data) < _SHORT_BYTES else pickle.dumps(ErrorParts(_wrap_text(text, worker_id)))
+
+
+def _take_own_notes(error: BaseException | None) -> tuple[str, ...]:
+    notes = getattr(error, "__notes__", [])
+    own = tuple(note for note in notes if note.startswith("fastload"))
+    for note in own:
+        notes.remove(note)
+    return own
+
+
+def _where(worker_id: int) -> str:
+    return f"in DataLoader worker process {worker_id}"
+
+
+def _wrap_text(text: str, worker_id: int) -> ExceptionWrapper:
+    """An error that has nothing but its text."""
+    wrapper = ExceptionWrapper((RuntimeError, RuntimeError(text), None), _where(worker_id))
+    wrapper.exc_msg = text
+    return wrapper
+
+
+def _be_quiet() -> None:
+    """One thread for this worker: pools that fight for busy cores cost up to ten times the work."""
+    torch.multiprocessing._set_thread_name("pt_data_worker")
+    torch.set_num_threads(1)
+    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
+    os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # for an import of OpenCV later on
+    cv2 = sys.modules.get("cv2")
+    if cv2 is not None:
+        cv2.setNumThreads(0)
+    for stream in (sys.stderr, sys.__stderr__):
+        if stream is None or faulthandler.is_enabled():
+            continue
+        # What a user or a notebook put in the place of stderr may have no descriptor, or be closed.
+        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+            faulthandler.enable(stream)
