@@ -2,18 +2,18 @@
 
     python benchmarks/demo.py build/photos --chart build/demo.png
 
-Three contenders run the same epochs over the same pictures, one after the other:
+Three contenders run the same epochs over the same pictures, in turn, in several rounds:
 
 * torch.utils.data.DataLoader over a dataset that decodes a JPEG and crops it at random,
 * fastload.DataLoader over that very dataset: only the import changed,
 * fastload.DataLoader over fastload.CachedDataset: each JPEG is decoded once, in the first epoch.
 
-An epoch lasts from ``iter(loader)`` to its last batch, with the start of its workers. Each contender runs in
-a fresh process, so that none inherits another's memory or warm-up; this process only watches. Memory is the
-largest sum of PSS (private pages, plus a fair share of shared ones) over that process and its workers,
-looked at twice a second; a page of the cache counts once some process has read it. The files come from the
-page cache: the demo waits for no disk. Nothing is trained, so the figures are what a loader can deliver; a
-model that takes its batches more slowly hides the difference.
+An epoch lasts from ``iter(loader)`` to its last batch, with the start of its workers. Each run of a contender
+has a fresh process, so that none inherits another's memory or warm-up. A figure is the median of the rounds;
+the lines on the chart's bars span the lowest and the highest. Memory is that after the last epoch: of the
+cache, and the proportional set size (PSS) of the consumer's process. The files come from the page cache: the
+demo waits for no disk. Nothing is trained, so the figures are what a loader can deliver; a model that takes
+its batches more slowly hides the difference.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import argparse
 import functools
 import multiprocessing
 import os
+import statistics
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ import albumentations as A
 import matplotlib as mpl
 import psutil
 import torch
+from harness import cpu_model, save
 from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-WATCH_S = 0.5  # between two looks at the memory
 BATCH_SIZE = 64
 CROP = (224, 224)
 SOURCE_NOTE = (
@@ -66,29 +67,41 @@ class Setting:
     photos: Path
     count: int | None  # pictures to use, None for all
     epochs: int
+    rounds: int
     workers: int
     start_method: str  # of the workers: the platform's default
 
 
 @dataclass
 class Result:
-    """What one contender delivered."""
+    """What one contender delivered, over all rounds."""
 
     label: str
     images: int = 0  # an epoch
-    epoch_s: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
+    rounds_s: list[list[float]] = field(default_factory=list)  # the epochs of each round
+    cache_bytes: int = 0  # after the last epoch, as below
+    pss_bytes: int = 0  # of the consumer's process
 
     @property
-    def first_rate(self) -> float:
-        """Images a second in the first epoch."""
-        return self.images / self.epoch_s[0]
+    def first_rates(self) -> list[float]:
+        """Images a second in the first epoch of each round."""
+        return [self.images / epochs_s[0] for epochs_s in self.rounds_s]
 
     @property
-    def later_rate(self) -> float:
-        """Images a second over all later epochs."""
-        later = self.epoch_s[1:]
-        return self.images * len(later) / sum(later)
+    def later_rates(self) -> list[float]:
+        """Images a second over the later epochs of each round."""
+        return [self.images * (len(epochs_s) - 1) / sum(epochs_s[1:]) for epochs_s in self.rounds_s]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all epochs of a round."""
+        return statistics.median(sum(epochs_s) for epochs_s in self.rounds_s)
+
+
+RATES: dict[str, Callable[[Result], list[float]]] = {
+    "first epoch": lambda result: result.first_rates,
+    "later epochs": lambda result: result.later_rates,
+}
 
 
 class CroppedPhotos(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
@@ -141,7 +154,7 @@ CONTENDERS: list[tuple[str, Callable[[Setting], Iterable[Any]]]] = [
 
 
 def run_epochs(number: int, setting: Setting, results: Connection) -> None:
-    """Run one contender and send (images, seconds) for each epoch, or the traceback as a str.
+    """Run one contender and send (images, seconds) for each epoch, its memory at the end, or a traceback.
 
     Runs in a process of its own.
     """
@@ -156,83 +169,70 @@ def run_epochs(number: int, setting: Setting, results: Connection) -> None:
             for _batch, labels in loader:
                 images += len(labels)
             results.send((images, time.perf_counter() - started))
-        results.send(None)
+        cached = isinstance(loader.dataset, fastload.CachedDataset)
+        cache_bytes = loader.dataset.cache_info().nbytes if cached else 0
+        results.send({"cache": cache_bytes, "pss": psutil.Process().memory_full_info().pss})
     except Exception:  # noqa: BLE001  # whatever it is, the parent prints it
         results.send(traceback.format_exc())
         raise SystemExit(1) from None
 
 
-def measure(number: int, setting: Setting, on_epoch: Callable[[int], None]) -> Result:
-    """Run one contender in a fresh process and watch it."""
-    result = Result(CONTENDERS[number][0])
+def measure(result: Result, number: int, setting: Setting, on_epoch: Callable[[int], None]) -> None:
+    """Run one round of a contender in a fresh process and add it to its result."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=run_epochs, args=(number, setting, sender))
     process.start()
     sender.close()  # the child has its own: its death ends the pipe
+    epochs_s: list[float] = []
+    is_finished = False
     try:
-        while True:
-            result.peak_bytes = max(result.peak_bytes, memory_bytes(process.pid))
-            if not receiver.poll(WATCH_S):
-                continue
+        while not is_finished:
             message = receiver.recv()
-            if message is None:
-                return result
             if isinstance(message, str):
                 msg = f"{result.label!r} failed:\n{message}"
                 raise RuntimeError(msg)
-            images, seconds = message
-            result.images = images
-            result.epoch_s.append(seconds)
-            on_epoch(len(result.epoch_s))
+            if isinstance(message, dict):
+                result.cache_bytes, result.pss_bytes = message["cache"], message["pss"]
+                is_finished = True
+                continue
+            result.images, seconds = message
+            epochs_s.append(seconds)
+            on_epoch(len(epochs_s))
     except EOFError:
         process.join()
         msg = f"{result.label!r} died with exit code {process.exitcode}"
         raise RuntimeError(msg) from None
     finally:
         receiver.close()
-        if process.is_alive() and len(result.epoch_s) < setting.epochs:
+        if process.is_alive() and not is_finished:
             process.terminate()
         process.join()
+    result.rounds_s.append(epochs_s)
 
 
-def memory_bytes(pid: int | None) -> int:
-    """The proportional set size of a process and all below it."""
-    total = 0
-    try:
-        top = psutil.Process(pid)
-        family = [top, *top.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0
-    for process in family:
-        try:
-            total += process.memory_full_info().pss
-        except psutil.Error:
-            continue  # it ended meanwhile
-    return total
+def middle(rates: list[float]) -> float:
+    """The median of some rates."""
+    return statistics.median(rates)
 
 
 def show_table(results: list[Result]) -> None:
-    table = Table(
-        title=f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip, batches of {BATCH_SIZE}"
-    )
+    jobs = f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip, batches of {BATCH_SIZE}"
+    table = Table(title=f"{jobs}; medians of {len(results[0].rounds_s)} rounds")
     table.add_column("loader")
-    for heading in (
-        "images/s\nfirst epoch",
-        "images/s\nlater",
-        "against\ntorch",
-        "peak\nMB",
-        "total\ns",
-    ):
+    headings = ("first epoch\nimages/s", "later epochs\nimages/s", "all\ns", "cache\nMB", "PSS\nMB")
+    for heading in headings:
         table.add_column(heading, justify="right")
+    base = results[0]
     for result in results:
+        first, later = middle(result.first_rates), middle(result.later_rates)
         table.add_row(
             result.label,
-            f"{result.first_rate:,.0f}",
-            f"{result.later_rate:,.0f}",
-            f"{result.later_rate / results[0].later_rate:.1f}x",
-            f"{result.peak_bytes / 1e6:,.0f}",
-            f"{sum(result.epoch_s):.1f}",
+            f"{first:,.0f} ({first / middle(base.first_rates):.1f}x)",
+            f"{later:,.0f} ({later / middle(base.later_rates):.1f}x)",
+            f"{result.total_s:.1f}",
+            f"{result.cache_bytes / 1e6:,.0f}" if result.cache_bytes else "",
+            f"{result.pss_bytes / 1e6:,.0f}",
         )
     console.print(table)
 
@@ -241,27 +241,30 @@ def machine_note(setting: Setting) -> str:
     cores = len(os.sched_getaffinity(0))
     gpu = f"{torch.cuda.get_device_name()}, not used here" if torch.cuda.is_available() else "no GPU"
     workers = f"{setting.workers} workers by {setting.start_method}"
-    return f"{cores} cores, {workers}, {gpu}: batches stay on the host."
+    return f"{cores} cores ({cpu_model()}), {workers}, {gpu}: batches stay on the host."
 
 
 def draw_chart(results: list[Result], path: Path, machine: str) -> None:
-    """Two bars for each contender, images a second in the first and in later epochs."""
+    """Two bars for each contender, images a second in the first and in later epochs, with their spread."""
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    series: list[tuple[str, str, Callable[[Result], float]]] = [
-        ("first epoch", "#9aa5b1", lambda result: result.first_rate),
-        ("later epochs", "#2f6fb3", lambda result: result.later_rate),
-    ]
-    for position, (name, colour, rate) in enumerate(series):
+    colours = ("#9aa5b1", "#2f6fb3")
+    for position, ((name, rates_of), colour) in enumerate(zip(RATES.items(), colours, strict=True)):
         left = [number + 0.4 * (position - 0.5) for number in range(len(results))]
-        bars = axes.bar(left, [rate(result) for result in results], 0.38, label=name, color=colour)
-        axes.bar_label(bars, fmt="{:,.0f}", padding=2)
-    axes.set_xticks(range(len(results)), [f"{r.label}\n{r.peak_bytes / 1e9:.1f} GB peak" for r in results])
+        rates = [rates_of(result) for result in results]
+        heights = [middle(some) for some in rates]
+        below = [height - min(some) for height, some in zip(heights, rates, strict=True)]
+        above = [max(some) - height for height, some in zip(heights, rates, strict=True)]
+        bars = axes.bar(left, heights, 0.38, label=name, color=colour, yerr=(below, above), capsize=3)
+        ratios = [f"{height:,.0f}\n{height / heights[0]:.1f}x" for height in heights]
+        axes.bar_label(bars, ratios, padding=2)
+    axes.set_xticks(range(len(results)), [result.label for result in results])
     axes.set_ylabel("images/s")
     axes.set_title(f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip")
-    axes.margins(y=0.12)
+    axes.margins(y=0.18)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    figure.supxlabel(f"{SOURCE_NOTE}\n{machine}", fontsize="small", color="#555555")
+    note = f"Nothing is trained. Medians of {len(results[0].rounds_s)} rounds, the lines span all of them."
+    figure.supxlabel(f"{note}\n{SOURCE_NOTE}\n{machine}", fontsize="small", color="#555555")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -272,25 +275,58 @@ def main() -> None:
     parser.add_argument("photos", type=Path, help="a folder made by benchmarks/photos.py")
     parser.add_argument("--chart", type=Path, default=Path("demo.png"), help="the PNG to write")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--count", type=int, help="use only so many pictures")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/demo.json")
     args = parser.parse_args()
     if args.epochs < 2:
         parser.error("--epochs must be at least 2: the first one and a later one are compared")
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
     start_method = multiprocessing.get_start_method()
-    setting = Setting(args.photos, args.count, args.epochs, args.workers, start_method)
+    setting = Setting(args.photos, args.count, args.epochs, args.rounds, args.workers, start_method)
 
     machine = machine_note(setting)
     console.print(SOURCE_NOTE, machine, sep="\n", soft_wrap=True)
-    results = []
+    results = [Result(label) for label, _ in CONTENDERS]
     with console.status("") as status:
-        for number, (label, _) in enumerate(CONTENDERS):
-            show = functools.partial(_show_progress, status.update, label, setting.epochs)
-            show(0)
-            results.append(measure(number, setting, show))
+        for round_number in range(setting.rounds):
+            for number, result in enumerate(results):
+                title = f"round {round_number + 1} of {setting.rounds}, {result.label}"
+                show = functools.partial(_show_progress, status.update, title, setting.epochs)
+                show(0)
+                measure(result, number, setting, show)
     show_table(results)
     draw_chart(results, args.chart, machine)
+    console.print("Nothing was trained: these are the rates that a loader can deliver.", soft_wrap=True)
     console.print(f"Chart written to {args.chart.resolve()}", soft_wrap=True)
+    if args.save:
+        save("demo", f"python benchmarks/demo.py PHOTOS --rounds {args.rounds} --save", questions(results))
+
+
+def questions(results: list[Result]) -> list[dict[str, Any]]:
+    """The results as plain data."""
+    answers = []
+    for name, rates_of in RATES.items():
+        rates = [rates_of(result) for result in results]
+        base, *others = (middle(some) for some in rates)
+        labels = [result.label.replace("\n", " ") for result in results]
+        answers.append(
+            {
+                "title": f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip, {name}",
+                "unit": "images/s",
+                "rows": {
+                    label: {"median": middle(some), "figures": some}
+                    for label, some in zip(labels, rates, strict=True)
+                },
+                "ratios": {
+                    f"{label} / torch": {"value": other / base}
+                    for label, other in zip(labels[1:], others, strict=True)
+                },
+            }
+        )
+    return answers
 
 
 def _show_progress(update: Callable[[str], None], label: str, epochs: int, done: int) -> None:

@@ -1,66 +1,143 @@
-"""The README's table of figures, from the results files: so that none is typed by hand.
+"""benchmarks/README.md and the headline of README.md, from the results files: no figure is typed by hand.
 
-Command: python benchmarks/figures.py   (rewrites the section "Figures" of README.md in place)
+Command: python benchmarks/figures.py
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
-    "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2:",
+    "demo": "Nothing is trained; each round runs in a fresh process, and its first epoch fills the cache.",
+    "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2.",
     "never_slower": (
         "Time of torch's loader / time of ours, only the import changed, samples that cost their dataset "
-        "nothing; above 1 is faster:"
+        "nothing; above 1 is faster."
     ),
-    "training": "Steps a second of a small model on the same two cores; ratios to torch's loader:",
-    "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each:",
-    "lmdb": "LMDB through the page cache, every record read once before:",
-    "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster:",
-    "reproducibility": "What is added to a sample, and how long a resumed loader takes to its next batch:",
-    "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster:",
+    "training": "Steps a second of a small model on the same two cores.",
+    "first_epoch": "Seconds of each epoch while a RAM cache is filled.",
+    "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
+    "peers": "The same images, crop, flip, batch size and two workers for all.",
+    "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
+    "lmdb": "LMDB through the page cache, every record read once before.",
+    "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
+    "reproducibility": "What is added to a sample, and how long a resumed loader takes to its next batch.",
+    "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
+MOST_ROWS = 20  # a question with more has its ratios alone in the table
+
+INTRODUCTION = """# Benchmarks
+
+Each file here answers one question. Its header names the question, what is held out, and the command that runs
+it. `make bench` runs the benchmarks by which a change of the transport is judged, and `make bench-peers` compares
+other libraries, each in an environment of its own. [NOTES.md](NOTES.md) keeps the experiments that led here. Every
+table below comes from a file under `results/`; `python benchmarks/figures.py` writes this page.
+
+A figure is a median over runs that were interleaved in one go, and the range beside it spans all runs. Machines
+differ, and so do neighbours on a shared machine: compare ratios, and run the command on your own machine.
+"""  # noqa: E501  # lines as in the other Markdown files
 
 
-def table() -> str:
-    """The section's text."""
-    lines: list[str] = []
-    for name in SHOWN:
-        results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+def digits(value: float) -> str:
+    """A figure for people: two digits after the first, and no more."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.2g}"
+
+
+def spread(figures: list[float]) -> str:
+    """The lowest and the highest of some runs."""
+    return f"{digits(min(figures))} to {digits(max(figures))}"
+
+
+def tables() -> str:
+    """The page's tables, a section for each results file that is there."""
+    lines = [INTRODUCTION]
+    for name, note in SHOWN.items():
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text())
         machine = results["machine"]
         gpu = machine["gpu"] or "no GPU"
-        header = (
-            f"`{results['command']}` on {machine['cores']} cores ({machine['cpu']}), {gpu}, "
-            f"torch {machine['torch']}, Python {machine['python']}. {SHOWN[name]}"
-        )
         lines += [
-            header,
-            "",
-            "| question | comparison | figure |",
-            "|---|---|---|",
+            f"## {name}\n",
+            (
+                f"`{results['command']}` on {machine['cores']} cores ({machine['cpu']}), {gpu}, torch "
+                f"{machine['torch']}, Python {machine['python']}. {note}\n"
+            ),
         ]
         for question in results["questions"]:
-            for label, ratio in question["ratios"].items():
-                unit = ratio.get("unit", "x")
-                space = "" if unit == "x" else " "
-                lines.append(f"| {question['title']} | {label} | {ratio['value']:.2f}{space}{unit} |")
-        lines.append("")
+            lines += section(question)
     return "\n".join(lines)
 
 
+def section(question: dict[str, Any]) -> list[str]:
+    """One question: its rows, then its ratios."""
+    lines = [f"**{question['title']}**\n"]
+    rows = {label: row for label, row in question.get("rows", {}).items() if "figures" in row}
+    if 0 < len(rows) <= MOST_ROWS:
+        lines += [f"| | {question['unit']}, median | range |", "|---|---|---|"]
+        lines += [
+            f"| {label} | {digits(row['median'])} | {spread(row['figures'])} |" for label, row in rows.items()
+        ]
+        lines.append("")
+    lines += ["| | |", "|---|---|"]
+    for label, ratio in question["ratios"].items():
+        unit = ratio.get("unit", "x")
+        space = "" if unit == "x" else " "
+        lines.append(f"| {label} | {ratio['value']:.2f}{space}{unit} |")
+    return [*lines, ""]
+
+
+def headline() -> str:
+    """What a changed import and a cache bring, with the spread over the runs."""
+    demo = json.loads((RESULTS / "demo.json").read_text())
+    memory = json.loads((RESULTS / "throughput.json").read_text())
+    later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
+    torch_rates, *others = (row["figures"] for row in later.values())
+    imported, cached = ([a / b for a, b in zip(some, torch_rates, strict=True)] for some in others)
+    in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
+    bare, ours = (best(in_memory, prefix) for prefix in ("torch, ", "fastload, import only"))
+    moved = [a / b for a, b in zip(sorted(ours), sorted(bare), strict=True)]
+    machine = demo["machine"]
+    where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
+    return (
+        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes JPEGs, "
+        f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: **{times(cached)}** "
+        f"from the second epoch on. ({where}; nothing is trained. [All figures](benchmarks/README.md).)"
+    )
+
+
+def best(rows: dict[str, Any], prefix: str) -> list[float]:
+    """The runs of the best row of a contender."""
+    some = [row for label, row in rows.items() if label.startswith(prefix)]
+    runs: list[float] = max(some, key=lambda row: row["median"])["figures"]
+    return runs
+
+
+def times(ratios: list[float]) -> str:
+    """A ratio and its range."""
+    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f})"
+
+
 def main() -> None:
+    (ROOT / "benchmarks" / "README.md").write_text(tables().rstrip("\n") + "\n")
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    section = f"## Figures\n\n{table()}\n"
-    if "<!-- figures -->" in text:
-        text = text.replace("<!-- figures -->\n\n", section)
-    else:
-        text = re.sub(
-            r"## Figures\n.*?(?=\n## )", lambda _: section.rstrip("\n") + "\n", text, flags=re.DOTALL
-        )
+    text = re.sub(
+        r"<!-- headline -->\n.*?<!-- /headline -->",
+        lambda _: f"<!-- headline -->\n{headline()}\n<!-- /headline -->",
+        readme.read_text(),
+        flags=re.DOTALL,
+    )
     readme.write_text(text)
 
 

@@ -92,15 +92,18 @@ def best(contenders: list[Contender], group: str, *, highest: bool = True) -> Co
     return choose((c for c in contenders if c.group == group), key=lambda c: c.median)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    model = "unknown"
+def cpu_model() -> str:
+    """The name of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
+            return line.split(":", 1)[1].strip()
+    return "unknown"
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
     return {
-        "cpu": model,
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernel": platform.release().split("-")[0],
