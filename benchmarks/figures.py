@@ -17,6 +17,10 @@ SHOWN = {
         "nothing; above 1 is faster:"
     ),
     "training": "Steps a second of a small model on the same two cores; ratios to torch's loader:",
+    "peers": (
+        "Other loaders as their documentation advises, two workers each, the best of a loader's rows; ratios "
+        "of images a second, above 1 is faster:"
+    ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each:",
     "lmdb": "LMDB through the page cache, every record read once before:",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster:",
@@ -47,6 +51,8 @@ def table() -> str:
                 unit = ratio.get("unit", "x")
                 space = "" if unit == "x" else " "
                 lines.append(f"| {question['title']} | {label} | {ratio['value']:.2f}{space}{unit} |")
+            for label, reason in question.get("cannot", {}).items():
+                lines.append(f"| {question['title']} | {label} | cannot: {reason} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -23,10 +23,6 @@ RATIO = (3 / 4, 4 / 3)
 FLIP = 0.5
 
 
-class CannotDoError(Exception):
-    """A contender's file raises this, with one sentence, for a task that the contender cannot do."""
-
-
 @dataclass(frozen=True)
 class Task:
     """What each contender has to deliver.
@@ -148,11 +144,15 @@ class InMemory:
         self._pixels: Any = None
         self.transform = Crop() if job.task.crops else None
 
+    def read(self) -> None:
+        """Read the images, unless this process has them."""
+        if self._pixels is None:
+            self._pixels = np.load(self._path)
+
     @property
     def pixels(self) -> Any:
         """All images."""
-        if self._pixels is None:
-            self._pixels = np.load(self._path)
+        self.read()
         return self._pixels
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,5 +197,5 @@ def dataset(job: Job) -> Any:
     if not job.task.side:
         return Photos(job)
     images = InMemory(job)
-    images.pixels  # noqa: B018: it is read here, before workers are forked
+    images.read()  # before workers are forked
     return images

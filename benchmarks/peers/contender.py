@@ -1,8 +1,8 @@
 """One run of one contender, in a process of its own environment.
 
 The first epoch starts workers, compiles and fills caches; it is checked and not counted. Then epochs are run
-until a given time is over; what is counted are all their images and all their time, from the first batch asked
-for to the last one delivered. The answer is one line of JSON on standard output.
+until a given time is over; what is counted are all their images and all their time, from the first batch
+asked for to the last one delivered. The answer is one line of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CannotDoError, Job
+from common import Job
 
 
 def checked(epochs: Any, job: Job) -> dict[str, Any]:
@@ -84,13 +84,10 @@ def main() -> None:
     args = parser.parse_args()
     try:
         result = answer(args.module, args.variant, Job.load(args.job), args.seconds)
-    except CannotDoError as error:
-        result = {"cannot": str(error)}
-    except Exception as error:  # noqa: BLE001: whatever a contender raises becomes its row
+    except Exception as error:  # noqa: BLE001 (whatever a contender raises becomes its row)
         traceback.print_exc()
-        result = {
-            "cannot": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        }
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        result = {"cannot": f"{type(error).__name__}: {first_line}"}
     sys.stdout.flush()
     print(f"\n{json.dumps(result)}", flush=True)
 

@@ -17,7 +17,10 @@ PACKAGE = "nvidia-dali-cuda120"
 
 
 class FromMemory:
-    """Shuffled batches of views of the images, one epoch an iteration."""
+    """Shuffled batches, one epoch an iteration: a list of views for each batch, or an array.
+
+    "ExternalSource operator" takes either. Small images are cheaper to copy into an array than to list.
+    """
 
     def __init__(self, job: Job) -> None:
         self._images = np.load(job.images)
@@ -25,11 +28,13 @@ class FromMemory:
         self._batch_size = job.task.batch_size
         self._rng = np.random.default_rng(0)
 
-    def __iter__(self) -> Iterator[tuple[list[Any], list[Any]]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
         order = self._rng.permutation(len(self._images))
         for start in range(0, len(order), self._batch_size):
             batch = order[start : start + self._batch_size]
-            yield [self._images[index] for index in batch], [self._labels[index] for index in batch]
+            small = self._images[0].nbytes < 10_000
+            images = self._images[batch] if small else [self._images[index] for index in batch]
+            yield images, self._labels[batch]
 
 
 def augmented(images: Any, *, resized: bool) -> Any:

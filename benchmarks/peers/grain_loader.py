@@ -31,18 +31,17 @@ class Epochs:
 def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     # "How to use a Torchvision dataset in the Grain pipeline": a dataset of torch's kind is a source.
-    # "Performance debugging": shuffle, then repeat, "each epoch is shuffled differently".
-    samples = grain.MapDataset.source(dataset(job)).shuffle(seed=0).repeat()
-    threads = NUM_WORKERS if variant == "threads" else 1
-    # "Advanced Dataset usage", Multithread prefetching: threads that read elements ahead.
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * job.task.batch_size)
-    batches = samples.to_iter_dataset(options).batch(job.task.batch_size)
+    # "Dataset Basics": shuffle and batch of MapDataset, so that threads read whole batches. "Performance
+    # debugging": shuffle comes before repeat, so that "each epoch is shuffled differently".
+    source = grain.MapDataset.source(dataset(job))
+    batches = source.shuffle(seed=0).repeat().batch(job.task.batch_size)
     if variant == "processes":
-        # The same page, Multiprocess Prefetch: where Python's GIL is the bottleneck.
-        batches = batches.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=NUM_WORKERS, per_worker_buffer_size=2)
-        )
+        # "Advanced Dataset usage", Multiprocess Prefetch: where Python's GIL is the bottleneck.
+        one_by_one = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        options = grain.MultiprocessingOptions(num_workers=NUM_WORKERS, per_worker_buffer_size=2)
+        prefetched = batches.to_iter_dataset(one_by_one).mp_prefetch(options)
     else:
-        # The same page, Thread prefetching: batches made ahead.
-        batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=2)
-    return Epochs(batches, job.task.num_images // job.task.batch_size)
+        # The same page, Multithread prefetching.
+        ahead = grain.ReadOptions(num_threads=NUM_WORKERS, prefetch_buffer_size=2 * NUM_WORKERS)
+        prefetched = batches.to_iter_dataset(ahead)
+    return Epochs(prefetched, job.task.num_images // job.task.batch_size)

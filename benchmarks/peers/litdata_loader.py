@@ -45,7 +45,9 @@ class Images(litdata.StreamingDataset):
     """The chunks as a dataset with a transform."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(str(job.work / "chunks"), shuffle=True, drop_last=False)
+        # "batch_decode" of StreamingDataset: 0 decodes item by item. By default items are decoded in windows,
+        # and those of 100 KB in windows smaller than the blocks that are shuffled: many times each.
+        super().__init__(str(job.work / "chunks"), shuffle=True, drop_last=False, batch_decode=0)
         self._crop = Crop() if job.task.crops else None
         self._of_bytes = not job.task.side
 

@@ -8,7 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import transformers  # noqa: F401: it looks for torchvision when it is imported, so it comes first
+import transformers  # noqa: F401 (it looks for torchvision when it is imported, so it comes first)
 from common import NUM_WORKERS, Crop, Job
 from PIL import Image
 

@@ -1,16 +1,17 @@
 """How many images a second other loaders deliver: the same images, crop, output, batch size and workers.
 
-Question: for images in memory, for images in memory with a random crop, and for a folder of JPEGs, how fast is
-fastload beside FFCV, DALI, SPDL, Grain, WebDataset, LitData, MosaicML Streaming and torchdata, each configured
-as its own documentation advises for the task? The files `*_loader.py` beside this one are the configurations,
-and name the pages.
+Question: for images in memory, for images in memory with a random crop, and for a folder of JPEGs, how fast
+is fastload beside FFCV, DALI, SPDL, Grain, WebDataset, LitData, MosaicML Streaming and torchdata, each
+configured as its own documentation advises for the task? The files `*_loader.py` beside this one are the
+configurations, and name the pages.
 
 Held out: start-up and conversion to a contender's own format. Each run is a fresh process of the contender's
-environment (`make bench-peers` makes them from requirements/*.txt); its first epoch is checked and not counted.
-The contenders run in turn. All have two workers, processes or threads. Batches end as uint8 tensors on the
-host, `(B, H, W, 3)`, which nobody reads. A contender that cannot do a task has a row that says why.
+environment (`make bench-peers` makes them from requirements/*.txt); its first epoch is checked and not
+counted. The contenders run in turn. All have two workers, processes or threads. Batches end as uint8 tensors
+on the host, `(B, H, W, 3)`, which nobody reads. A contender that cannot do a task has a row that says why.
 
-Command: python benchmarks/peers/run.py PHOTOS [--only TASK] [--contenders TEXT ...] [--runs 5] [--quick] [--save]
+Command: python benchmarks/peers/run.py PHOTOS [--only TASK] [--contenders TEXT ...] [--runs 5] [--quick]
+    [--save]
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ PEERS = [
     Peer("DALI, CPU", "DALI", "dali_loader", "dali"),
     Peer("SPDL, threads", "SPDL", "spdl_loader", "shared", "threads"),
     Peer("SPDL, processes", "SPDL", "spdl_loader", "shared", "processes"),
+    Peer("SPDL, spdl.io", "SPDL", "spdl_loader", "shared", "spdl.io", ("jpeg_folder",)),
     Peer("Grain, threads", "Grain", "grain_loader", "shared", "threads"),
     Peer("Grain, processes", "Grain", "grain_loader", "shared", "processes"),
     Peer("WebDataset", "WebDataset", "webdataset_loader", "shared"),
@@ -234,11 +236,15 @@ def ours(task: Task) -> str:
 
 
 def ratios(task: Task, able: list[Peer]) -> dict[str, tuple[float, float]]:
-    """fastload's median over the best median of each other contender."""
+    """Our median over the best median of each other contender."""
     best: dict[str, tuple[float, str]] = {}
     for peer in able:
         median = float(np.median(peer.figures))
-        name = peer.group if peer.module in ("torch_loader", "fastload_loader") else f"{peer.group} {peer.version}"
+        name = (
+            peer.group
+            if peer.module in ("torch_loader", "fastload_loader")
+            else f"{peer.group} {peer.version}"
+        )
         best[peer.group] = max(best.get(peer.group, (0.0, "")), (median, name))
     if ours(task) not in best:
         return {}
