@@ -8,7 +8,9 @@ configurations, and name the pages.
 Held out: start-up and conversion to a contender's own format. Each run is a fresh process of the contender's
 environment (`make bench-peers` makes them from requirements/*.txt); its first epoch is checked and not
 counted. The contenders run in turn. All have two workers, processes or threads. Batches end as uint8 tensors
-on the host, `(B, H, W, 3)`, which nobody reads. A contender that cannot do a task has a row that says why.
+on the host, `(B, H, W, 3)`, which nobody reads. "In memory" is the contender's own way to it: an array in the
+process, or, for FFCV, WebDataset, LitData and MosaicML Streaming, their files in the page cache, which holds
+them before each run. A contender that cannot do a task has a row that says why.
 
 Command: python benchmarks/peers/run.py PHOTOS [--only TASK] [--contenders TEXT ...] [--runs 5] [--quick]
     [--save]
@@ -161,6 +163,16 @@ def ask(peer: Peer, job: Job, seconds: float) -> dict[str, Any]:
     return found
 
 
+def bring_into_page_cache(job: Job, module: str) -> None:
+    """Read all files of a contender in sequence, so that no run waits for the disk."""
+    files = [path for path in (job.work / module).rglob("*") if path.is_file()]
+    for path in [*files, job.images, *(Path(name) for name, _ in job.photos)]:
+        if path.exists():
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 20):
+                    pass
+
+
 def objection(answer: dict[str, Any], job: Job) -> str:
     """What is wrong with what a contender delivered; empty if nothing is."""
     if "cannot" in answer:
@@ -201,6 +213,7 @@ def question(task: Task, peers: list[Peer], photos: Path, runs: int, seconds: fl
         for peer in peers:
             if peer.failure:
                 continue
+            bring_into_page_cache(job, peer.module)
             answer = ask(peer, job, seconds)
             peer.failure = objection(answer, job)
             if peer.failure:
