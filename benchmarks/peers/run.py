@@ -286,6 +286,8 @@ def main() -> None:
     )
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/peers.json")
     args = parser.parse_args()
+    if args.quick and args.save:
+        parser.error("--quick only shows whether all contenders work: its figures are not saved")
     tasks = [task for task in TASKS if args.only in (None, task.name)]
     runs, seconds = args.runs, args.seconds
     if args.quick:
