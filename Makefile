@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test soak test-emulated lint bench mutants photos clean
+.PHONY: demo test soak test-emulated lint bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -49,6 +49,23 @@ bench: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/never_slower.py
 	$(BIN)/python benchmarks/throughput.py
 	$(BIN)/python benchmarks/training.py $(PHOTOS)
+
+# Other loaders in the same run, each in an environment of its own below build/peers; 6 GB, and 7 GB of images.
+# FFCV is compiled and needs Debian's libturbojpeg0-dev, libopencv-dev, pkg-config and g++; SPDL needs ffmpeg.
+# A loader that cannot be installed gets rows that say so.
+PEERS := build/peers
+PEERS_ENVIRONMENTS := $(foreach name,shared mosaic dali ffcv,$(PEERS)/$(name)/.ready)
+PEERS_PINS := benchmarks/peers/requirements
+PEERS_ARGS ?= --runs 5
+
+$(PEERS)/%/.ready: $(PEERS_PINS)/%.txt $(PEERS_PINS)/torch.txt $(PEERS_PINS)/albumentations.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	-$(@D)/bin/pip install --quiet --requirement $(PEERS_PINS)/torch.txt \
+		&& $(@D)/bin/pip install --quiet --no-deps --requirement $< && touch $@
+
+bench-peers: $(PHOTOS)/.ready $(PEERS_ENVIRONMENTS)
+	$(BIN)/python benchmarks/peers/run.py $(PHOTOS) $(PEERS_ARGS)
 
 # Which changes of the code the tests do not notice; not part of CI. A sample of all files takes hours.
 # One file, all of its mutants: make mutants FILE=ring.py SAMPLE=0

@@ -23,7 +23,10 @@ SHOWN = {
     "training": "Steps a second of a small model on the same two cores.",
     "first_epoch": "Seconds of each epoch while a RAM cache is filled.",
     "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
-    "peers": "The same images, crop, flip, batch size and two workers for all.",
+    "peers": (
+        "Other loaders as their documentation advises, with two workers each; the ratios compare the best "
+        "rows of each loader, and above 1 fastload is faster."
+    ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
@@ -95,6 +98,7 @@ def section(question: dict[str, Any]) -> list[str]:
         unit = ratio.get("unit", "x")
         space = "" if unit == "x" else " "
         lines.append(f"| {label} | {ratio['value']:.2f}{space}{unit} |")
+    lines += [f"| {label} | cannot: {reason} |" for label, reason in question.get("cannot", {}).items()]
     return [*lines, ""]
 
 
@@ -111,9 +115,10 @@ def headline() -> str:
     machine = demo["machine"]
     where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
     return (
-        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes JPEGs, "
-        f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: **{times(cached)}** "
-        f"from the second epoch on. ({where}; nothing is trained. [All figures](benchmarks/README.md).)"
+        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes JPEGs, and "
+        f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: "
+        f"**{times(cached)}** from the second epoch on. ({where}; nothing is trained. "
+        "[All figures](benchmarks/README.md).)"
     )
 
 
