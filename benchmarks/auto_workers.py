@@ -31,7 +31,7 @@ class Waits(torch.utils.data.Dataset):
     """Samples that take 5 ms to come and no computing, as from a server."""
 
     def __len__(self) -> int:
-        return 8192
+        return 2048
 
     def __getitem__(self, index: int) -> int:
         time.sleep(0.005)

@@ -6,7 +6,6 @@ Command: python benchmarks/figures.py
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -122,6 +121,27 @@ def headline() -> str:
     )
 
 
+def peers() -> str:
+    """Images a second of each loader, at its best row, and of ours beside it."""
+    questions = json.loads((RESULTS / "peers.json").read_text())["questions"]
+    machine = json.loads((RESULTS / "peers.json").read_text())["machine"]
+    names = list(dict.fromkeys(label.split(",")[0] for q in questions for label in q["rows"]))
+    lines = ["| images/s | " + " | ".join(question["title"] for question in questions) + " |"]
+    lines.append("|---" * (len(questions) + 1) + "|")
+    for name in names:
+        cells = []
+        for question in questions:
+            rows = [row for label, row in question["rows"].items() if label.split(",")[0] == name]
+            medians = [row["median"] for row in rows if "median" in row]
+            cells.append(digits(max(medians)) if medians else "cannot")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
+    return (
+        "Rates of the same work, each loader as its own documentation advises, with two workers or threads "
+        f"({where}; `make bench-peers`, [details](benchmarks/README.md#peers)):\n\n" + "\n".join(lines)
+    )
+
+
 def best(rows: dict[str, Any], prefix: str) -> list[float]:
     """The runs of the best row of a contender."""
     some = [row for label, row in rows.items() if label.startswith(prefix)]
@@ -137,12 +157,10 @@ def times(ratios: list[float]) -> str:
 def main() -> None:
     (ROOT / "benchmarks" / "README.md").write_text(tables().rstrip("\n") + "\n")
     readme = ROOT / "README.md"
-    text = re.sub(
-        r"<!-- headline -->\n.*?<!-- /headline -->",
-        lambda _: f"<!-- headline -->\n{headline()}\n<!-- /headline -->",
-        readme.read_text(),
-        flags=re.DOTALL,
-    )
+    text = readme.read_text()
+    for name, content in (("headline", headline()), ("peers", peers())):
+        before, rest = text.split(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{rest.split(f'<!-- /{name} -->')[1]}"
     readme.write_text(text)
 
 

@@ -16,7 +16,7 @@ from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from fastload.nested.leaves import Array
 
@@ -42,15 +42,24 @@ def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
     return change(nest)
 
 
-def leaves(nest: Any) -> Iterator[Any]:
+def leaves(nest: Any) -> list[Any]:
     """Every leaf, in order."""
+    found: list[Any] = []
+    _collect(nest, found)
+    return found
+
+
+def _collect(nest: Any, found: list[Any]) -> None:
     if isinstance(nest, dict):
         nest = nest.values()
     elif not isinstance(nest, (list, tuple)):
-        yield nest
+        found.append(nest)
         return
     for value in nest:
-        yield from leaves(value)
+        if isinstance(value, (dict, list, tuple)):
+            _collect(value, found)
+        else:
+            found.append(value)
 
 
 def private_copy(sample: Any) -> Any:
@@ -67,10 +76,10 @@ _SEEN_THROUGH = (
 
 def is_seen_through(nest: Any) -> bool:
     """Whether `detached` finds all memory that a nest refers to: no leaf is an object that may hold more."""
-    return all(
-        isinstance(leaf, _SEEN_THROUGH) and not (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject)
-        for leaf in leaves(nest)
-    )
+    for leaf in leaves(nest):
+        if not isinstance(leaf, _SEEN_THROUGH) or (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject):
+            return False
+    return True
 
 
 def detached(nest: Any, arrays: Iterable[Array]) -> Any:
@@ -83,9 +92,13 @@ def detached(nest: Any, arrays: Iterable[Array]) -> Any:
     Returns:
         The strides of the copies are in the order of the originals' strides.
     """
-    ranges = [(_address(array), _address(array) + array.nbytes) for array in arrays]
+    ranges: list[tuple[int, int]] = []
 
     def detach(leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, str)) or (type(leaf) is np.ndarray and leaf.flags.owndata):
+            return leaf  # most leaves
+        if not ranges:
+            ranges.extend((_address(array), _address(array) + array.nbytes) for array in arrays)
         if isinstance(leaf, np.ndarray):
             return leaf.copy(order="K") if _starts_within(_address(leaf), ranges) else leaf
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
