@@ -298,5 +298,5 @@ def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
     """It would raise the error all the same, or die."""
     loader = make_loader(datasets.Made(zoo.array, 4), num_workers=1, in_order=False, **options)
 
-    with pytest.raises(ValueError, match=r"is not for torch's own iterator, .*in_order=False"):
+    with pytest.raises(ValueError, match=r"does not work with torch's own iterator, .*in_order=False"):
         iter(loader)
