@@ -327,8 +327,8 @@ class DataLoader(LoaderSettings):
             self._refuse_torch(reason)
             if not self.in_order:
                 _say_once(
-                    "in_order=False uses torch's own workers and transport, which are slower than fastload's; "
-                    "in_order=True uses fastload's, and batches then come in the order of the sampler"
+                    "in_order=False uses torch's own workers and transport, which are slower than those of "
+                    "fastload. in_order=True uses fastload's, and batches come in the order of the sampler"
                 )
             _log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)

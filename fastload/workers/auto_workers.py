@@ -7,8 +7,8 @@ workers, for a fraction of a second each. Rules:
    caches.
 2. The trial measures each number as the loader will use it: through the transport, and with the start of the
    workers if these are not persistent.
-3. Before the first epoch, nobody knows how long the consumer computes between two batches. Until then the
-   loader uses the number with the best worst case; from then on the time of the consumer is measured.
+3. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
+   uses the number with the best worst case. From the first epoch on, the consumer's time is measured.
 4. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
 5. The trial ends when this process ends, and its workers end with it.
 """
