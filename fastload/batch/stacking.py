@@ -1,7 +1,7 @@
 """Let torch's default_collate stack tensors directly into the slot, wherever user code calls it.
 
 Installed in worker processes, where torch itself stacks into shared memory. Rule: only code whose result is
-the batch stacks into the slot. Samples never lie in the slot, because the slot may be reused while a sample is
+the batch stacks into the slot. Samples never lie in the slot, because it may be reused while a sample is
 still in use.
 """
 

@@ -1,7 +1,7 @@
 """The position of one worker's copy of an iterable dataset, in a form that processes can send each other.
 
-The process that fetches samples makes it (`fetch`, `worker`, the iterator without workers), and `resume` keeps
-it in the consumer's process. Only the processes of one loader make and read the pickles in it. A state from a
+It is made where samples are fetched (`fetch`, `worker`, the iterator without workers); `resume` keeps it in
+the consumer's process. Only the processes of one loader make and read the pickles in it. A state from a
 checkpoint is never unpickled: the consumer's process pickles the plain objects in it.
 """
 

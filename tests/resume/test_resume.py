@@ -314,7 +314,7 @@ def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
 @pytest.mark.parametrize("state", [{}, {"version": 2}, None, 3])
 def test_other_dicts_are_refused(state: Any) -> None:
     """What is no state of this loader is refused when it is loaded."""
-    with pytest.raises(ResumeError, match=r"no state of a fastload\.DataLoader"):
+    with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
         make("in order").load_state_dict(state)
 
 
