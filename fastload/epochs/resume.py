@@ -177,7 +177,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         None if ours is None else len(ours)
     ):
         raise ResumeError(
-            "the state has the states of an iterable dataset's copies in "
+            "the state was saved with copies of an iterable dataset in "
             f"{0 if theirs is None else len(theirs)} workers, but this loader has "
             f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
         )
