@@ -1,8 +1,8 @@
 """A drop-in DataLoader for PyTorch over a shared cache of decoded images.
 
-`import fastload` alone imports nothing: each public name brings its module at its first use (PEP 562). A new
-name is added twice, to the imports that type checkers read and to the table that Python reads; a test
-compares them.
+`import fastload` alone imports no other module: the first use of a public name imports its module (PEP 562).
+Add a new name in two places, the imports that type checkers read and the table that Python reads; a test
+compares the two.
 """
 
 from importlib import import_module as _import_module
@@ -94,22 +94,22 @@ _NAMES = {
     "rng.worker_info": ("WorkerInfo", "get_worker_info"),
 }
 
-if not TYPE_CHECKING:  # or type checkers would take every name for a public one
+if not TYPE_CHECKING:  # with __getattr__ in sight, type checkers would accept any name
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
     _SUBMODULES = {module.partition(".")[0] for module in _NAMES}
 
     __all__ = sorted(_MODULE_OF)
 
     def __getattr__(name: str) -> object:
-        """A public name, or a module of the package, at its first use."""
+        """Import a public name, or a subpackage, at its first use."""
         if name in _SUBMODULES:
             return _import_module(f"{__name__}.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-        globals()[name] = value  # the next use finds it there
+        globals()[name] = value  # later uses do not come here
         return value
 
     def __dir__() -> list[str]:
-        """The public names, whether they were used or not."""
+        """The public names, including those not yet imported."""
         return list(__all__)

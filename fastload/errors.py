@@ -1,7 +1,7 @@
-"""Every error that fastload raises by its own name, drawn first.
+"""The error classes of fastload.
 
-Each also inherits the built-in that a caller of torch's DataLoader would already catch.
-An error that the user's own code raises is never replaced: it keeps its type and gets a note.
+Each one also inherits the built-in exception that a caller of torch's DataLoader would already catch.
+fastload never replaces an error that the user's own code raises: it keeps its type and gets a note.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an error, unless its class refuses notes, as a frozen dataclass does."""
+    """Add a note to an error, unless its class does not accept notes (a frozen dataclass, for example)."""
     with contextlib.suppress(Exception):
         error.add_note(note)
 
@@ -21,9 +21,9 @@ _PLACE = "fastload: batch "
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Note which batch an error belongs to, as ``"3, dataset index 7"``.
+    """Add a note that says which batch an error belongs to, such as ``"3, dataset index 7"``.
 
-    The note replaces that of an earlier batch: a dataset may raise the same object again and again.
+    It replaces the note of an earlier batch: a dataset may raise the same exception object several times.
     """
     with contextlib.suppress(Exception):
         notes = getattr(error, "__notes__", [])
@@ -39,53 +39,53 @@ class FastloadError(Exception):
 
 
 class WorkerDiedError(FastloadError, RuntimeError):
-    """A worker process ended while it still owed batches (torch raises RuntimeError here)."""
+    """A worker process ended before it had sent all its batches (torch raises RuntimeError here)."""
 
 
 class BatchLostError(FastloadError, RuntimeError):
-    """A batch was lost on its way from a worker, and why; the batches after it are as they should be."""
+    """A batch was lost on its way from a worker; the message says why. Later batches are correct."""
 
 
 class ErrorBudgetError(FastloadError, RuntimeError):
-    """More samples of an epoch could not be read than `error_budget` of the loader allows."""
+    """More samples of an epoch could not be read than the loader's `error_budget` allows."""
 
 
 class WorkerStartError(FastloadError, RuntimeError):
-    """Worker processes cannot be started from here, and why."""
+    """Worker processes cannot be started from here; the message says why."""
 
 
 class LoaderClosedError(FastloadError, RuntimeError):
-    """A batch was asked of an iterator whose loader was closed."""
+    """A batch was requested from an iterator whose loader was closed."""
 
     def __init__(self, message: str = "this iterator was closed; start a new one with iter(loader)") -> None:
         super().__init__(message)
 
 
 class SegmentError(FastloadError, MemoryError):
-    """Shared memory could not be made or grown: how many bytes were asked for, and why not."""
+    """Shared memory could not be created or grown; the message says how many bytes, and why."""
 
 
 class ResumeError(FastloadError, ValueError):
-    """A loader cannot go on where a state says, and why."""
+    """A loader cannot resume from a state; the message says why."""
 
 
 # --- caches ----------------------------------------------------------------------------------------------
 
 
 class CacheError(FastloadError):
-    """Base of the errors of CachedDataset and the caches under it."""
+    """Base of the errors of CachedDataset and its caches."""
 
 
 class RandomDatasetError(CacheError, ValueError):
-    """The dataset gives another sample at each access, so that caching it would freeze one draw."""
+    """The dataset returns a different sample at each access, so a cache would freeze one random draw."""
 
 
 class UnsupportedSampleError(CacheError, TypeError):
-    """A sample holds something that cannot be cached; the path of the leaf is in the message."""
+    """A sample contains a value that cannot be cached; the message names its path in the sample."""
 
 
 class CacheMismatchError(CacheError, ValueError):
-    """The cache was made from something else; the message says which part differs."""
+    """The cache was made from a different source; the message says which part differs."""
 
 
 class CacheCorruptError(CacheError, OSError):
@@ -93,7 +93,7 @@ class CacheCorruptError(CacheError, OSError):
 
 
 class CacheBusyError(CacheError, OSError):
-    """Another process is building this cache, or one died while it did."""
+    """Another process is building this cache, or died while building it."""
 
 
 # --- images ----------------------------------------------------------------------------------------------
@@ -120,16 +120,16 @@ class ImageReadError(FastloadError, OSError):
 
 
 class DeviceUnavailableError(FastloadError, RuntimeError):
-    """The device that was asked for by name is not there, and why."""
+    """The device that was requested by name is not available; the message says why."""
 
 
 def short_repr(index: Any) -> str:
-    """An index for a message: its repr, cut where it gets long.
+    """The repr of an index for a message, cut to 200 characters.
 
-    An index whose repr() raises is named by its type, so that the error that is reported is not lost.
+    If repr() raises, the text names the type instead, so that the error being reported is not lost.
     """
     try:
         text = repr(index)
-    except Exception as error:  # noqa: BLE001  # of a class of the user's
+    except Exception as error:  # noqa: BLE001  # the index may be of a class of the user's
         text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= 200 else text[:200] + "..."

@@ -1,8 +1,8 @@
-"""DataLoader: torch's arguments and torch's batches, over our own transport.
+"""The DataLoader class: torch's arguments and batches, over fastload's own transport.
 
-The class holds settings only. Everything that must be stopped or freed belongs to the iterators that
-`iter(loader)` makes (see the folder epochs/). So a loader can be copied, pickled, re-created by a framework
-from its public attributes, or forgotten, at no risk.
+The class holds settings only. The iterators that `iter(loader)` makes (folder epochs/) own everything that
+must be stopped or freed. It is therefore safe to copy, pickle or drop a loader, or to re-create it from its
+public attributes, as frameworks do.
 """
 
 from __future__ import annotations
@@ -50,68 +50,71 @@ _KNOWN_CONTEXTS = (
     mp_context.ForkServerContext,
 )
 
-# Every live iterator: what close() looks through.
+# Every live iterator; close() searches them for those of its loader.
 _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
 
-    Batches are written once, into shared memory that is used again, and lent to the caller as tensors: a
-    batch stays valid and unchanged for as long as anything made from it is alive. "Differences from
-    torch.utils.data.DataLoader" in the README lists all that differs, and the way back.
+    Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
+    stays valid and unchanged as long as any tensor or array made from it is alive. "Differences from
+    torch.utils.data.DataLoader" in the README lists all differences and how to undo them.
 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
-        num_workers: As in torch, or ``"auto"``: as many workers as make the shortest epochs. Some numbers are
-            measured when the loader is made, for a few seconds, in a process that reads what the first epoch
-            reads. The choice is looked at again when an epoch has shown how long the consumer computes, and
-            when the cache of a `CachedDataset` is full. The attribute is always an int, and a line of the log
-            explains it. Needs a map-style dataset. Random streams of ``rng="worker"`` depend on the number.
-        memory_format: ``torch.channels_last`` hands batches of images out as `(B, C, H, W)` with
-            channels-last strides: `(B, H, W, C)` ones are permuted without a copy.
-        ring_bytes: Upper bound for the memory that batches travel in: bytes, ``"2GB"``, a share of free
-            memory such as 0.5, or ``"auto"`` (a quarter of what is free when an epoch starts).
-        seed_pipelines: Give every albumentations pipeline in the dataset a random stream of its own in
-            each worker, and without workers the streams that worker 0 would have: for each batch, after
-            which the pipelines are as they were. False leaves them as torch does: albumentations 2.0.8
-            then draws the same "random" numbers in all workers, and without workers no seed decides.
-        rng: What random numbers follow from. ``"worker"``, as in torch: each worker's generators run on from
-            one sample to the next. ``"sample"``: those of `random`, `numpy.random`, torch, albumentations
-            and MONAI are set before each ``dataset[i]`` from the seed of `generator` (or of torch), the
-            epoch, the index, and how often it came before: the same pixels for any number of workers, and
-            after a resume. Needs a map-style dataset without `__getitems__`.
-        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL, and for Python
-            without one: nothing is pickled or sent, and the dataset must allow reads from several threads;
-            each gets copies of the pipelines in it. `random`, `numpy.random` and torch then draw in no
-            order: use `fastload.sample_generator()` with ``rng="sample"``.
-        device: Where the batches are when the caller gets them: "cuda" (the device that is current at the
-            first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if there is any, else the
-            CPU, which is said once in the log. On CUDA batches are copied two ahead, on a side stream,
-            straight from the memory that workers write; `pin_memory` then adds nothing. The caller owns them.
-            None leaves batches on the host, as torch does. "mps" and "xpu" are experimental: nothing is
-            copied ahead.
-        device_transform: Called with each whole batch once it is there, without gradients, autocast or
-            inference mode: `Normalize`, or any callable or module, whose own tensors are there already. On
-            CUDA it runs ahead on the side stream, and should neither wait for the device nor keep its input.
-        on_error: What becomes of a sample that cannot be read. ``"raise"``: its error is raised, as in torch.
-            ``"replace"``: another sample takes its place, so that sizes and order stay. It follows from the
-            seed, the epoch and the place: the same for any number of workers, and after a resume. It is one
-            that the sampler may give, where that is torch's, else one of the same batch. A function is
-            called where the sample was read, with a `FailedSample`, and gives the sample to use, or raises.
-            Needs a map-style dataset. `failed_samples` lists the failures; the log names some.
-        error_budget: The most samples of an epoch that may fail: an int, or a share of them as a float.
-            One more raises ErrorBudgetError in the place of its batch.
-        restart_workers: How many worker processes that died may be replaced while an iterator lives; their
-            unfinished batches are read again. 0: a death is an error. The cause is logged either way. With
-            ``rng="worker"`` the random streams of the new worker begin anew. Needs a map-style dataset.
+        num_workers: As in torch, or ``"auto"``: the number of workers with the shortest epochs. When the
+            loader is made, a separate process measures several numbers for a few seconds; it reads the
+            samples of the first epoch. The loader chooses again when an epoch has shown how long the
+            consumer computes, and when the cache of a `CachedDataset` is full. The attribute is always an
+            int; one log line explains each choice. Needs a map-style dataset. With ``rng="worker"`` the
+            random streams depend on the number.
+        memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with
+            channels-last strides; `(B, H, W, C)` batches are permuted without a copy.
+        ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
+            free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
+        seed_pipelines: Give every albumentations pipeline in the dataset its own random stream in each
+            worker. Without workers, the pipelines use the streams of worker 0 during each batch and are
+            restored after it. False leaves the pipelines as torch does: albumentations 2.0.8 then draws the
+            same "random" numbers in all workers, and without workers no seed controls its draws.
+        rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
+            one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
+            `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
+            torch), the epoch, the index, and how often the index came before. Pixels are then the same for
+            any number of workers and after a resume. Needs a map-style dataset without `__getitems__`.
+        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
+            without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
+            threads; each thread gets its own copies of the dataset's pipelines. The generators of `random`,
+            `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
+            `fastload.sample_generator()` with ``rng="sample"`` instead.
+        device: The device of the batches that the caller gets: "cuda" (the device that is current at the
+            first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
+            CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from
+            the memory that workers write; `pin_memory` then has no further effect. The caller owns the
+            batches. None leaves batches on the host, as torch does. "mps" and "xpu" are experimental and
+            copy nothing ahead.
+        device_transform: Called with each whole batch on the device, without gradients, autocast or
+            inference mode: `Normalize`, or any callable or module whose own tensors are on the device. On
+            CUDA it runs ahead on the side stream; it should not wait for the device or keep its input.
+        on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
+            ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
+            sample follows from the seed, the epoch and the place, so it is the same for any number of
+            workers and after a resume. It comes from the indices of the sampler if the sampler is torch's,
+            else from the same batch. A function: it is called where the sample was read, with a
+            `FailedSample`, and returns the sample to use, or raises. Needs a map-style dataset.
+            `failed_samples` lists the failures; the log names some of them.
+        error_budget: How many samples of an epoch may fail: a number (int) or a share of them (float).
+            One more failure raises ErrorBudgetError in place of its batch.
+        restart_workers: How many dead worker processes one iterator may replace; their unfinished batches
+            are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
+            ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
 
     Raises:
-        DeviceUnavailableError: From `iter(loader)`: a device is asked for by name and is not there.
+        DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -177,7 +180,7 @@ class DataLoader(LoaderSettings):
             check_device(device)
         if device_transform is not None and (device is None or not callable(device_transform)):
             raise ValueError(
-                "device_transform should be a callable, with device= for where it runs, "
+                "device_transform should be a callable and needs device=, the device that it runs on, "
                 f"but got device={device!r} and device_transform={device_transform!r}"
             )
         if rng not in ("worker", "sample"):
@@ -267,18 +270,20 @@ class DataLoader(LoaderSettings):
                 f'{type(self.dataset).__name__}; use worker_method="process"'
             )
         if self.multiprocessing_context is not None:
-            raise ValueError('multiprocessing_context is for processes, and worker_method is "thread"')
+            raise ValueError(
+                'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
+            )
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
-        # torch's class has one type parameter today and two in the next release; ours takes any.
+        # torch's class has one type parameter now and two in its next release; this one takes any number.
         return types.GenericAlias(cls, item)
 
     @property
     def collate_fn(self) -> Callable[[list[Any]], Any]:
-        """What makes a batch of samples: as given, or torch's default.
+        """The function that makes a batch from samples: the argument, or torch's default.
 
-        With arguments that torch's loader does not have it is a callable around that, which warns if a loader
-        of torch's uses it; `vars(loader)["collate_fn"]` is always what was given.
+        With arguments that torch's loader does not have, this is a wrapper around that function, which warns
+        if one of torch's loaders calls it. `vars(loader)["collate_fn"]` is always the function itself.
         """
         try:
             own: Callable[[list[Any]], Any] = self.__dict__["collate_fn"]
@@ -299,7 +304,7 @@ class DataLoader(LoaderSettings):
     def __iter__(self) -> Any:
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
-            self._iterator = None  # these persistent workers serve the process that forked this one
+            self._iterator = None  # these persistent workers belong to the process that forked this one
         return resume.beginning(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
@@ -323,21 +328,21 @@ class DataLoader(LoaderSettings):
             if not self.in_order:
                 _say_once(
                     "in_order=False uses torch's own workers and transport, which are slower than those of "
-                    "fastload; these serve in_order=True, where batches come in the order of the sampler"
+                    "fastload. in_order=True uses fastload's, and batches come in the order of the sampler"
                 )
             _log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
         else:
-            if self._auto_workers is None:  # else the number was measured, and needs no warning
+            if self._auto_workers is None:  # a measured number needs no warning
                 self.check_worker_number_rationality()
             iterator = WorkerIterator(self)
         _live[iterator] = None
         return iterator
 
     def _refuse_torch(self, reason: str) -> None:
-        """Raise if this loader was given what torch's own iterator cannot do."""
+        """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
             'worker_method="thread"': self.worker_method == "thread",
             f"on_error={self.on_error!r}": self.on_error != "raise",
@@ -345,10 +350,10 @@ class DataLoader(LoaderSettings):
         }
         for setting, is_given in given.items():
             if is_given:
-                raise ValueError(f"{setting} is not for torch's own iterator, which is used here: {reason}")
+                raise ValueError(f"{setting} does not work with torch's own iterator, used here: {reason}")
 
     def _why_torch(self) -> str | None:
-        """Why this loader's work is left to torch's iterator; None when it is ours."""
+        """Why this loader must use torch's own iterator; None if it uses fastload's."""
         if isinstance(self.dataset, (IterDataPipe, MapDataPipe)):
             return "the dataset is a DataPipe"
         if self.num_workers == 0:
@@ -366,49 +371,48 @@ class DataLoader(LoaderSettings):
         return reason
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next epoch, for everything that has a `set_epoch()`.
+        """Set the number of the next epoch, and pass it to every object that has a `set_epoch()`.
 
-        Samplers, batch samplers, the dataset, and its copies in persistent workers are told. Call it before
-        `iter(loader)`, with the same number on every rank.
+        These are the sampler, the batch sampler, the dataset, and its copies in persistent workers. Call it
+        before `iter(loader)`, with the same number on every rank.
         """
         resume.set_epoch(self, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader stands: a fresh small dict of plain types, to be saved with a checkpoint.
+        """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
 
-        What counts is what the caller has received, not what workers have fetched ahead. It costs
-        microseconds at any moment, and starts nothing. JSON and `torch.load(weights_only=True)` read it, as
-        far as they read what samplers and iterable datasets give in their own `state_dict()`, of which it
-        holds copies.
+        The position counts the batches that the caller has received, not those fetched ahead. The call takes
+        microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read the
+        dict, if they can read the `state_dict()` of the samplers and iterable datasets: it holds copies.
 
         Raises:
-            Exception: What such a `state_dict()` raised within this epoch; the batches were not affected.
+            Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
         """
         return resume.state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a state of `state_dict()` stands, with the next `iter(loader)`.
+        """Resume from a state of `state_dict()` with the next `iter(loader)`.
 
-        The rest of the epoch brings the same samples in the same batches, whatever the number of workers;
-        nothing is read to get there. The loader needs the same dataset, batch size and kind of sampler.
-        Samplers need a generator (torch's own have one, or draw from torch's default one) or a state_dict().
-        torch's default generator is left as it is.
+        The rest of the epoch has the same samples in the same batches, for any number of workers; no sample
+        is read to get there. The loader needs the same dataset, batch size and kind of sampler. A sampler
+        needs a generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's
+        default generator does not change.
 
-        Nothing in the state is unpickled or run. After an error the loader, its samplers, and all generators
-        are as they were before, and a state that was loaded stays loaded.
+        Nothing in the state is unpickled or run. If an error is raised, the loader, its samplers and all
+        generators stay unchanged, and a state that was loaded before stays loaded.
 
         Raises:
-            ResumeError: It is no state of such a loader, or damaged. Raised by `iter(loader)`: the sampler
-                gives other indices than before, or the epoch cannot be resumed in its middle.
+            ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
+                gives other indices than before, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
 
     def close(self) -> None:
-        """Stop all workers of this loader and give its memory back; batches in use stay valid.
+        """Stop all workers of this loader and free its memory; batches in use stay valid.
 
-        The loader can be iterated again. An iterator that was open raises LoaderClosedError.
+        You can iterate over the loader again. An iterator that was open raises LoaderClosedError.
         """
-        for reference in _live.keyrefs():  # a copy, made in one step: other threads make iterators meanwhile
+        for reference in _live.keyrefs():  # an atomic copy: other threads may make iterators meanwhile
             iterator = reference()
             if iterator is not None and iterator.belongs_to(self):
                 iterator.close()
@@ -425,7 +429,7 @@ class DataLoader(LoaderSettings):
 def _make_trial_loader(
     dataset: Any, prefetch_factor: int | None, num_workers: int, **settings: Any
 ) -> DataLoader:
-    """A loader for the trial of `num_workers="auto"`; leaves batches on the host, in pageable memory."""
+    """Make a loader for the trial of `num_workers="auto"`, with batches on the host in pageable memory."""
     ahead = prefetch_factor if num_workers else None
     return DataLoader(dataset, num_workers=num_workers, prefetch_factor=ahead, **settings)
 

@@ -330,7 +330,7 @@ class TestBadSamples:
         result = run("build", folder, tmp_path / "cache", "--on-error", "skip")
 
         assert result.exit_code == 3
-        assert "there is nothing to train from" in result.stdout
+        assert "the cache is empty" in result.stdout
         assert "CachedDataset" not in result.stdout
 
     def test_skipped_samples_are_told_again(self, tmp_path: Path) -> None:
@@ -688,7 +688,7 @@ class TestRm:
             os.close(theirs)
 
         assert result.returncode == code, result.stderr
-        assert f"remove {dest} with all" in result.stderr
+        assert f"remove {dest} and all" in result.stderr
         assert dest.exists() == (code == 1)
         said = json.loads(result.stdout)
         assert said.get("removed") == (None if code else [str(dest)])

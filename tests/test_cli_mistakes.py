@@ -229,7 +229,7 @@ class TestDest:
 
         result = run("build", "tests.cli_zoo:factory", dest, "--workers", "0")
 
-        assert "give a path where nothing is yet" in complaint(result)
+        assert "give a path that does not exist yet" in complaint(result)
         assert list(tmp_path.iterdir()) == [dest]
 
 
@@ -283,8 +283,8 @@ class TestSource:
             ("here.py:data", "such as here:data"),
             ("./here.py", "such as here:NAME"),
             ("notes.txt", "it is a file"),
-            (".here:data", "names are as in `import`"),
-            ("https://example.org/x:1", "names are as in `import`"),
+            (".here:data", "write MODULE and NAME as in `import`"),
+            ("https://example.org/x:1", "write MODULE and NAME as in `import`"),
         ],
     )
     def test_a_source_that_is_neither_says_why(self, source: str, said: str, here: Path) -> None:
@@ -339,7 +339,7 @@ class TestSource:
         result = run("build", "with_a_path:ROOT", "cache")
 
         assert result.exit_code == 2
-        assert complaint(result) == "with_a_path:ROOT is of type str: neither a dataset nor a function"
+        assert complaint(result) == "with_a_path:ROOT should be a dataset or a function, but is of type str"
 
     def test_a_sample_of_a_wrong_kind_is_named(self, here: Path) -> None:
         """The first look at the dataset says which sample it was."""

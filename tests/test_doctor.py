@@ -136,7 +136,7 @@ def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pyt
         ({}, True, "works"),
         ({"register": "cudaHostRegister gave error 801"}, False, "cudaHostRegister gave error 801"),
         ({"unregister": "cudaHostUnregister gave error 713"}, True, "cudaHostUnregister gave error 713"),
-        ({}, False, "torch does not take registered memory for pinned"),
+        ({}, False, "torch does not treat registered memory as pinned"),
     ],
 )
 def test_page_locking_works_or_has_its_reason(

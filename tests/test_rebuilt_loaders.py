@@ -79,7 +79,7 @@ def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
 
     assert len(batches) == 3
     assert len(texts) == 1
-    assert f"have no effect on its batches: {names}. Iterate the fastload.DataLoader itself" in texts[0]
+    assert f"have no effect on its batches: {names}. Iterate over the fastload.DataLoader itself" in texts[0]
 
 
 def test_once_for_each_process_and_loss() -> None:

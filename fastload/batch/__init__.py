@@ -1,5 +1,5 @@
-"""From a list of indices to a batch in memory.
+"""Turn a list of indices into a batch in memory.
 
 Read in this order: `fetch` (indices to samples), `collate` and `stacking` (samples to a batch), `packing` (a
-batch as a message and the memory it lies in); then `replacing` and `failures` (samples that cannot be read).
+batch to a message and shared memory); then `replacing` and `failures` (samples that cannot be read).
 """

@@ -1,18 +1,19 @@
-"""torch's default_collate, written row by row into the memory that the batch will travel in.
+"""Collate samples like torch's default_collate, but write each one directly into the memory of its batch.
 
-Runs wherever samples are fetched: in a worker, or in the parent without workers. Rules:
+Runs in the process that fetches samples: a worker, or the parent without workers. Each sample is written into
+its row of the batch. Rules:
 
-1. The result is what torch.utils.data.default_collate gives for the same samples in the same kind of
+1. The result equals that of torch.utils.data.default_collate for the same samples in the same kind of
    process: values, types, dtypes, strides, and errors.
 2. Where copies run on one thread, as in workers, arrays and tensors of at least ROW_TENSOR_BYTES are written
-   to rows. Where torch copies with several threads, arrays below THREADS_PAY_BYTES are. Every other leaf is
-   kept until the end and stacked by torch in one call; a sample without a leaf for rows is kept whole.
-3. A sample is let go as soon as it is written, so that its memory is warm for the next one.
+   to rows. Where torch copies with several threads, arrays below THREADS_PAY_BYTES are written to rows. Every
+   other leaf is kept until the end and stacked by torch in one call; a sample without a leaf for rows is kept
+   whole.
+3. A sample is released as soon as it is written, so that its memory is warm for the next sample.
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
-5. When a sample does not fit the rows, the samples before it are read back from their rows, the rest is
-   still fetched (random streams must go on), and torch's own collate decides; its error is the error.
-6. No sample lies in the memory that rows are written to: while samples are read, default_collate stacks
-   where torch stacks.
+5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
+   fetched (random streams must advance), and torch's own collate gets all samples; its error is raised.
+6. No sample lies in the memory of the rows: while samples are read, default_collate stacks where torch does.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
 
 IMAGE_CHANNELS = (1, 3, 4)
 
-# benchmarks/NOTES.md has the measurements behind these three ("Collating").
-# One thread writes a tensor of at least this size to its row, while the tensor is warm, in no more time than
-# torch.stack takes for it at the end. A row of a smaller tensor takes up to ten times as long.
+# benchmarks/NOTES.md has the measurements behind the next three sizes ("Collating").
+# With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
+# the end with torch.stack. Writing the row of a smaller tensor takes up to ten times as long.
 ROW_TENSOR_BYTES = 32 * 1024
-# Several threads stack leaves of at least this size at the end in less time than one thread writes rows.
+# Several threads stack leaves of at least this size at the end faster than one thread writes rows.
 THREADS_PAY_BYTES = 128 * 1024
-# A batch of at least this size is stacked in memory that is used again: malloc may map fresh pages for it,
-# and the first write to a fresh page takes several times as long as a write to a warm one.
+# A batch of at least this size is stacked in reused memory: malloc may map fresh pages for it, and the first
+# write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
@@ -55,7 +56,7 @@ class _MismatchError(Exception):
 
 
 class _Batch:
-    """What the leaves of one batch need to know: where rows come from, and how many."""
+    """The settings that all leaves of one batch share: the source of the rows, and their number."""
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self.arena = arena
@@ -66,10 +67,10 @@ class _Batch:
         self._stack = functools.partial(_stack, arena)
 
     def collate(self, values: Any) -> Any:
-        """Values of all samples by torch's rules, as they are now; large tensors go to warm memory."""
+        """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
         rules = torch_collate.default_collate_fn_map
         if self.in_worker or rules.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
-            return default_collate(values)  # in a worker torch's own table has a rule of ours
+            return default_collate(values)  # in a worker, torch's own table contains a rule of fastload's
         return torch_collate.collate(values, collate_fn_map={**rules, torch.Tensor: self._stack})
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -85,18 +86,18 @@ class _Batch:
 
 
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
-    """Torch's rule for tensors, but large batches are stacked in memory that is warm."""
+    """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
     if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
         rows = rows_for(arena, tensors)
-        with contextlib.suppress(RuntimeError):  # torch decides, and says what is wrong
+        with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
 def _are_alike(tensors: Any) -> bool:
-    """Whether torch.stack gives the type and dtype of the first, whatever it is given to write to."""
+    """Whether all are plain tensors of one dtype, so that torch.stack with ``out`` gives the same result."""
     dtype = tensors[0].dtype
     return all(type(tensor) is torch.Tensor and tensor.dtype is dtype for tensor in tensors)
 
@@ -112,7 +113,7 @@ class _ArrayRows:
         self._batch = batch
         self._shape = first.shape
         self._dtype = first.dtype
-        # Without workers torch.stack follows the samples' strides; we only write what is plainly contiguous.
+        # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._any_strides = batch.in_worker or (batch.channels_last and len(first.shape) == 3)
         self._rows = _NO_ROWS
 
@@ -130,7 +131,7 @@ class _ArrayRows:
         return np.array(self._rows[row], order="C")
 
     def result(self, count: int) -> Any:
-        rows, self._rows = self._rows, _NO_ROWS  # or this plan would keep the slot leased
+        rows, self._rows = self._rows, _NO_ROWS  # else this plan would keep the slot leased
         return torch.from_numpy(rows[:count])
 
 
@@ -142,7 +143,7 @@ class _TensorRows:
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
         self._any_strides = batch.in_worker or (batch.channels_last and first.dim() == 3)
-        # numpy has no bfloat16 or float8: those bytes travel as integers of the same width.
+        # numpy has no bfloat16 or float8: their bytes are written as integers of the same width.
         self._carrier = _carrier(first.dtype)
         self._rows = _NO_ROWS
 
@@ -174,13 +175,13 @@ class _TensorRows:
 
 
 class _Kept:
-    """A part of each sample that torch collates: small tensors, numbers, strings, and all else."""
+    """A part of each sample that torch collates: small tensors, numbers, strings, and all other values."""
 
     def __init__(self, batch: _Batch, path: str, *, in_sequence: bool) -> None:
         self._batch = batch
         self._path = path
         self._values: list[Any] = []
-        # torch transposes sequences with zip: what it collates there is a tuple, and strings stay one.
+        # torch transposes sequences with zip, so it collates tuples there, and strings stay in a tuple.
         self._in_sequence = in_sequence
 
     def begin(self) -> None:
@@ -257,8 +258,8 @@ class RowCollate:
         channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
 
     Attributes:
-        keeps: Whether the samples of this batch are kept, which the first of them shows.
-        kept: Those samples; whoever reads samples may append to it instead of calling `add` while `keeps`.
+        keeps: Whether the samples of this batch are kept; the first sample decides this.
+        kept: The kept samples; while `keeps`, callers may append to it instead of calling `add`.
     """
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
@@ -273,7 +274,7 @@ class RowCollate:
 
         Args:
             count: The number of rows.
-            keeps: Whether samples are kept whatever they are, for `take`.
+            keeps: Whether all samples are kept, for `take`.
         """
         self._batch.count = count
         self._num_rows = 0
@@ -284,7 +285,7 @@ class RowCollate:
         return len(self.kept) if self.keeps else self._num_rows
 
     def add(self, sample: Any) -> None:
-        """Take the next sample; unless it is kept, it is not needed afterwards."""
+        """Take the next sample; the caller may drop it afterwards."""
         if self.keeps:
             self.kept.append(sample)
             return
@@ -301,10 +302,10 @@ class RowCollate:
             self._root = None
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
-        """Take the samples of a whole batch, which the dataset read together; they are as they are given.
+        """Take the samples of a whole batch, which the dataset read together.
 
         Args:
-            samples: A list, or whatever else the dataset gives for one.
+            samples: A list, or any other object that the dataset returns for a batch.
             keeps: As for `begin`.
         """
         is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
@@ -322,12 +323,12 @@ class RowCollate:
         return _collate(self._batch, self.take(), "$")
 
     def take(self) -> Any:
-        """The samples that were kept, for another collate function."""
+        """Return the kept samples, for another collate function."""
         samples, self.kept = self.kept, []
         return samples
 
     def forget(self) -> None:
-        """Let go of samples, rows and plan, after an error."""
+        """After an error: release samples, rows and plan."""
         self._root = None
         self.kept = []
 
@@ -341,7 +342,7 @@ class RowCollate:
                 self._root.write(sample, 0)
             except _MismatchError:
                 self._root = None
-                # What was laid out for the old kind of sample is dead: start over in the same memory.
+                # The rows for the old kind of sample are no longer needed: start over in the same memory.
                 self._batch.arena.begin(self._batch.arena.memory)
         if self._root is None:
             self._root = _compile(sample, self._batch)
@@ -351,12 +352,12 @@ class RowCollate:
 
 
 def _collate(batch: _Batch, values: Any, path: str) -> Any:
-    """Values of all samples of a batch, by torch's rules.
+    """Collate values of all samples of a batch by torch's rules.
 
     Args:
-        batch: Which batch.
-        values: Whole samples, or what lies at ``path`` in each of them.
-        path: Where they lie in a sample.
+        batch: The batch.
+        values: Whole samples, or the part at ``path`` of each sample.
+        path: The place of the values in a sample.
     """
     try:
         return batch.collate(values)
@@ -367,7 +368,7 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
 
 
 def _explain_shapes(values: Any, path: str, error: Exception) -> None:
-    """Add to an error of default_collate which leaf differs in shape, and what to do, if one does."""
+    """If a leaf differs in shape, note in an error of default_collate which one, and what to do."""
     shapes = [dict(_shapes(value, path)) for value in values]
     for number, other in enumerate(shapes):
         for path, shape in shapes[0].items():
@@ -410,7 +411,7 @@ def _has_row(sample: Any, batch: _Batch) -> bool:
 
 
 def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool = False) -> Any:
-    """The tree of writers for samples like this one, of which ``path`` says where it lies in the whole."""
+    """The tree of writers for samples like this one; ``path`` is its place in the whole sample."""
     kind = type(sample)
     if not _has_row(sample, batch):
         return _Kept(batch, path, in_sequence=in_sequence)
@@ -442,7 +443,7 @@ def _torch_takes(dtype: np.dtype[Any]) -> bool:
     try:
         torch.from_numpy(np.empty(0, dtype))
     except (TypeError, ValueError):
-        return False  # a dtype or byte order that torch refuses; it says so itself
+        return False  # torch does not support this dtype or byte order; its own error will say so
     return True
 
 
@@ -453,7 +454,7 @@ def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype | None:
-    """The integer type that stands in for a dtype numpy does not know; None where numpy knows it."""
+    """The integer type that replaces a dtype which numpy does not have; None if numpy has it."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -462,11 +463,11 @@ def _carrier(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def to_channels_last(batch: Any) -> Any:
-    """Every batch of images in a nest as `(B, C, H, W)` with channels-last strides.
+    """Convert every batch of images in a nested batch to `(B, C, H, W)` with channels-last strides.
 
-    A 4-D tensor with 1, 3 or 4 channels in its last dimension is `(B, H, W, C)`: it is permuted and shares
-    memory with what came in. One with its channels in dimension 1 is `(B, C, H, W)` already: it is copied
-    only if its strides are not channels-last. Everything else stays as it is.
+    A 4-D tensor with 1, 3 or 4 channels in its last dimension counts as `(B, H, W, C)`: it is permuted and
+    shares memory with the input. A tensor with its channels in dimension 1 is `(B, C, H, W)` already: it is
+    copied only if its strides are not channels-last. Everything else stays as it is.
     """
     if isinstance(batch, torch.Tensor):
         if batch.dim() != 4:

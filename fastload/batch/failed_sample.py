@@ -1,4 +1,4 @@
-"""A sample that could not be read: what reports of loaders and of cache builds say about it."""
+"""The record of a sample that could not be read, for the reports of loaders and of cache builds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class FailedSample:
     """A sample that could not be read.
 
     Attributes:
-        index: Of the sample in the dataset.
-        path: The file that the error named; None where it named none.
+        index: The index of the sample in the dataset.
+        path: The file that the error named; None if it named no file.
         type: The class of the error.
         reason: The text of the error.
-        worker: The worker that read it; None without workers.
-        epoch: In which it was read.
-        replaced_by: The index of the sample that took its place; None where a function made that sample.
+        worker: The worker that read the sample; None without workers.
+        epoch: The epoch in which the sample was read.
+        replaced_by: The index of the sample that replaced it; None if a function made the replacement.
     """
 
     index: Any
@@ -31,7 +31,7 @@ class FailedSample:
 
     @classmethod
     def of(cls, index: Any, error: BaseException, worker: int | None, **more: Any) -> FailedSample:
-        """What is known of a sample whose reading raised ``error``."""
+        """The record of a sample that could not be read because of ``error``."""
         return cls(index, path_of(error), type(error).__name__, _reason(error), worker, **more)
 
 
@@ -48,8 +48,8 @@ def path_of(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str:
-    """The text of an error, or of the shorter `reason` that some errors have."""
+    """The text of an error, or the shorter `reason` that some errors have."""
     try:
         return str(getattr(error, "reason", None) or error)
-    except Exception:  # noqa: BLE001  # of a class of the user's
+    except Exception:  # noqa: BLE001  # the error's class may be the user's
         return f"str() of this {type(error).__name__} raises an error"

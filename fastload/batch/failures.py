@@ -1,6 +1,6 @@
-"""The samples of a loader that could not be read: the report, the log, and the budget that ends a run.
+"""Report, log and limit the samples of a loader that could not be read.
 
-The report is held here by loader, not by the loader itself: frameworks copy a loader's attributes.
+The reports are kept here, by loader, and not in the loader: frameworks copy a loader's attributes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastload")
 
-_MOST_LOGGED = 10  # of an epoch, each with its reason; the report has all of them
+_MOST_LOGGED = 10  # log lines of an epoch; the report has all failed samples
 
 _reports: weakref.WeakKeyDictionary[Any, list[FailedSample]] = weakref.WeakKeyDictionary()
 
@@ -29,7 +29,7 @@ def report_of(loader: Any) -> list[FailedSample]:
 
 
 def check_budget(error_budget: Any) -> None:
-    """Check what a user gave as `error_budget`.
+    """Check the user's `error_budget`.
 
     Raises:
         ValueError: It is neither a number of samples nor a share of them.
@@ -39,13 +39,13 @@ def check_budget(error_budget: Any) -> None:
     if isinstance(error_budget, int) and not isinstance(error_budget, bool) and error_budget >= 0:
         return
     raise ValueError(
-        "error_budget should be an int of at least 0, a number of samples, or a float above 0 and up to 1, a "
-        f"share of them, but got {error_budget!r}"
+        "error_budget should be an int of at least 0 (a number of samples) or a float above 0 and up to 1 (a "
+        f"share of the epoch's samples), but got {error_budget!r}"
     )
 
 
 def most_failures(error_budget: int | float, num_samples: int) -> int:
-    """How many of so many samples may fail; one always may where the budget is a share."""
+    """How many of ``num_samples`` samples may fail; at least one if the budget is a share."""
     return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
 
 
@@ -53,14 +53,14 @@ def num_samples_of(loader: Any) -> int:
     """How many samples an epoch of a loader reads, for its error budget.
 
     Returns:
-        0 where no sample may fail, or where the sampler does not say its length.
+        0 if no sample may fail, or if the sampler has no length.
     """
     if loader.on_error == "raise":
         return 0
     try:
         count = len(loader.sampler)
         return count if loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler") else 0
-    except Exception:  # noqa: BLE001  # a sampler of the user's may refuse to say it with any error
+    except Exception:  # noqa: BLE001  # a user's sampler may raise anything in len()
         return 0
 
 
@@ -68,9 +68,9 @@ class FailureCount:
     """The failed samples of one epoch.
 
     Args:
-        loader: Whose samples.
-        error_budget: The most that may fail: a number, or a share of the epoch's samples.
-        num_samples: Of the epoch; 0 where that is not known.
+        loader: The loader that reads the samples.
+        error_budget: How many samples may fail: a number, or a share of the epoch's samples.
+        num_samples: The number of samples in the epoch; 0 if unknown.
     """
 
     def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:
@@ -84,7 +84,7 @@ class FailureCount:
         """Report the failed samples of a batch that the caller is about to receive.
 
         Raises:
-            ErrorBudgetError: More samples of the epoch have failed than may.
+            ErrorBudgetError: More samples of the epoch have failed than the budget allows.
         """
         for sample in failed:
             self._count += 1
@@ -96,13 +96,13 @@ class FailureCount:
             raise ErrorBudgetError(
                 f"{self._count} samples of this epoch could not be read, and error_budget={self._budget} "
                 f"allows {self._most} of {self._num_samples:,}. The last ones: {shown}. "
-                "loader.failed_samples lists all; raise error_budget, or mend the files"
+                "loader.failed_samples lists all; raise error_budget, or repair the files"
             )
 
 
 def _told(sample: FailedSample) -> str:
     path = "" if sample.path is None else f" ({sample.path})"
-    instead = "what on_error made" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
+    instead = "the result of on_error" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
     return (
         f"sample {sample.index!r:.50}{path} could not be read and {instead} took its place: "
         f"{sample.type}: {sample.reason:.200}"

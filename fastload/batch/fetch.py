@@ -1,7 +1,7 @@
-"""From indices to one collated batch: what torch calls a fetcher, writing into our memory.
+"""Fetch the samples of a list of indices and collate them into a batch (torch calls this a fetcher).
 
-Runs in a worker, or in the parent without workers. Which samples are fetched, in which order, and when
-StopIteration ends an epoch are torch's rules (torch/utils/data/_utils/fetch.py).
+Runs in a worker, or in the parent without workers. The choice of samples, their order, and the StopIteration
+that ends an epoch follow torch's rules (torch/utils/data/_utils/fetch.py); the memory is fastload's.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class FetchSettings:
     Attributes:
         is_iterable: Whether the dataset is iterable-style.
         auto_collation: Whether batches are lists of samples that are collated.
-        collate_fn: As torch's loader has it.
+        collate_fn: As in torch's loader.
         drop_last: Whether an iterable dataset's last batch is left out if it is short.
         channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
         on_error: `"raise"`, `"replace"`, or a function; see `replacing`.
-        replacements: Indices that may replace a sample that cannot be read; empty: those of the same batch.
+        replacements: Indices that may replace an unreadable sample; empty: the indices of the same batch.
     """
 
     is_iterable: bool
@@ -56,7 +56,7 @@ class FetchSettings:
 
 
 class CachedSamples(Protocol):
-    """What a fetcher asks of a CachedDataset, which is in a layer above this one."""
+    """The interface that a fetcher needs of a CachedDataset, which is in a layer above this one."""
 
     transform: Any
 
@@ -67,23 +67,23 @@ class CachedSamples(Protocol):
         """The sample before the transform."""
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
-        """The batch in one go, or None."""
+        """The whole batch in one call, or None."""
 
 
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
     Args:
-        settings: How they are made.
-        dataset: What is read; ``iter`` is called here on an iterable one.
-        arena: Where batches are laid out; the caller begins and ends it around each fetch.
+        settings: How batches are made.
+        dataset: The dataset to read; this calls ``iter`` on an iterable one.
+        arena: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
-        sample_rng: Sets the generators before each sample; None leaves them to run on.
-        dataset_state: Where an iterable dataset goes on, as `dataset_state` gave it; None: at its beginning.
-        worker_id: Of the worker, process or thread; None without workers.
+        sample_rng: Sets the generators before each sample; None lets them run on.
+        dataset_state: The state from which an iterable dataset resumes; None: from its beginning.
+        worker_id: The worker, process or thread; None without workers.
 
     Attributes:
-        replacer: Replaces samples that cannot be read; None where their errors are raised.
+        replacer: Replaces samples that cannot be read; None if their errors are raised.
     """
 
     def __init__(
@@ -109,27 +109,27 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._arena = arena
         self._channels_last = settings.channels_last
-        self._writes_rows = False  # in the batch that is being fetched
+        self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
         self._stacking = StackingInto(arena) if in_worker else None
         self._cache = _find_cache(dataset)
         self.replacer: Replacer | None = None
         if settings.on_error != "raise":
             self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
-        self._indices: Sequence[Any] = ()  # of the batch whose samples are being read one by one
-        self._left: Iterator[Any] = iter(())  # those of them that come after the one that is being read
+        self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
+        self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
     def dataset_state(self) -> StreamState:
-        """Where an iterable dataset that has a state_dict() stands."""
+        """The current state of an iterable dataset that has a state_dict()."""
         return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
 
     def fetch(self, index: Any, draw: Draw | None = None, place: Place | None = None) -> Any:
-        """The batch of ``index``.
+        """Fetch the batch of ``index``.
 
         Args:
-            index: What the sampler gave.
-            draw: What its samples' random streams follow from, with a `sample_rng`.
-            place: What replacements of samples follow from, with a `replacer`.
+            index: The index, or list of indices, from the sampler.
+            draw: With a `sample_rng`: the origin of the samples' random streams.
+            place: With a `replacer`: the place from which replacements follow.
 
         Raises:
             StopIteration: An iterable dataset has ended.
@@ -150,11 +150,11 @@ class Fetcher:
         return to_channels_last(batch) if self._channels_last else batch
 
     def place_of_error(self, index: Any, error: BaseException) -> str:
-        """Which sample the last `fetch` failed at, in words; its whole index where that is not known.
+        """The sample at which the last `fetch` failed, in words; its whole index if the sample is unknown.
 
         Args:
-            index: What `fetch` was given.
-            error: What it raised; its ``path`` or ``filename`` is named too.
+            index: The index that `fetch` got.
+            error: The error that `fetch` raised; the text includes its ``path`` or ``filename``.
         """
         if self._indices:
             index = self._indices[-1 - operator.length_hint(self._left)]
@@ -167,7 +167,7 @@ class Fetcher:
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            return self._stacked(self._fetch_whole, index, draw)  # the dataset may make whole batches
+            return self._stacked(self._fetch_whole, index, draw)  # the dataset may return whole batches
         if self._cache is not None and self._writes_rows:
             return self._fetch_cached(self._cache, list(index), draw)
         self._read_samples(index, draw)
@@ -178,20 +178,20 @@ class Fetcher:
         return self._collate_fn(self._getter((index,), draw)(index))
 
     def _collated(self) -> Any:
-        """The batch of the samples that were read."""
+        """Collate the samples that were read."""
         if self._writes_rows:
             return self._stacked(self._rows.finish)
         return self._stacked(self._collate_fn, self._rows.take())
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
-        """What ``collate`` makes; in a worker default_collate stacks it into the slot."""
+        """Call ``collate``; in a worker, default_collate within it stacks into the slot."""
         if self._stacking is None:
             return collate(*args)
         with self._stacking:
             return collate(*args)
 
     def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
-        """What gets a sample; with a draw, after its generators are set."""
+        """``get``; with a draw, a function that sets the generators and then calls ``get``."""
         if draw is None or self._sample_rng is None:
             return get
         return self._sample_rng.seeded(get, indices, draw)
@@ -229,7 +229,7 @@ class Fetcher:
         self._indices = ()
 
     def _getter(self, indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
-        """What gets the samples of ``indices``, one after another, and replaces those that cannot be read."""
+        """A function that gets the samples of ``indices`` in order, and replaces unreadable ones."""
         get = self._seeded(self._get, indices, draw)
         if self.replacer is None:
             return get
@@ -287,14 +287,14 @@ class Fetcher:
 
 
 def _find_cache(dataset: Any) -> CachedSamples | None:
-    """The cached dataset itself or under torch's Subset, if batches may be read from its cache at once."""
+    """The cached dataset, also inside torch's Subset, if batches may be read directly from its cache."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset if _reads_as_ours(dataset) else None
 
 
 def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
-    """The indices that the cached dataset under torch's Subset knows these samples by."""
+    """The indices of these samples in the cached dataset inside torch's Subset."""
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
@@ -302,7 +302,7 @@ def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
 
 
 def _reads_as_ours(dataset: Any) -> bool:
-    """Whether samples of this dataset are those of its cache, and not what a subclass makes of them."""
+    """Whether this dataset returns the samples of its cache, and no subclass changes them."""
     ours = _cached_dataset_class()
     if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
         return False
@@ -310,7 +310,7 @@ def _reads_as_ours(dataset: Any) -> bool:
     return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
 
 
-_READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that batches are read by
+_READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that read batches
 
 
 @functools.lru_cache(maxsize=256)
@@ -319,8 +319,8 @@ def _replaces_no_method(kind: Any, ours: Any) -> bool:
 
 
 def _cached_dataset_class() -> Any:
-    """CachedDataset, or None where nothing has imported it: no dataset can be one there.
+    """CachedDataset, or None if it was never imported: then no dataset can be one.
 
-    An import would bring Pillow and every cache into processes that use neither.
+    Importing it here would load Pillow and every cache into processes that use neither.
     """
     return getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)

@@ -1,11 +1,12 @@
-"""The collate_fn that others see on a loader whose other arguments torch's own loader does not know.
+"""Wrap a loader's collate_fn, to warn when a framework loses the arguments that only fastload has.
 
-Frameworks build a torch.utils.data.DataLoader from the attributes of a loader: Accelerate's `prepare`, Ray's
-`prepare_data_loader`. The arguments that only fastload has are lost there, and training would go on with
-other numbers. Frameworks do pass the collate_fn on. So it carries a note of these arguments. Where torch's
-own fetcher calls it, it brings batches into the loader's memory format, and warns of the other arguments.
+Frameworks build a torch.utils.data.DataLoader from the attributes of a loader (Accelerate's `prepare`, Ray's
+`prepare_data_loader`). The arguments that only fastload has are then lost, and training would continue with
+other numbers. But frameworks keep the collate_fn, so the wrapper around it stores these arguments. When
+torch's own fetcher calls the wrapper, it converts batches to the loader's memory format and warns about the
+other arguments.
 
-Called in the consumer's process and in torch's workers; fastload's own iterators use what is inside.
+The wrapper is called in the consumer's process and in torch's workers; fastload's own iterators unwrap it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class LoaderCollate:
-    """A collate_fn that knows the arguments of its loader.
+    """A collate_fn that stores the arguments of its loader.
 
-    Called by hand it collates as the inner one does, whose attributes, equality and hash it has.
+    Called directly, it behaves like the inner function, and has its attributes, equality and hash.
 
     Args:
-        inner: The user's, or torch's default.
-        lost: The loader's arguments that have no effect in torch's loader, as they are written.
-        channels_last: Whether the loader has ``memory_format=torch.channels_last``, which torch's loader gets
-            from here.
+        inner: The user's collate_fn, or torch's default.
+        lost: The loader's arguments that have no effect in torch's loader, as source text.
+        channels_last: Whether the loader has ``memory_format=torch.channels_last``; this wrapper applies it
+            in torch's loader.
     """
 
     __slots__ = ("__wrapped__", "_fastload_note")
@@ -43,7 +44,7 @@ class LoaderCollate:
         object.__setattr__(self, "_fastload_note", (lost, channels_last))
 
     def __call__(self, samples: Any) -> Any:
-        """Collate, and warn of what is lost if torch's fetcher calls."""
+        """Collate; if torch's fetcher calls, warn about the lost arguments."""
         inner = self.__wrapped__
         if sys._getframe(1).f_globals is not vars(torch_fetch):
             return inner(samples)
@@ -85,14 +86,14 @@ def _rebuilt(inner: Callable[[Any], Any], lost: tuple[str, ...], channels_last: 
 
 @functools.cache
 def _warn(lost: tuple[str, ...]) -> None:
-    """Once for each process; among the workers of an iterator the first one does it for all."""
+    """Warn once in each process; of the workers of an iterator, only the first one warns."""
     info = get_worker_info()
     if info is not None and info.id != 0:
         return
     warnings.warn(
         "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when they "
         f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Iterate "
-        "the fastload.DataLoader itself, without preparing it, or do the same in the training step: move the "
-        "batch to the device, and apply the transform there.",
+        "over the fastload.DataLoader itself, without preparing it, or do their work in the training step: "
+        "move the batch to the device, and apply the transform there.",
         stacklevel=3,
     )

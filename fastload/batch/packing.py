@@ -1,11 +1,11 @@
-"""Nested batches to bytes in a slot and a short skeleton, and back without a copy.
+"""Pack a nested batch into bytes in a slot and a short skeleton, and unpack it without a copy.
 
-pack() runs in a worker, unpack() in the parent. The format lives for one message, so it is no file format:
+pack() runs in a worker, unpack() in the parent. The format is used for one message and never stored:
 
 * The skeleton is a pickle of the batch in which each plain tensor and array is replaced by a number.
 * A leaf says where that tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
-* What is no plain tensor (a subclass, requires_grad, sparse, an object array) is pickled as itself.
+* Other tensors and arrays (a subclass, requires_grad, sparse, an object array) are pickled as they are.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ class Leaf(NamedTuple):
 
     offset: int  # bytes from the start of the slot; meaningless when span is 0
     span: int  # elements from the first to the last, gaps included
-    dtype: torch.dtype | np.dtype[Any]  # tells tensors from arrays
+    dtype: torch.dtype | np.dtype[Any]  # distinguishes tensors from arrays
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements for tensors, bytes for arrays
 
 
 class Packed(NamedTuple):
-    """One batch: what travels by message while the bytes lie in the slot."""
+    """The part of a batch that is sent as a message; the bytes of its leaves are in the slot."""
 
     skeleton: bytes
     leaves: tuple[Leaf, ...]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # in the batch, where leaves are: one leaf may be in several
+    num_places: int  # how many places of the batch hold a leaf; one leaf may be in several places
 
     def to_plain(self) -> tuple[Any, ...]:
-        """The same in built-in types, which pickle in a sixth of the time; see `of_plain`."""
+        """This object as built-in types, which pickle in a sixth of the time; see `of_plain`."""
         leaves = [
             (leaf.offset, leaf.span, _code_of(leaf.dtype), leaf.shape, leaf.strides) for leaf in self.leaves
         ]
@@ -50,7 +50,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of_plain(cls, plain: tuple[Any, ...]) -> Packed:
-        """What `to_plain` made plain."""
+        """Undo `to_plain`."""
         skeleton, leaves, used_bytes, num_places = plain
         found = tuple(
             Leaf(offset, span, _dtype_of(code) if type(code) is str else code, shape, strides)
@@ -60,13 +60,13 @@ class Packed(NamedTuple):
 
     @property
     def has_arrays(self) -> bool:
-        """Whether the batch holds NumPy arrays, and not tensors alone."""
+        """Whether the batch holds NumPy arrays."""
         return any(isinstance(leaf.dtype, np.dtype) for leaf in self.leaves)
 
 
 @functools.cache
 def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
-    """A dtype as text; as itself where a text does not tell it in full, such as one with fields."""
+    """A dtype as text; the dtype itself if text cannot describe it completely (one with fields)."""
     if isinstance(dtype, torch.dtype):
         return str(dtype)
     is_told = dtype.names is None and dtype.metadata is None and np.dtype(dtype.str) == dtype
@@ -82,7 +82,7 @@ def _dtype_of(code: str) -> torch.dtype | np.dtype[Any]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its values and nothing else: exact type, dense CPU memory, no autograd or flags."""
+    """Whether a tensor is only its values: exact type, dense CPU memory, no autograd or flags."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -96,7 +96,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 class _Packer(pickle.Pickler):
-    """Collects the leaves of a batch while it pickles the rest."""
+    """Pickles a batch without its leaves, and collects the leaves."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -119,7 +119,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts the leaves back; the same tensor twice in a batch is one tensor again."""
+    """Puts the leaves back; a tensor that was twice in the batch is one object again."""
 
     def __init__(self, skeleton: bytes, leaves: list[Any]) -> None:
         super().__init__(io.BytesIO(skeleton))
@@ -130,16 +130,16 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(batch: Any, arena: Arena) -> Packed:
-    """Lay ``batch`` out in the arena's memory, which grows to hold it.
+    """Lay ``batch`` out in the arena's memory, which grows if necessary.
 
-    Leaves whose bytes lie in the arena already are not moved, unless it must grow.
+    Leaves whose bytes are in the arena already are not moved, unless the arena must grow.
     """
     file = io.BytesIO()
     packer = _Packer(file)
     packer.dump(batch)
     leaves = _place(packer.leaves, arena)
     if leaves is None:
-        # The batch outgrew its slot: lay everything out anew where there is room for all.
+        # The batch outgrew its slot: lay all leaves out again in memory that is large enough.
         total_bytes = sum(round_up(_span(leaf) * leaf.itemsize, ALIGNMENT_BYTES) for leaf in packer.leaves)
         arena.begin(None)
         arena.place(total_bytes)
@@ -151,15 +151,16 @@ def pack(batch: Any, arena: Arena) -> Packed:
 
 
 def unpack(packed: Packed, lease: Any) -> Any:
-    """The batch again, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
+    """Restore the batch, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
     leaves = [_view(leaf, lease) for leaf in packed.leaves]
     return _Unpacker(packed.skeleton, leaves).load()
 
 
 def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
-    """Whether a prefetcher passes some leaves of the unpacked batch on as they are.
+    """Whether a prefetcher passes some leaves of the unpacked batch on without moving them to the device.
 
-    Arrays, and tensors in objects that it does not look into. What has a ``to`` is taken to move all of its.
+    It does so with arrays, and with tensors in objects that it does not look into. An object that has a
+    ``to`` is assumed to move all its tensors.
     """
     if packed.has_arrays:
         return True
@@ -178,7 +179,7 @@ def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
 
 
 def _place(batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena) -> tuple[Leaf, ...] | None:
-    """Where each leaf lies, after copying those that lie elsewhere; None if they do not fit."""
+    """Copy leaves that are not in the arena into it; return all places, or None if they do not fit."""
     placed = []
     start = end = 0
     if arena.lease is not None and arena.memory is not None:
@@ -203,7 +204,7 @@ def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> Le
         if start <= address < end:
             offset = address - start
         else:
-            # The whole stretch from the first to the last element, so that any strides stay as they are.
+            # Copy all memory from the first to the last element, so that any strides stay the same.
             stretch = torch.as_strided(value, (span,), (1,), value.storage_offset())
             place = arena.place(span * value.itemsize)
             if place is None:
@@ -214,7 +215,7 @@ def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> Le
 
 
 def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int) -> Leaf | None:
-    # As pickle does: an array comes back C-contiguous unless it is Fortran-contiguous.
+    # As in pickle: an array is restored as C-contiguous unless it is Fortran-contiguous.
     order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     offset = 0
     if value.nbytes:
@@ -258,7 +259,7 @@ def _flat_tensor(lease: Any, dtype: torch.dtype, span: int, offset: int) -> torc
 
 def _view(leaf: Leaf, lease: Any) -> Any:
     if isinstance(leaf.dtype, torch.dtype):
-        if not leaf.span:  # torch.frombuffer refuses a count of zero
+        if not leaf.span:  # torch.frombuffer does not accept a count of zero
             return torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)
         flat = _flat_tensor(lease, leaf.dtype, leaf.span, leaf.offset)
         return flat.as_strided(leaf.shape, leaf.strides)

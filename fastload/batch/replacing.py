@@ -1,8 +1,8 @@
-"""Samples that cannot be read, and those that take their places: `on_error` of the loader.
+"""Replace samples that cannot be read: `on_error` of the loader.
 
 Rules:
 
-1. Sizes and order of batches stay: each failed sample is replaced at its place.
+1. Sizes and order of batches do not change: each failed sample is replaced at its place.
 2. A replacement follows from the seed, the epoch, the batch and the place in it, so that it is the same for
    any number of workers and after a resume.
 3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
@@ -21,11 +21,11 @@ from fastload.errors import add_note, short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_MOST_ATTEMPTS = 10  # replacements that cannot be read either
+_MOST_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
 
 
 class Place(NamedTuple):
-    """Which batch is read; replacements in it follow from this."""
+    """The batch that is read; replacements in it follow from these three numbers."""
 
     seed: int
     epoch: int
@@ -33,11 +33,11 @@ class Place(NamedTuple):
 
 
 class Replacer:
-    """Reads samples, and others in the place of those that cannot be read.
+    """Reads samples, and replaces those that cannot be read.
 
     Args:
         on_error: `"replace"`, or a function that takes a `FailedSample` and returns the sample to use.
-        replacements: Indices of samples that may be a replacement; empty for those of the same batch.
+        replacements: Indices of samples that may be a replacement; empty: the samples of the same batch.
         worker: The worker that reads; None without workers.
 
     Attributes:
@@ -59,11 +59,13 @@ class Replacer:
         self.failed = []
 
     def replacing(self, get: Callable[[Any], Any], read: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
-        """``get``, which is called once for each index of the batch, in order; its errors are replaced.
+        """Wrap ``get``, so that a sample whose ``get`` raises is replaced.
+
+        Call the result once for each index of the batch, in order.
 
         Args:
-            get: Gives the sample of an index.
-            read: Gives the sample of another index, with random streams that follow from a number.
+            get: Returns the sample of an index.
+            read: Returns the sample of another index, with random streams that follow from a number.
         """
         numbers = itertools.count()
 
@@ -72,14 +74,14 @@ class Replacer:
             try:
                 return get(index)
             except StopIteration:
-                raise  # torch takes it for the end of the epoch
-            except Exception as error:  # noqa: BLE001  # of the user's dataset, whatever it is
+                raise  # torch treats it as the end of the epoch
+            except Exception as error:  # noqa: BLE001  # any error of the user's dataset
                 return self._replace(number, error, read)
 
         return get_or_replace
 
     def _replace(self, number: int, error: Exception, read: Callable[[Any, int], Any]) -> Any:
-        """The sample in the place of one that could not be read; ``error`` again if there is none."""
+        """The sample that replaces an unreadable one; raises ``error`` if no replacement can be read."""
         failed = self._describe(number, error)
         if self._on_error != "replace":
             sample = self._on_error(failed)
@@ -87,7 +89,7 @@ class Replacer:
             return sample
         for attempt, index in enumerate(self._candidates(number)):
             try:
-                # Below zero, so that no occurrence of the sample itself draws the same numbers.
+                # A negative number: a regular occurrence of the sample never draws the same numbers.
                 sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
                 place = f"sample {short_repr(index)} in its place"
@@ -95,7 +97,7 @@ class Replacer:
                 continue
             self.failed.append(self._describe(number, error, index))
             return sample
-        add_note(error, 'fastload: on_error="replace" found no sample for its place that can be read')
+        add_note(error, 'fastload: on_error="replace" found no readable sample to replace it')
         raise error
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
@@ -104,9 +106,9 @@ class Replacer:
         )
 
     def _candidates(self, number: int) -> list[Any]:
-        # A str as the seed: Random hashes it with SHA-512, which is the same in every process.
+        # A str as the seed: Random hashes it with SHA-512, with the same result in every process.
         generator = random.Random(",".join(map(str, (*self._place, number))))
-        found = self._replacements  # may be an array or a tensor, as the sampler was given it
+        found = self._replacements  # may be an array or a tensor, if the sampler's indices are one
         if not len(found):
             found = [*self._indices[:number], *self._indices[number + 1 :]]
         positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))

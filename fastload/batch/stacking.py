@@ -1,8 +1,8 @@
-"""torch's default_collate, called anywhere while a batch is collated: it stacks tensors into the slot.
+"""Let torch's default_collate stack tensors directly into the slot, wherever user code calls it.
 
-Installed in worker processes, where torch itself stacks into shared memory. Rule: only the code whose result
-is the batch stacks into the slot. Samples never lie there, because the slot may be laid out anew while a
-sample is still in use.
+Installed in worker processes, where torch itself stacks into shared memory. Rule: only code whose result is
+the batch stacks into the slot. Samples never lie in the slot, because it may be reused while a sample is
+still in use.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from fastload.memory.lease import Arena
 
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
-# torch documents that users may change its map in place; then default_collate is no longer what we know.
+# torch documents that users may change its map in place; default_collate then follows the user's rules.
 _known_rules = tuple(torch_collate.default_collate_fn_map.items())
 
 
 def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
     """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written.
 
-    Ask for each batch: a module that a dataset imports at its first sample may add a rule.
+    Call this for each batch: a module that a dataset imports at its first sample may add a rule.
     """
     return (
         collate_fn is default_collate and tuple(torch_collate.default_collate_fn_map.items()) == _known_rules
@@ -38,7 +38,7 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
 
 
 class _Stacking(threading.local):
-    """Where `default_collate` stacks tensors in this thread; None: where torch does."""
+    """The memory into which `default_collate` stacks in this thread; None: torch's own choice."""
 
     arena: Arena | None = None
 
@@ -47,9 +47,9 @@ _stacking = _Stacking()
 
 
 def install_slot_rule() -> None:
-    """Let default_collate stack tensors into a slot, wherever `StackingInto` allows it.
+    """Let default_collate stack tensors into a slot within a `StackingInto` block.
 
-    Only in worker processes: it changes torch's own table of rules, unless the user has changed it already.
+    Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
     """
     global _known_rules
     rules = torch_collate.default_collate_fn_map
@@ -61,15 +61,15 @@ def install_slot_rule() -> None:
 
 
 class StackingInto:
-    """While a batch is collated: default_collate, called by this thread, stacks tensors into ``arena``.
+    """A block in which default_collate, called by this thread, stacks tensors into ``arena``.
 
-    Only for code whose result is the batch. A dataset that calls default_collate to make one sample gets
-    memory of its own, because the arena may start anew while the sample is in use.
+    Use it only around code whose result is the batch. A dataset that calls default_collate to make one sample
+    must get other memory, because the arena may be reused while the sample is in use.
 
-    A class and no generator of contextlib: it is entered for each batch, and leaves errors untouched.
+    This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
 
     Args:
-        arena: Where tensors are stacked.
+        arena: The memory for the stacked tensors.
     """
 
     __slots__ = ("_arena", "_before")
@@ -90,7 +90,7 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
     """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
-        SegmentError: The system refused the memory; torch's own rule would ask it for as much.
+        SegmentError: The system refused the memory; torch's own rule would need the same amount.
     """
     first = tensors[0]
     memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
@@ -98,10 +98,10 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
 
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Torch's rule for tensors in a worker, with the slot in the place of new shared memory."""
+    """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
     arena = _stacking.arena
     if arena is not None and batch[0].numel() and is_plain(batch[0]):
         rows = rows_for(arena, batch)
-        with contextlib.suppress(Exception):  # torch decides, and says what is wrong
+        with contextlib.suppress(Exception):  # torch's own rule below raises the error
             return torch.stack(tuple(batch), 0, out=rows)
     return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Where one worker's copy of an iterable dataset stands, on its way between processes.
+"""The position of one worker's copy of an iterable dataset, in a form that processes can send each other.
 
-Made where samples are fetched (`fetch`, `worker`, the iterator without workers), and kept by `resume` in the
-consumer's process. The pickles in here are made and read by the processes of one loader alone. A state that
-comes from a checkpoint is never unpickled: the consumer's process pickles the plain objects in it.
+It is made where samples are fetched (`fetch`, `worker`, the iterator without workers); `resume` keeps it in
+the consumer's process. Only the processes of one loader make and read the pickles in it. A state from a
+checkpoint is never unpickled: the consumer's process pickles the plain objects in it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class StreamState(NamedTuple):
-    """Where one copy of an iterable dataset stands.
+    """The position of one copy of an iterable dataset.
 
     Attributes:
-        progress: Whether the copy was read at all in this epoch, and whether it has ended. A copy that has
-            ended is not asked for its state, which may already mean the beginning of the next epoch.
-            "unknown": its `state_dict()` raised, or gave something that cannot be pickled.
-        data: With progress "begun": what the dataset's `state_dict()` gave, pickled.
-        error: With progress "unknown": what was raised, as torch sends errors; from a worker it is pickled.
+        progress: Whether this epoch has read from the copy, and whether the copy has ended. The state of an
+            ended copy is not requested, because it may already mean the beginning of the next epoch.
+            "unknown": its `state_dict()` raised, or returned something that cannot be pickled.
+        data: With progress "begun": the pickled result of the dataset's `state_dict()`.
+        error: With progress "unknown": the error, as torch sends errors; from a worker it is pickled.
     """
 
     progress: Literal["not begun", "begun", "ended", "unknown"]
@@ -31,15 +31,15 @@ class StreamState(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> StreamState:
-        """That of a copy whose `state_dict()` gave ``state``; later changes of ``state`` do not reach it."""
+        """The position of a copy whose `state_dict()` returned ``state``; ``state`` is copied."""
         return cls("begun", pickle.dumps(state))
 
     def load(self) -> Any:
-        """A fresh object that is equal to what `state_dict()` gave, with progress "begun"."""
+        """With progress "begun": a new object that is equal to the result of `state_dict()`."""
         return pickle.loads(self.data)
 
     def raise_error(self) -> None:
-        """Raise anew what `state_dict()` raised, with progress "unknown"; else do nothing."""
+        """With progress "unknown": raise the error of `state_dict()` again; else do nothing."""
         wrapper = pickle.loads(self.error) if isinstance(self.error, bytes) else self.error
         if wrapper is not None:
             wrapper.reraise()

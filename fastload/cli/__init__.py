@@ -1,1 +1,1 @@
-"""The command line: `main` has the commands, `cache_commands` does what those of the caches say."""
+"""The command line: `main` defines the commands, `cache_commands` does the work of those for caches."""

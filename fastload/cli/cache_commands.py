@@ -1,10 +1,10 @@
-"""What the commands of `fastload cache` do, and how they say what they found.
+"""Do the work of the `fastload cache` commands, and word their results.
 
-Whatever is heavy is imported when a command runs. Rules:
+Heavy modules are imported when a command runs. Rules:
 
-1. An argument that leads to nothing, or to something else, is wrong usage; a file that is there and cannot be
-   read is a failure.
-2. A line that tells of a problem tells what to change.
+1. If an argument names nothing, or the wrong kind of object, the usage is wrong; if a file exists but cannot
+   be read, the command fails.
+2. A line about a problem also says what to change.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 def absolute(name: str, path: str) -> str:
-    """The absolute path that an argument means.
+    """The absolute path of an argument.
 
     Args:
-        name: Of the argument, for people.
-        path: As given.
+        name: The name of the argument, for messages.
+        path: The path as given.
 
     Raises:
-        CommandError: It is empty, or no text that LMDB can open.
+        CommandError: The path is empty, or LMDB cannot open it because it is not valid UTF-8.
     """
     if not path:
         raise CommandError(f"{name} is empty: give a path")
@@ -49,8 +49,8 @@ def opened(path: str) -> LMDBCache:
     """The finished cache at a path.
 
     Raises:
-        CommandError: There is none.
-        CacheMismatchError: What lies there is something else, or shards are missing.
+        CommandError: There is no finished cache.
+        CacheMismatchError: The path is not a cache, or shards are missing.
         CacheCorruptError: A file is damaged.
     """
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -70,13 +70,13 @@ def opened(path: str) -> LMDBCache:
 
 
 def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
-    """The cache at an absolute path, built from SOURCE if it is not there.
+    """The cache at an absolute path; built from SOURCE if it does not exist.
 
     Args:
-        source: What the user gave, see `source_argument`.
-        size: What the user gave; None for nothing.
-        path: Of the cache.
-        options: Of `build_lmdb`.
+        source: The user's SOURCE, see `source_argument`.
+        size: The user's `--size`; None if not given.
+        path: The path of the cache.
+        options: Arguments for `build_lmdb`.
     """
     from fastload.cache.build.build import build_lmdb
     from fastload.cache.fingerprint import fingerprint_of
@@ -87,19 +87,19 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         if not os.path.isdir(source):
             refuse_random(dataset)
         with warnings.catch_warnings():
-            # The number of workers is what the user asked for, or what there are cores.
+            # The user chose the number of workers, or it is the number of cores.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
     except SystemExit as error:
         raise CommandError(
-            f"the code of {source} ended the process with exit code {error.code!r}: keep what a script does "
-            'under if __name__ == "__main__"',
+            f"the code of {source} ended the process with exit code {error.code!r}: put the actions of a "
+            'script under if __name__ == "__main__"',
             ExitCode.FAILED,
             "SystemExit",
         ) from error
     except (CacheCorruptError, CacheMismatchError) as error:
         if _is_foreign(path):
-            error.add_note("DEST is there already and is something else: give a path where nothing is yet")
+            error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
         raise
 
 
@@ -124,17 +124,17 @@ def _is_foreign(path: str) -> bool:
 
 
 def interrupted(path: str) -> str:
-    """What to say after Ctrl-C."""
+    """The message after Ctrl-C."""
     if not os.path.exists(f"{path}.partial"):
         return "interrupted before anything was written"
     return (
-        f"interrupted: what was decoded is kept in {path}.partial. Run the same command again to go on, "
-        f"or 'fastload cache rm {path}' to drop it"
+        f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
+        f"continue, or 'fastload cache rm {path}' to remove them"
     )
 
 
 def facts(cache: LMDBCache) -> dict[str, Any]:
-    """What `build` and `info` tell scripts."""
+    """The `--json` output of `build` and `info`."""
     report = f"{cache.path}.errors.jsonl"
     return {
         "path": cache.path,
@@ -153,7 +153,7 @@ def facts(cache: LMDBCache) -> dict[str, Any]:
 
 
 def held(cache: LMDBCache) -> str:
-    """What a cache holds, in a line."""
+    """The contents of a cache, in one line."""
     quality = "" if cache.quality is None else f" of quality {cache.quality}"
     shards = "" if cache.num_shards == 1 else f" in {cache.num_shards} shards"
     size = readable_size(cache.nbytes)
@@ -161,23 +161,23 @@ def held(cache: LMDBCache) -> str:
 
 
 def skipped(cache: LMDBCache) -> list[str]:
-    """That samples were left out, if so, and where the reasons are."""
+    """A line that says how many samples were left out and where the reasons are; no line if none were."""
     found = facts(cache)
     if not found["num_skipped"]:
         return []
-    where = "the report is gone" if found["report"] is None else f"see {found['report']}"
+    where = "the report no longer exists" if found["report"] is None else f"see {found['report']}"
     return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
 
 
 def training(cache: LMDBCache) -> str:
-    """How to train from a cache: its own samples alone, if the dataset could not give all of them."""
+    """How to train from a cache; if samples were left out, from the samples of the cache alone."""
     if cache.num_samples and not cache.num_cached:
-        return f"there is nothing to train from: look at the reasons, then 'fastload cache rm {cache.path}'"
+        return f"the cache is empty: look at the reasons, then 'fastload cache rm {cache.path}'"
     if cache.num_cached == cache.num_samples:
         return f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{cache.path}")'
     return (
         f'train from it with fastload.CachedDataset.from_cache("{cache.path}", transform=...), which leaves '
-        "those samples out; CachedDataset(dataset, ...) would read them from the dataset again and fail"
+        "these samples out; CachedDataset(dataset, ...) would read them from the dataset again and fail"
     )
 
 
@@ -200,8 +200,8 @@ def list_disk(directory: str, answer: Answer) -> None:
         ) from error
     rows = []
     for item in found:
-        said = item.problem or f"run the build again to go on with {item.path}{inventory.PARTIAL}"
-        said = "a builder is at work" if item.state == "building" else said
+        said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
+        said = "a build is running" if item.state == "building" else said
         rows.append(
             [item.path, item.state, readable_size(item.nbytes), held(item.cache) if item.cache else said]
         )
@@ -222,13 +222,13 @@ def removable_bytes(path: str) -> int:
     """Size of all files of the cache or unfinished build at an absolute path.
 
     Raises:
-        CommandError: There is nothing, or the directory may not be changed.
-        CacheMismatchError: What lies there is something else.
+        CommandError: The path does not exist, or this user may not change its directory.
+        CacheMismatchError: The path is not a cache.
     """
     from fastload.cache.lmdb import inventory
 
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(path)  # where a directory may not be entered, this tells; a look for the name does not
+        os.lstat(path)  # raises if a directory may not be entered; a search for the name would not
     try:
         files = inventory.files_of(path)
     except FileNotFoundError as error:

@@ -1,6 +1,6 @@
-"""`fastload doctor`: what this machine offers to a data loader, and how to look for an error.
+"""`fastload doctor`: show what this machine offers to a data loader, and how to look for an error.
 
-It changes nothing, and ends no process of anyone's.
+It changes nothing and ends no process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.system.sizes import readable_memory, readable_size
 from fastload.training.report import MemoryReport, memory_report
 
-_DISTRIBUTIONS = {  # OpenCV comes under four names
+_DISTRIBUTIONS = {  # OpenCV is distributed under four names
     "numpy": ("numpy",),
     "albumentations": ("albumentations",),
     "lmdb": ("lmdb",),
@@ -37,28 +37,28 @@ _DISTRIBUTIONS = {  # OpenCV comes under four names
 HINTS = (
     "an error in a worker: DataLoader(num_workers=0) runs the same code in your process, under your debugger",
     "an error on the GPU that names the wrong line: CUDA_LAUNCH_BLOCKING=1 python ... waits for each kernel",
-    "an error on the GPU that says little: run the same step on the CPU, as with device='cpu'",
+    "an unclear error on the GPU: run the same step on the CPU, for example with device='cpu'",
     "memory that grows: print(fastload.memory_report()) between epochs",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What was found; `as_dict()` is what `--json` prints, `lines()` is for people.
+    """The results; `--json` prints `as_dict()`, and `lines()` is the readable form.
 
     Attributes:
-        versions: Of what takes part, by name; None for what is not installed.
-        num_cpus: Of this machine.
-        num_usable_cpus: On which this process may run.
-        cpu_quota: CPUs' worth of time that the tightest cgroup grants; None without a limit.
-        shm_bytes: The size of /dev/shm; None without one. Our own batches do not travel there.
-        shm_free_bytes: Free in it.
-        start_methods: In which this platform can start workers, the default one first.
+        versions: The versions of the software, by name; None if it is not installed.
+        num_cpus: The CPUs of this machine.
+        num_usable_cpus: The CPUs on which this process may run.
+        cpu_quota: The CPU time that the tightest cgroup allows, in CPUs; None without a limit.
+        shm_bytes: The size of /dev/shm; None without one. fastload does not send batches through it.
+        shm_free_bytes: The free part of /dev/shm.
+        start_methods: How this platform can start workers, the default method first.
         memory: The memory report.
-        gpus: What each GPU is, and how fast it gets data.
-        gpus_note: Why there are none; "" if there are.
-        gpu_processes: Who holds memory on GPUs; None if that is unknown.
-        gpu_processes_note: Why it is unknown; "" if it is known.
+        gpus: The properties of each GPU, and how fast it gets data.
+        gpus_note: Why there are no GPUs; "" if there are.
+        gpu_processes: The processes that hold memory on GPUs; None if unknown.
+        gpu_processes_note: Why they are unknown; "" if they are known.
     """
 
     versions: dict[str, str | None]
@@ -79,7 +79,7 @@ class Findings:
         return {**dataclasses.asdict(self), "memory": self.memory.as_dict(), "hints": list(HINTS)}
 
     def lines(self) -> list[str]:
-        """The same as text."""
+        """The results as text."""
         quota = "no limit by a cgroup" if self.cpu_quota is None else f"{self.cpu_quota:g} by cgroup"
         shm = "none"
         if self.shm_bytes is not None and self.shm_free_bytes is not None:
@@ -93,7 +93,7 @@ class Findings:
         return [
             *table(rows),
             "",
-            # Without its word on GPUs: it was made before there was a context, and they follow.
+            # Without its lines on GPUs: it was made before there was a CUDA context, and the GPUs follow.
             *str(dataclasses.replace(self.memory, devices=(), devices_note="")).splitlines(),
             "",
             *self._gpu_lines(),
@@ -132,8 +132,8 @@ def _gpu_rows(gpu: GPUCopies) -> list[list[str]]:
 
 
 def examine() -> Findings:
-    """Look at this machine; takes a second or so, and makes a CUDA context on every GPU."""
-    memory = memory_report()  # before there is a context
+    """Examine this machine; takes about a second, and makes a CUDA context on every GPU."""
+    memory = memory_report()  # before there is a CUDA context
     processes, processes_note = gpu_processes()
     gpus, gpus_note = measure_copies()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None

@@ -2,9 +2,10 @@
 
 Rules:
 
-1. Commands import what they need when they run: `--help` waits for nothing.
+1. Commands import their modules when they run, so that `--help` is fast.
 2. A new command is a function under `@app.command(epilog=EPILOG)` that works inside `answering(...)`.
-3. Without a command there is help: wrong usage, so on standard error and with the exit code of that.
+3. A call without a command prints the help. This is wrong usage: the help goes to standard error, and the
+   exit code is that of wrong usage.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastload.cli.terminal import EPILOG, CommandError, CommandGroup, ExitCode, 
 from fastload.system.sizes import readable_size
 
 _OPTIONS: dict[str, Any] = {
-    "invoke_without_command": True,  # our own callback answers: releases of click differ in what they do
+    "invoke_without_command": True,  # our own callback handles this, because releases of click differ
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
     "epilog": EPILOG,
@@ -46,7 +47,7 @@ class Codec(StrEnum):
 
 
 class OnError(StrEnum):
-    """What becomes of samples that cannot be read."""
+    """How to handle samples that cannot be read."""
 
     RAISE = "raise"
     SKIP = "skip"
@@ -88,7 +89,7 @@ def build(
         typer.Argument(
             metavar="SOURCE",
             help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
-            "without arguments that makes one. MODULE is looked for in the working directory, too.",
+            "without arguments that returns one. The working directory is searched for MODULE, too.",
         ),
     ],
     dest: Annotated[
@@ -101,28 +102,28 @@ def build(
     codec: Annotated[
         Codec | None,
         typer.Option(
-            help="How images are written, raw unless given; jpeg and webp are small, but change pixels."
+            help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels."
         ),
     ] = None,
     quality: Annotated[
-        int | None, typer.Option(min=1, max=100, help="Of jpeg and webp; 95 unless given.")
+        int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode; one for each core unless given.")
+        int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
     ] = None,
-    shards: Annotated[int, typer.Option(min=1, help="Files that the cache consists of.")] = 1,
+    shards: Annotated[int, typer.Option(min=1, help="Number of files of the cache.")] = 1,
     on_error: Annotated[
         OnError,
         typer.Option(
-            help="What becomes of a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
+            help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
             "and writes a line with its path and the reason to DEST.errors.jsonl."
         ),
     ] = OnError.RAISE,
     error_budget: Annotated[
         str | None,
         typer.Option(
-            help="With --on-error skip: the most samples that may be left out, as a number or as a share "
-            "such as 0.01; all of them unless given.",
+            help="With --on-error skip: how many samples may be left out, as a number or as a share such as "
+            "0.01; default: all of them.",
             metavar="NUMBER",
         ),
     ] = None,
@@ -131,12 +132,12 @@ def build(
 ) -> None:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
-    DEST appears when it is complete. A build that was interrupted or killed goes on where it was when the
-    same command is run again.
+    DEST appears when it is complete. If a build was interrupted or killed, run the same command again to
+    continue it.
     """
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
         kept = Codec.RAW if codec is None else codec
-        raise CommandError(f"--quality is for jpeg and webp; {kept.value} keeps every pixel as it is")
+        raise CommandError(f"--quality is for jpeg and webp, but --codec {kept.value} changes no pixels")
     path = cache_commands.absolute("DEST", dest)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
@@ -165,7 +166,7 @@ def build(
             "was_built": not was_there,
             "elapsed_s": round(elapsed_s, 3),
         }
-        done = "is there already and fits" if was_there else f"built in {elapsed_s:,.1f} s"
+        done = "exists already and matches" if was_there else f"built in {elapsed_s:,.1f} s"
         held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
         answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
         if skipped:
@@ -174,7 +175,7 @@ def build(
 
 @cache_app.command(epilog=EPILOG)
 def info(path: CachePath, as_json: AsJson = False) -> None:
-    """Say what a cache holds and what it was made of."""
+    """Show the contents and the origin of a cache."""
     with answering(as_json) as answer:
         cache = cache_commands.opened(path)
         answer.result = cache_commands.facts(cache)
@@ -208,7 +209,7 @@ def verify(path: CachePath, as_json: AsJson = False) -> None:
             "num_damaged": len(damaged),
             "damaged": damaged,
         }
-        answer.lines = [f"{cache.path}: {cache.num_cached:,} records, all as they were written"]
+        answer.lines = [f"{cache.path}: {cache.num_cached:,} records, none damaged"]
         if damaged:
             answer.exit_code = ExitCode.FAILED
             shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
@@ -223,14 +224,14 @@ def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DIRECTORY]", help="Where to look for caches on disk; folders in it are not entered."
+            metavar="[DIRECTORY]", help="Where to look for caches on disk; its subfolders are not searched."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the caches and unfinished builds in DIRECTORY; without one, your caches in memory.
 
-    Caches in memory are those that live processes of yours hold and share by SharedMemoryCache.
+    Caches in memory are those that your running processes hold and share by SharedMemoryCache.
     """
     with answering(as_json) as answer:
         if directory is None:
@@ -247,8 +248,8 @@ def rm(
 ) -> None:
     """Remove a cache or an unfinished build, with its report of errors.
 
-    Whatever is not fastload's stays, and so does what is being built. Processes that have the cache open can
-    go on; their memory holds it.
+    Files that are not fastload's stay, and so does a cache that is being built. Processes that have the cache
+    open can continue to use it.
     """
     with answering(as_json) as answer:
         from fastload.cache.lmdb import inventory
@@ -258,22 +259,21 @@ def rm(
         if not yes:
             if not sys.stdin.isatty():
                 raise CommandError(
-                    f"{path} was not removed: standard input is no terminal on which to ask; add --yes"
+                    f"{path} was not removed: standard input is not a terminal to confirm on; add --yes"
                 )
-            if not typer.confirm(
-                f"remove {path} with all that belongs to it, {readable_size(nbytes)}?", err=True
-            ):
+            if not typer.confirm(f"remove {path} and all its files, {readable_size(nbytes)}?", err=True):
                 raise CommandError(f"{path} was not removed", ExitCode.FAILED, "Abort")
         removed, nbytes = inventory.remove(path)
         answer.result = {"path": path, "removed": removed, "nbytes": nbytes}
         answer.lines = [f"removed {path}: {readable_size(nbytes)}"]
 
 
-@app.command(epilog=EPILOG, short_help="Say what this machine offers to a data loader.")
+@app.command(epilog=EPILOG, short_help="Show what this machine offers to a data loader.")
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine offers to a data loader, and how to look for an error.
+    """Show what this machine offers to a data loader, and how to look for an error.
 
-    Versions, CPUs, memory, how fast each GPU gets data, and who holds memory on GPUs. Changes nothing.
+    Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
+    Changes nothing.
     """
     with answering(as_json) as answer:
         from fastload.cli.doctor import examine

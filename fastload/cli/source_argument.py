@@ -1,6 +1,6 @@
-"""What SOURCE on the command line means: a folder of images, or MODULE:NAME of any map-style dataset.
+"""Open the SOURCE argument of the command line: a folder of images, or MODULE:NAME of a map-style dataset.
 
-MODULE is imported as `python -m` would: from the working directory first.
+MODULE is imported as by `python -m`: from the working directory first.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ def open_source(source: str, size: str | None) -> Any:
     """The dataset that SOURCE names.
 
     Raises:
-        CommandError: It names none.
+        CommandError: SOURCE names no dataset.
     """
     if os.path.isdir(source):
         return _open_folder(source, _parse_size(size))
     module, name = _parse_names(source)
     if size is not None:
-        raise CommandError("--size is for folders of images; a dataset of your own scales its samples itself")
+        raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
     found = _import(module, name)
     dataset = found
     if isinstance(found, type) or not _is_dataset(found):
         if not callable(found):
             raise CommandError(
-                f"{source} is of type {type(found).__name__}: neither a dataset nor a function"
+                f"{source} should be a dataset or a function, but is of type {type(found).__name__}"
             )
         _check_needs_nothing(source, found)
         dataset = found()
     if not _is_dataset(dataset):
         raise CommandError(
-            f"{source} gives an object of type {type(dataset).__name__}; "
-            "a map-style dataset has __len__ and __getitem__"
+            f"{source} should return a map-style dataset, with __len__ and __getitem__, but returned an "
+            f"object of type {type(dataset).__name__}"
         )
     return dataset
 
@@ -73,12 +73,12 @@ def _why_no_folder(root: str) -> str:
     except FileNotFoundError:
         return f"there is no folder in {root}: {layout}"
     if not len(folder):
-        return f"the folders in {root} hold no image: {layout}; images end in {_listed(IMAGE_EXTENSIONS)}"
+        return f"the folders in {root} have no images: {layout}; images end in {_listed(IMAGE_EXTENSIONS)}"
     counts = np.bincount(folder.targets, minlength=len(folder.classes))
     empty = [os.path.join(root, folder.classes[label]) for label in np.flatnonzero(counts == 0)]
     return (
-        f"there is no image in {_listed(empty)}: remove folders that are no classes, or give MODULE:NAME of "
-        "a fastload.ImageFolder(..., allow_empty=True)"
+        f"there is no image in {_listed(empty)}: remove folders that are not classes, or give MODULE:NAME "
+        "of a fastload.ImageFolder(..., allow_empty=True)"
     )
 
 
@@ -112,13 +112,13 @@ def _why(source: str) -> str:
     module, colon, name = source.partition(":")
     if module.endswith(".py"):
         stem = os.path.splitext(os.path.basename(module))[0]
-        return f"for a Python file give its module's name and one in it, such as {stem}:{name or 'NAME'}"
+        return f"for a Python file give its module and a name in it, such as {stem}:{name or 'NAME'}"
     try:
         os.stat(source)
     except PermissionError as error:
         return reading_refused(error)
     except OSError:
-        return "names are as in `import`" if colon else "there is no folder of that name"
+        return "write MODULE and NAME as in `import`" if colon else "there is no folder of that name"
     return "it is a file"
 
 
@@ -129,9 +129,13 @@ def _import(module: str, name: str) -> Any:
         return operator.attrgetter(name)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            error.add_note(_while_importing(module))  # it is there, what it needs is not
+            error.add_note(
+                _while_importing(module)
+            )  # the module exists, but a module that it imports does not
             raise
-        raise CommandError(f"there is no module {error.name!r} here, nor among what is installed") from error
+        raise CommandError(
+            f"there is no module {error.name!r} in the working directory or among the installed packages"
+        ) from error
     except AttributeError as error:
         if module in sys.modules:
             raise CommandError(f"module {module!r} has no {name!r}") from error
@@ -149,25 +153,25 @@ def _while_importing(module: str) -> str:
 def _check_needs_nothing(source: str, maker: Any) -> None:
     try:
         signature = inspect.signature(maker)
-    except (TypeError, ValueError):  # of some that are written in C: the call tells
+    except (TypeError, ValueError):  # some functions in C have no signature: calling it will show
         return
     try:
         signature.bind()
     except TypeError as error:
         raise CommandError(
-            f"{source} needs arguments {signature}: give the name of a dataset, or of a function that makes "
-            "one without arguments"
+            f"{source} needs arguments {signature}: give the name of a dataset, or of a function without "
+            "arguments that returns one"
         ) from error
 
 
 def _is_dataset(value: Any) -> bool:
     if isinstance(value, (str, bytes)):
-        return False  # a path, most likely
+        return False  # probably a path
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
 def refuse_random(dataset: Any) -> None:
-    """Refuse a dataset that gives another sample at each access; a cache would freeze one draw for ever."""
+    """Refuse a dataset that returns a different sample at each access; a cache would freeze one draw."""
     from fastload.cache.random_check import probe
 
     last = len(dataset) - 1
@@ -177,7 +181,7 @@ def refuse_random(dataset: Any) -> None:
         except CacheError as error:
             error.add_note(f"in sample {index} of the dataset")
             raise
-        except Exception:  # noqa: BLE001 - the build meets this sample again, and says where it is
+        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
             continue
 
 
@@ -185,10 +189,10 @@ def refuse_random(dataset: Any) -> None:
 
 
 def parse_error_budget(budget: str | None) -> int | float:
-    """The number of samples that may be left out, or their share; all of them where nothing was said.
+    """The number of samples that may be left out, or their share; all of them if the option is missing.
 
     Raises:
-        CommandError: It is neither.
+        CommandError: The text is neither a number of samples nor a share.
     """
     if budget is None:
         return 1.0

@@ -1,10 +1,11 @@
-"""What every command of the command line shares: how it answers, and how it fails.
+"""Print the results and errors of all commands of the command line.
 
 Rules:
 
-1. Standard output carries results alone: text for people, or with --json exactly one JSON object. Progress,
-   logs and errors go to standard error, and so does what the user's own code prints while --json is on.
-2. A failure is one line and an exit code, see ExitCode; --debug or FASTLOAD_DEBUG=1 adds the traceback.
+1. Only results go to standard output: readable text, or with --json exactly one JSON object. Progress, logs
+   and errors go to standard error; with --json, the output of the user's own code goes there, too.
+2. A failure prints one line and returns an exit code, see ExitCode; --debug or FASTLOAD_DEBUG=1 adds the
+   traceback.
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """How a command ended; the numbers are promised to scripts."""
+    """How a command ended; scripts may rely on the numbers."""
 
     FINE = 0
     FAILED = 1
     USAGE = 2
     SKIPPED = 3
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
-    INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
+    INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
 EPILOG = """\b
 Exit codes:
     0  fine
     1  failed: a source or a file cannot be read, or damage was found
-    2  wrong usage, such as a path that leads to nothing
+    2  wrong usage, such as a path that does not exist
     3  finished, but samples were skipped
-   75  another builder is at work: try again later
-  130  interrupted: run the same command again to go on"""
+   75  another build is running: try again later
+  130  interrupted: run the same command again to continue"""
 
-_ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer bring a click of their own
+_ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
 
 class CommandError(Exception):
-    """A command cannot go on; its message is for people.
+    """A command cannot continue; the message is for users.
 
     Attributes:
-        exit_code: With which the process ends.
-        kind: What `--json` gives as the type.
+        exit_code: The exit code of the process.
+        kind: The type of the error in the output of `--json`.
     """
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.USAGE, kind: str = "UsageError") -> None:
@@ -66,25 +67,26 @@ class CommandError(Exception):
 
 
 class CommandGroup(TyperGroup):
-    """Turns whatever a command raises into one line and an exit code."""
+    """Turns any error of a command into one line and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
-        """Run, and leave the process."""
+        """Run the command, and exit the process."""
         words = sys.argv[1:] if args is None else list(args)
         options["standalone_mode"] = False
         try:
             code = super().main(words, *rest, **options)
-            if code == ExitCode.INTERRUPTED:  # newer releases of typer answer Ctrl-C so, without a word
+            if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
                 raise KeyboardInterrupt
         except (KeyboardInterrupt, typer.Abort):
             error = CommandError("interrupted", ExitCode.INTERRUPTED, "KeyboardInterrupt")
             code = _fail(error, "--json" in words)
-        except Exception as error:  # noqa: BLE001 - a command's user wants one line, whatever it was
+        except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             if "--debug" in words or os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
             code = _fail(error, "--json" in words)
-        # CPython ends `python -m` by SIGINT if a KeyboardInterrupt has left an exec() of text, such as that
-        # of a dataclass in a module being imported, though it was handled. Another exec() of text forgets it.
+        # If a KeyboardInterrupt has left an exec() of text (for example of a dataclass in a module that is
+        # being imported), CPython ends `python -m` by SIGINT, even if the interrupt was handled. Another
+        # exec() of text resets this.
         exec("")
         sys.exit(int(code or 0))
 
@@ -111,19 +113,19 @@ def _one_line(error: Exception) -> str:
     elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:
-        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError says nothing more
-    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # a worker's traceback
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text
+    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # no worker tracebacks
     text = ". ".join([text, *notes]).replace('on_error="skip"', "--on-error skip")
     return " ".join(text.split())
 
 
 class Answer:
-    """What a command found out.
+    """The result of a command.
 
     Attributes:
-        result: What --json prints.
-        lines: What is printed without it.
-        exit_code: With which the command ends.
+        result: The output with --json.
+        lines: The output without --json.
+        exit_code: The exit code of the command.
     """
 
     def __init__(self) -> None:
@@ -134,7 +136,7 @@ class Answer:
 
 @contextlib.contextmanager
 def answering(as_json: bool, *, quiet: bool = False) -> Iterator[Answer]:
-    """Keep standard output clean while a command works, then print its answer and end it."""
+    """Keep standard output clean while a command runs, then print its answer and exit."""
     answer = Answer()
     with _logs_shown(logging.ERROR if quiet else logging.INFO):
         if as_json:
@@ -151,7 +153,7 @@ def answering(as_json: bool, *, quiet: bool = False) -> Iterator[Answer]:
 
 @contextlib.contextmanager
 def _stdout_diverted() -> Iterator[None]:
-    """Send to standard error what anyone prints: this interpreter, its workers, or a C library."""
+    """Redirect all output to standard error: of this interpreter, its workers, and C libraries."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -164,7 +166,7 @@ def _stdout_diverted() -> Iterator[None]:
 
 
 class _ToStderr(logging.Handler):
-    """Looks standard error up at each line: a progress bar draws its own lines below them."""
+    """Looks up sys.stderr for each line, because a progress bar may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"fastload: {record.getMessage()}\n")
@@ -184,7 +186,7 @@ def _logs_shown(level: int) -> Iterator[None]:
 
 
 def table(rows: list[list[str]]) -> list[str]:
-    """Rows as lines with aligned columns."""
+    """Format rows as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -1,5 +1,5 @@
-"""To the GPU, and what a batch meets there.
+"""Copy batches to the GPU, and transform them there.
 
-Read in this order: `prefetch` (what users hold), `copies` (how), `cuda` and `plain` (which device),
-`registered` (slots that it reads in place), `pin_thread`; then `normalize`.
+Read in this order: `prefetch` (the class for users), `copies` (the mechanism), `cuda` and `plain` (the
+devices), `registered` (slots that the GPU reads in place), `pin_thread`; then `normalize`.
 """

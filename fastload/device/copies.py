@@ -1,24 +1,25 @@
-"""Batches on their way to a device: pulled, copied and transformed while the caller works on earlier ones.
+"""Copy batches to a device ahead of the caller: fetch, copy and transform them while it uses earlier batches.
 
-Runs in the consumer's process and threads, for `CUDAPrefetcher` and for a DataLoader with `device=`; nothing
-here is called in a worker. NOTE [ Copies ahead ]:
+Runs in the consumer's process and threads, for `CUDAPrefetcher` and for a DataLoader with `device=`; no
+worker calls this code. NOTE [ Copies ahead ]:
 
-1. Whoever iterates has one side stream for life. Copies and transforms run on it in order.
-2. A copy reads pinned memory only. The host keeps that memory until the copy's event is done, even when
-   the iteration is abandoned. At most ``depth + 1`` batches of it wait for their copies.
+1. Each prefetcher or loader has one side stream for life. Copies and transforms run on it in order.
+2. A copy reads only pinned memory. The host keeps that memory until the copy's event is done, even if the
+   iteration is abandoned. At most ``depth + 1`` batches of pinned memory wait for their copies.
 3. A batch's device tensors come from torch's allocator under the side stream. Before the caller gets them,
    the caller's current stream waits for the batch's event, and `record_stream` tells the allocator that this
    stream uses them. So a batch that the caller keeps, or an alias of it, stays valid.
-4. What is no plain CPU tensor (subclasses, sparse ones, tensors that need gradients, objects with a ``to``)
-   moves on the caller's current stream when it is handed over: it may allocate what we cannot record. Such
-   a batch is transformed there, too.
-5. What is started for a batch waits on the device for all that the caller had launched when it was pulled.
-   So a host that runs ahead of its device does not fill the device with batches; and memory that a transform
-   hid in an object of its own, where rule 3 does not see it, is not written while the caller still reads it.
-6. What is made ahead does not depend on the mode in which the caller asks for another batch: neither
-   inference mode nor autocast reaches it. Transforms run without gradients.
-7. An exception from a signal handler closes the iterator if it comes while copies are started: the iterator
-   never goes on with a batch missing.
+4. Leaves other than dense CPU tensors (subclasses, sparse tensors, tensors that need gradients, objects with
+   a ``to``) move on the caller's current stream when the batch is handed over, because their move may
+   allocate memory that cannot be recorded. Such a batch is transformed on that stream, too.
+5. The work for a batch waits on the device for all work that the caller had launched when the batch was
+   fetched. So a host that runs ahead of its device does not fill the device with batches. This also protects
+   memory that a transform hides in an object of its own, where rule 3 does not see it: it is not written
+   while the caller still reads it.
+6. Batches made ahead do not depend on the mode in which the caller asks for another batch: inference mode and
+   autocast do not apply to them. Transforms run without gradients.
+7. If a signal handler raises while copies are being started, the iterator closes: it never continues with a
+   batch missing.
 
 All device work goes through `Backend`.
 """
@@ -49,17 +50,17 @@ T = TypeVar("T")
 
 @dataclass
 class _Ahead:
-    """A batch on its way: all that the side stream can do for it is under way."""
+    """A batch in flight: all its work on the side stream has been started."""
 
     batch: Any
-    event: Any = None  # None: nothing is under way
-    made: list[torch.Tensor] = field(default_factory=list)  # on the side stream, and in the batch
+    event: Any = None  # None: no work was started
+    made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors made on the side stream
     late: dict[int, Any] = field(default_factory=dict)  # leaves to move at hand-over, by id
 
 
 @dataclass
 class _Failed:
-    """The loader's error, in the place of the batch that it could not give."""
+    """The loader's error, in place of the batch that failed."""
 
     error: Exception
 
@@ -68,11 +69,11 @@ class CopiesAhead(Iterator[T]):
     """One pass over a loader. See NOTE [ Copies ahead ].
 
     Args:
-        source: Gives the batches. If it has `register_slots`, the device may read its slots in place.
+        source: Returns the batches. If it has `register_slots`, the device may read its slots in place.
         backend: The device.
         stream: The side stream.
-        depth: How many batches are under way behind the one handed out.
-        transform: What becomes of each batch once it is on the device; None leaves it as it is.
+        depth: How many batches are in flight after the one handed out.
+        transform: Called with each batch once it is on the device; None leaves it as it is.
         taken: Called when the caller takes the next batch, or the error in its place.
     """
 
@@ -98,7 +99,7 @@ class CopiesAhead(Iterator[T]):
             register_slots(backend, stream)
         self._ahead: collections.deque[_Ahead | _Failed] = collections.deque()
         self._reading = _HostMemory(backend)
-        # Not at exit: there the memory goes with the process.
+        # Not at exit: the memory is freed with the process.
         weakref.finalize(self, self._reading.release_all).atexit = False
 
     def __next__(self) -> T:
@@ -107,7 +108,7 @@ class CopiesAhead(Iterator[T]):
                 "an exception interrupted this iterator while it copied batches ahead, and closed it; "
                 "start a new one with iter(loader)"
             )
-        self._was_interrupted = True  # until the books are right again
+        self._was_interrupted = True  # until the state is consistent again
         self._fill()
         first = self._ahead.popleft() if self._ahead else None
         if first is not None and self._taken is not None:
@@ -124,24 +125,24 @@ class CopiesAhead(Iterator[T]):
             del first  # else the error's traceback and this frame would hold each other
 
     def _fill(self) -> None:
-        """Pull batches until ``depth`` are under way behind the next one to hand over."""
+        """Fetch batches until ``depth`` are in flight after the next one to hand over."""
         while self._source is not None and len(self._ahead) <= self._depth:
             if self._ahead and isinstance(self._ahead[-1], _Failed):
-                return  # whether to go on after an error is the caller's choice
+                return  # the caller decides whether to continue after an error
             self._reading.release_done(max_left=self._depth)
             with outside_modes(self._backend.device):
                 self._pull(self._source)
 
     def _pull(self, source: Iterator[T]) -> None:
-        # A function of its own, so that no name is left here for the batch, or the error, of last time.
+        # A separate function, so that no local variable keeps the last batch or error alive.
         try:
-            # One call, so that a signal finds the batch either in the source or here.
+            # One call, so that after a signal the batch is either still in the source or already here.
             self._pulled.extend(itertools.islice(source, 1))
-        except Exception as error:  # noqa: BLE001  # of any kind, raised when its turn comes
+        except Exception as error:  # noqa: BLE001  # any error; raised in order
             self._ahead.append(_Failed(error))
             return
         except BaseException:
-            # The source gives the batch at the next call, unless it is a generator, which ends with this.
+            # The next call gets the batch from the source, unless the source is a generator: this ends it.
             self._was_interrupted = isinstance(source, GeneratorType)
             raise
         if not self._pulled:
@@ -161,10 +162,10 @@ class CopiesAhead(Iterator[T]):
             if not _is_plain(leaf):
                 ahead.late[id(leaf)] = leaf
                 return leaf
-            if id(leaf) not in started:  # a tensor that is there twice is copied once
+            if id(leaf) not in started:  # a tensor that occurs twice is copied once
                 pinned = self._backend.pin(leaf)
-                # Before the copy starts. Memory that was pinned already may come back to its owner with the
-                # batch, not with the tensor: then the batch is kept as a whole.
+                # Keep it before the copy starts. Memory that was pinned already may be freed with the batch,
+                # not with the tensor: then the whole batch is kept.
                 reading.append((pinned, batch if pinned is leaf else None))
                 started[id(leaf)] = leaf, self._backend.copy(pinned, self._stream)
             return started[id(leaf)][1]
@@ -173,13 +174,14 @@ class CopiesAhead(Iterator[T]):
             ahead.batch = map_leaves(batch, start)
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"while a batch was copied ahead; {self._depth + 1} batches are there beside your own"
+                f"raised while a batch was copied ahead; the device holds {self._depth + 1} batches in "
+                "addition to yours"
             )
             return _Failed(error)
         except Exception as error:  # noqa: BLE001  # as above
             return _Failed(error)
         finally:
-            if reading:  # also after an error: the copies of the first leaves are under way
+            if reading:  # also after an error: copies of the first leaves have been started
                 ahead.event = self._backend.record_event(self._stream)
                 self._reading.keep(ahead.event, reading)
         ahead.made = [copied for _, copied in started.values()]
@@ -223,7 +225,7 @@ class CopiesAhead(Iterator[T]):
             finally:
                 moves = backend.record_event(consumer)
                 self._reading.keep(moves, list(ahead.late.values()))
-                # What waits for the side stream before it unregisters a slot waits for these reads, too.
+                # Slots are unregistered once the side stream is done: let it wait for these reads, too.
                 backend.wait_event(self._stream, moves)
             batch = map_leaves(batch, lambda leaf: moved.get(id(leaf), leaf))
             if self._transform is not None:
@@ -232,21 +234,21 @@ class CopiesAhead(Iterator[T]):
 
 
 def apply_transform(transform: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """The batch that ``transform`` makes of ``batch``, which is on ``device``; see rule 6."""
+    """The result of ``transform`` for ``batch``, which is on ``device``; see rule 6."""
     try:
         with outside_modes(device), torch.no_grad():
             return transform(batch)
     except Exception as error:
         error.add_note(
-            f"raised by device_transform, which is given whole batches on {device}; "
-            "a module's own tensors are not moved there by the loader"
+            f"raised by device_transform, which gets whole batches on {device}; "
+            "the loader does not move a module's own tensors there"
         )
         raise
 
 
 @contextlib.contextmanager
 def outside_modes(device: torch.device) -> Iterator[None]:
-    """Without the caller's inference mode, and without autocast on the CPU and ``device``."""
+    """A block without the caller's inference mode, and without autocast on the CPU and ``device``."""
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
@@ -258,7 +260,7 @@ def outside_modes(device: torch.device) -> Iterator[None]:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether a copy of the leaf's bytes is the leaf: no subclass, no gradient, no sparse layout."""
+    """Whether the leaf can be copied by its bytes: no subclass, no gradient, no sparse layout."""
     return (
         type(leaf) is torch.Tensor
         and leaf.device.type == "cpu"
@@ -270,7 +272,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class _HostMemory:
-    """Host memory that the device may still read, in the order in which its events were recorded."""
+    """Host memory that the device may still read, in the order of its recorded events."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -278,18 +280,18 @@ class _HostMemory:
         self._kept: collections.deque[tuple[Any, list[Any]]] = collections.deque()
 
     def keep(self, event: Any, sources: list[Any]) -> None:
-        """Hold what the device reads until it has reached this event."""
+        """Keep the memory that the device reads until the device has reached this event."""
         self._kept.append((event, sources))
 
     def release_done(self, max_left: int) -> None:
-        """Let go of what the device has read; wait for the oldest while more than ``max_left`` remain."""
+        """Release memory that the device has read; wait for the oldest if more than ``max_left`` remain."""
         while self._kept and (len(self._kept) > max_left or self._backend.is_done(self._kept[0][0])):
             self._backend.synchronize(self._kept[0][0])
             self._kept.popleft()
 
     def release_all(self) -> None:
-        """Wait for all copies; a forked child, which has no device, keeps what it cannot give back."""
+        """Wait for all copies; a forked child, which has no device, keeps memory that it cannot free."""
         if os.getpid() == self._pid:
             self.release_done(max_left=0)
-        else:  # torch's pinned allocator would ask the device, and end the process when that fails
+        else:  # torch's pinned allocator would call the device, and end the process when that fails
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))

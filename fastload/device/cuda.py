@@ -1,6 +1,6 @@
-"""What copying ahead asks of a device, the one device that can do it, torch.cuda, and the choice of a device.
+"""The device interface for copying ahead, its implementation for torch.cuda, and the choice of a device.
 
-Runs in the consumer's process and threads. Tests put a device of their own in the place of the one for CUDA.
+Runs in the consumer's process and threads. Tests replace the CUDA device by a device of their own.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastload")
 
-# Of each device, those whose loaders and prefetchers are gone. The memory that torch's allocator keeps for a
-# stream serves no other one: with a new stream each, loaders made anew would reserve ever more.
+# For each device, the streams of loaders and prefetchers that no longer exist. torch's allocator keeps memory
+# for each stream and cannot use it for another: if each new loader made a new stream, memory would grow.
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 
-_PORTABLE = 1  # of cudaHostRegister's flags: pinned for every device of this process
+_PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
 
 
 class Backend(Protocol):
-    """What the prefetcher asks of a device. Streams and events are the backend's own objects."""
+    """The interface of a device for the prefetcher. Streams and events are the backend's own objects."""
 
     device: torch.device
 
     def make_stream(self) -> Any:
-        """A stream on this device that nobody else has; called once per prefetcher."""
+        """An exclusive stream on this device; called once per prefetcher."""
 
     def current_stream(self) -> Any:
         """The stream on which the caller's next work for this device will run."""
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` itself if a copy can read it as it is, else a pinned copy of it, finished on return."""
+        """``tensor`` itself if a copy can read it directly, else a finished, pinned copy of it."""
 
     def copy(self, pinned: torch.Tensor, stream: Any) -> torch.Tensor:
         """Allocate a device tensor under ``stream`` and start the copy into it; the host does not wait."""
@@ -51,13 +51,13 @@ class Backend(Protocol):
         """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
 
     def record_event(self, stream: Any) -> Any:
-        """An event that is done when all work given to ``stream`` until now is."""
+        """An event that is done when all work given to ``stream`` so far is done."""
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """Work given to ``stream`` from now on waits for ``event``; the host does not."""
+        """Make later work of ``stream`` wait for ``event``; the host does not wait."""
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """``stream`` uses ``tensor``: its memory is not reused before what runs there by then is done."""
+        """Note that ``stream`` uses ``tensor``, whose memory is then not reused before its work is done."""
 
     def is_done(self, event: Any) -> bool:
         """Whether the device has reached ``event``; the host does not wait."""
@@ -66,24 +66,24 @@ class Backend(Protocol):
         """Let the host wait until the device has reached ``event``."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Within it this thread's work for the device goes to ``stream``; the host does not wait."""
+        """A block in which this thread's work for the device goes to ``stream``; the host does not wait."""
 
     def register(self, address: int, nbytes: int) -> str:
-        """Page-lock memory that is mapped already, so that copies read it in place; "" or why not."""
+        """Page-lock mapped memory, so that copies read it in place; return "", or why that failed."""
 
     def unregister(self, address: int) -> str:
-        """Undo `register`, when no copy from there is under way; "" or why not."""
+        """Undo `register`, when no copy from there is in flight; return "", or why that failed."""
 
 
 def check_device(device: str | int | torch.device) -> torch.device | None:
-    """``device`` as torch has it; None for "auto". Asks no driver.
+    """``device`` as a torch.device; None for "auto". Does not call a driver.
 
     Args:
-        device: "cuda" (the current CUDA device), "cuda:N" or the int N from 0 (that one), "cpu", "auto",
+        device: "cuda" (the current CUDA device), "cuda:N" or the int N from 0 (that device), "cpu", "auto",
             "mps" or "xpu"; or a torch.device of these types.
 
     Raises:
-        ValueError: It is of another kind.
+        ValueError: The device is of another kind.
     """
     if isinstance(device, str) and device == "auto":
         return None
@@ -91,7 +91,7 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
         "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', "
         f"but got {device!r}"
     )
-    # torch takes bytes for text; its releases differ about bools and negative numbers.
+    # torch accepts bytes as text; its releases treat bools and negative numbers differently.
     is_of_a_kind = isinstance(device, (int, str, torch.device)) and not isinstance(device, bool)
     if not is_of_a_kind or (isinstance(device, int) and device < 0):
         raise ValueError(message)
@@ -105,10 +105,10 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
 
 
 def choose_backend(device: str | int | torch.device, asker: str) -> Backend | PlainDevice | None:
-    """What copies to ``device``; None for the CPU. ``asker`` is who messages are about.
+    """The backend that copies to ``device``; None for the CPU. Messages name ``asker`` as their subject.
 
     Raises:
-        DeviceUnavailableError: A device is asked for by name and is not there.
+        DeviceUnavailableError: A device was requested by name and is not available.
         ValueError: As `check_device`.
     """
     asked = check_device(device)
@@ -126,7 +126,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Pl
         shown = device if isinstance(device, int) else repr(str(device))
         advice = "device='auto' uses the CPU where there is no CUDA."
         if not is_plain and why_unavailable(None) is None:
-            advice = "Name one that is there, or 'cuda' for the current one."
+            advice = "Name an available device, or 'cuda' for the current one."
         raise DeviceUnavailableError(f"{asker} cannot use device={shown}: {reason}. {advice}")
     if is_plain:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
@@ -135,7 +135,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Pl
 
 
 def why_unavailable(index: int | None) -> str | None:
-    """Why there is no such device; None if there is. Makes no CUDA context."""
+    """Why there is no such device; None if there is one. Makes no CUDA context."""
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} was built without CUDA; install a build with CUDA"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -151,15 +151,15 @@ def why_unavailable(index: int | None) -> str | None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Log a warning that would be the same at each epoch."""
+    """Log a warning once, although each epoch would cause it again."""
     _log.warning(message)
 
 
 class _CUDABackend:
     """torch.cuda, on one device. Makes no CUDA context before `make_stream`.
 
-    The device is made current around each call that allocates or selects a stream, and the caller's own is
-    put back. This also keeps torch from making a CUDA context on the caller's current device when it
+    The device is made current around each call that allocates or selects a stream; then the caller's device
+    is restored. This also prevents torch from making a CUDA context on the caller's current device when it
     restores that device's stream.
     """
 
@@ -175,7 +175,7 @@ class _CUDABackend:
             stream = idle.pop()
         except IndexError:
             stream = torch.cuda.Stream(self.device)
-        # Whoever works on the stream holds this object.
+        # Each user of the stream holds this object.
         weakref.finalize(self, idle.append, stream).atexit = False
         return stream
 
@@ -197,7 +197,7 @@ class _CUDABackend:
         return move_leaf(value, self.device)
 
     def record_event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # else a host that waits for it spins
+        event = torch.cuda.Event(blocking=True)  # else a host that waits for the event would spin
         event.record(stream)
         return event
 
@@ -235,10 +235,10 @@ class _CUDABackend:
         return f"{call} gave error {int(code)}, {torch.cuda.cudart().cudaGetErrorString(code)}"
 
     def _clear_error(self) -> None:
-        """Take back the error that a failed call leaves behind: the next kernel would be blamed for it.
+        """Clear the error that a failed call leaves behind: otherwise the next kernel would report it.
 
-        torch takes it back when it raises it, at the launch of any kernel, and when the device has no memory
-        left for the kernel's tensor. Another error of the second kernel is one of the device's own.
+        torch clears the error when it raises it: at the launch of any kernel, and when the device has no
+        memory left for the kernel's tensor. If the second kernel fails too, the device itself has an error.
         """
         with contextlib.suppress(RuntimeError):
             self._launch()
@@ -250,7 +250,7 @@ class _CUDABackend:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, in any order of dimensions: no gaps, no overlap."""
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -1,11 +1,12 @@
-"""Normalize: uint8 image batches become normalised floats, on whatever device they are.
+"""Normalize: convert batches of uint8 images to normalised floats, on the device of the batch.
 
 1. ``out = image * scale + bias`` with one scale and one bias per channel, computed in float32 (float64 for
    float64), rounded to `dtype` once, at the end.
-2. On an accelerator that is one kernel, which reads uint8 and writes `dtype`: type conversion, layout and
-   arithmetic in one. On the CPU it is faster to convert first, because mixed types take the slow path there.
-3. The constants are made from `mean` and `std` anew wherever the module moves: ``half()`` cannot round them.
-4. The layout is never guessed: where the shape fits both, it has to be named.
+2. On an accelerator this is one kernel, which reads uint8 and writes `dtype`: type conversion, layout and
+   arithmetic in one step. On the CPU it is faster to convert first, because mixed types are slow there.
+3. The constants are computed again from `mean` and `std` whenever the module moves: ``half()`` cannot round
+   them.
+4. The layout is never guessed: if the shape fits both layouts, the user must name one.
 """
 
 from __future__ import annotations
@@ -27,36 +28,37 @@ _IMAGE_KEYS = ("image", "images")
 
 
 class Normalize(nn.Module):
-    """Gives ``(image / max_pixel_value - mean) / std`` for a batch of uint8 images.
+    """Computes ``(image / max_pixel_value - mean) / std`` for a batch of uint8 images.
 
-    Takes ``(B, H, W, C) uint8`` or ``(B, C, H, W) uint8`` with any strides, gives a new ``(B, C, H, W)``
-    tensor in ``dtype`` and ``memory_format`` on the same device, which the caller owns. uint8 images cross to
-    the GPU in a quarter of float32's bytes. Without parameters and without a state_dict entry; picklable.
+    Takes ``(B, H, W, C) uint8`` or ``(B, C, H, W) uint8`` with any strides; returns a new ``(B, C, H, W)``
+    tensor in ``dtype`` and ``memory_format`` on the same device, which the caller owns. uint8 images need a
+    quarter of float32's bytes on their way to the GPU. The module has no parameters and no state_dict entry,
+    and can be pickled.
 
-    A batch that is no tensor comes back as a new one of its type with the images replaced: those are the
-    first element of a list or tuple (a namedtuple too), in a mapping the value of "image" or "images", or
-    what ``key`` names. All else in the batch is passed on as it is.
+    If the batch is not a tensor, the result is a new batch of its type with the images replaced. The images
+    are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a
+    mapping, or the value at ``key``. All other values of the batch are passed on unchanged.
 
     Args:
-        mean: Per channel, in units of ``max_pixel_value``, as ImageNet's (0.485, 0.456, 0.406).
-        std: Per channel, in the same units, above zero.
-        dtype: Of the result, a floating one. ``half()`` and ``to(dtype)``, on this module or a model around
-            it, do not change it.
+        mean: One value per channel, in units of ``max_pixel_value``, as ImageNet's (0.485, 0.456, 0.406).
+        std: One value per channel, in the same units, above zero.
+        dtype: The floating dtype of the result. ``half()`` and ``to(dtype)``, on this module or a model
+            around it, do not change it.
         memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``.
-        max_pixel_value: The value that counts as 1. Give 1 for a mean and std of 0 to 255.
-        layout: What the dimensions mean: "HWC", "CHW", or "auto": the one whose C is ``len(mean)``.
-        key: Where the images are in a batch: an index, or the key of a mapping.
+        max_pixel_value: The value that counts as 1. Pass 1 for a mean and std of 0 to 255.
+        layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is ``len(mean)``.
+        key: The place of the images in a batch: an index, or the key of a mapping.
 
     Attributes:
         mean: As given.
         std: As given.
 
     Raises:
-        TypeError: ``mean`` or ``std`` is no sequence of numbers; ``dtype`` is no floating dtype; or, when
-            called, there is no uint8 tensor in the images' place.
+        TypeError: ``mean`` or ``std`` is not a sequence of numbers; ``dtype`` is not a floating dtype; or,
+            when called, there is no uint8 tensor in the images' place.
         ValueError: The constants are not one finite value per channel, or have a mean that no uint8 image
-            can have, or another argument is none of the above; or, when called, the shape fits no layout or
-            both, or the batch has no ``key``, or neither or both of "image" and "images".
+            can have, or another argument has none of the values above; or, when called, the shape fits no
+            layout or both, or the batch has no ``key``, or neither or both of "image" and "images".
     """
 
     _scale: torch.Tensor
@@ -86,7 +88,7 @@ class Normalize(nn.Module):
                 f"std and max_pixel_value should be above zero, but got {self.std} and {max_pixel_value}"
             )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise TypeError(f"dtype should be a floating one, such as torch.bfloat16, but got {dtype!r}")
+            raise TypeError(f"dtype should be a floating dtype, such as torch.bfloat16, but got {dtype!r}")
         if memory_format not in _FORMATS:
             raise ValueError(
                 "memory_format should be torch.channels_last or torch.contiguous_format, "
@@ -109,13 +111,13 @@ class Normalize(nn.Module):
             )
 
     def forward(self, batch: Any) -> Any:
-        """The batch with its images normalised; see the class."""
+        """Normalise the images of a batch; see the class."""
         images = self._find_images(batch)
         normalized = self._normalize(images)
         return map_leaves(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
-        """What `print` shows between the brackets."""
+        """The text that `print` shows between the brackets."""
         return f"mean={self.mean}, std={self.std}, dtype={self.dtype}, memory_format={self.memory_format}"
 
     # --- the images -------------------------------------------------------------------------------------
@@ -125,8 +127,8 @@ class Normalize(nn.Module):
         if not isinstance(found, torch.Tensor):
             raise TypeError(
                 f"Normalize expects images as a uint8 tensor at {where}, but got {type(found).__name__}; "
-                "key= names another place, and a batch of another kind can be normalised by a function of "
-                "yours that calls Normalize on its images"
+                "name another place with key=, or write a function that calls Normalize on the images of "
+                "your batch"
             )
         if found.dtype != torch.uint8:
             raise TypeError(
@@ -136,7 +138,7 @@ class Normalize(nn.Module):
         return found
 
     def _look_up(self, batch: Any) -> tuple[str, Any]:
-        """A path for messages, and what is there."""
+        """The place of the images, for messages, and the value at that place."""
         if isinstance(batch, torch.Tensor):
             if self.key is not None:
                 raise ValueError(f"Normalize has key={self.key!r}, but the batch is a tensor; leave out key=")
@@ -148,7 +150,7 @@ class Normalize(nn.Module):
                 if len(keys) != 1:
                     raise ValueError(
                         'Normalize expects "image" or "images" in a mapping, but got the keys '
-                        f"{list(batch)}; name the one with the images by key="
+                        f"{list(batch)}; name the key of the images with key="
                     )
                 key = keys[0]
             elif key not in batch:
@@ -202,8 +204,8 @@ class Normalize(nn.Module):
         dtype = torch.promote_types(self.dtype, torch.float32)
         mean = torch.tensor(self.mean, dtype=torch.float64).view(1, -1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float64).view(1, -1, 1, 1)
-        # Not in the state_dict: they are arguments, and loading older weights should not miss them.
-        # In two steps each: a copy that also converts would make the host wait for the device.
+        # Not in the state_dict: they are arguments, and loading older weights must not require them.
+        # Two steps for each constant: a copy that also converts would make the host wait for the device.
         scale, bias = (1 / (self.max_pixel_value * std)).to(dtype), (-mean / std).to(dtype)
         self.register_buffer("_scale", scale.to(device, non_blocking=True), persistent=False)
         self.register_buffer("_bias", bias.to(device, non_blocking=True), persistent=False)

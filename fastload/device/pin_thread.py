@@ -1,8 +1,8 @@
-"""`pin_memory=True` without a device: batches copied into torch's pinned memory, off the main thread.
+"""`pin_memory=True` without `device=`: copy batches into torch's pinned memory, off the main thread.
 
-Runs as one daemon thread in the consumer's process, only while an accelerator is there. The memory comes
-from torch's own pinned allocator, which knows which copies are pending; the slot goes back to its worker as
-soon as the thread has copied it.
+Runs as one daemon thread in the consumer's process, only if an accelerator is available. The memory comes
+from torch's own pinned allocator, which knows the pending copies. The slot is free for its worker as soon as
+the thread has copied it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _JOIN_S = 5.0
 
 
 def pin_batch(batch: Any, device: str | None = None) -> Any:
-    """``batch`` with every tensor in pinned memory, by torch's rules for nests."""
+    """``batch`` with every tensor in pinned memory, by torch's rules for nested batches."""
     return pin_memory(batch, device)
 
 
@@ -32,7 +32,7 @@ class PinThread:
     """Receives answers in order and pins their batches ahead of the consumer.
 
     Args:
-        receive: Gives the next answer, by what `expect` was given; blocks; raises to end the work on it.
+        receive: Called with an argument of `expect`; blocks; returns that answer, or raises its error.
         pin: Pins the batch of an answer.
         device_index: The accelerator that was current when the iterator was made.
     """
@@ -44,22 +44,22 @@ class PinThread:
         self._pin = pin
         self._device_index = device_index
         self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # An answer stays until the consumer says that it has it: a signal handler that raises loses none.
+        # An answer stays here until the consumer confirms it: a signal handler that raises loses none.
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
         self._thread.start()
 
     def expect(self, due: Any) -> None:
-        """Announce which answer is due next, as `receive` takes it; not None."""
+        """Announce the answer that is due next, as an argument for `receive`; not None."""
         self._due.put(due)
 
     def get(self, timeout_s: float) -> Any:
         """The next answer, pinned; the same again until `take_out`.
 
         Raises:
-            TimeoutError: None came within ``timeout_s`` (0 waits for ever).
-            Exception: What receiving raised; the answer is taken out then.
+            TimeoutError: No answer came within ``timeout_s`` (0 waits without limit).
+            Exception: The error of receiving; the answer is then taken out.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while not self._ready:
@@ -74,20 +74,20 @@ class PinThread:
         try:
             raise error
         finally:
-            del error  # or it would hold this frame, and this frame it
+            del error  # breaks a cycle between the error and this frame
 
     def take_out(self) -> None:
-        """The consumer has the answer that `get` gave."""
+        """Remove the answer that `get` returned: the consumer has it."""
         self._ready.popleft()
 
     def close(self) -> None:
-        """End the thread; call it after what `receive` waits for has been closed."""
+        """End the thread; call this after closing the source of `receive`."""
         self._due.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread; a copy by all cores would starve the workers
+        torch.set_num_threads(1)  # for this thread; a copy on all cores would starve the workers
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
         while (due := self._due.get()) is not None:
@@ -98,9 +98,9 @@ class PinThread:
             except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
             self._ready.append((answer, error))
-            if self._wakes.empty():  # else the consumer will look, and finds this answer too
+            if self._wakes.empty():  # else the consumer is already going to look
                 self._wakes.put(None)
-            del answer, error  # or this frame would keep a batch alive until the next one
+            del answer, error  # else this frame would keep the batch alive until the next one
 
 
 def pin_error(device_index: int | None) -> ExceptionWrapper:

@@ -1,7 +1,7 @@
-"""Devices to which nothing is copied ahead: mps and xpu. Experimental, and never run on a real one.
+"""Devices without copies ahead: mps and xpu. Experimental, and never tested on a real device.
 
-A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. So a slot is
-read no later than that, and no stream has to be ordered.
+A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. So no slot is
+read after that call, and no streams need ordering.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PlainDevice:
     """Moves whole batches to one device.
 
     Args:
-        device: Of one of `PLAIN_TYPES`.
+        device: A device of one of `PLAIN_TYPES`.
 
     Attributes:
         device: As given.
@@ -29,12 +29,12 @@ class PlainDevice:
         self.device = device
 
     def move(self, batch: Any) -> Any:
-        """The batch on the device; what is no tensor, and has no `to`, is the same object."""
+        """The batch on the device; objects that are not tensors and have no `to` stay the same."""
         return map_leaves(batch, lambda leaf: leaf.to(self.device))
 
 
 def why_no_plain_device(device: torch.device) -> str | None:
-    """Why torch has no such device here; None if it has."""
+    """Why torch has no such device here; None if it has one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != device.type:
         return f"torch {torch.__version__} finds {'no accelerator' if found is None else found.type} here"

@@ -1,4 +1,4 @@
-"""CUDAPrefetcher: the batches of any iterable, on the device when the training loop asks for them."""
+"""CUDAPrefetcher: copies the batches of any iterable to the device before the training loop asks for them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ T = TypeVar("T")
 class CUDAPrefetcher(Generic[T]):
     """Iterates over the batches of ``loader``, copied to a CUDA device ahead of their use.
 
-    Batches are nests of dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
-    ``to(device)``; what is no tensor passes through, container types are kept, and the
-    loader's own batches are not changed. Memory that is pinned already is read where it is, and so are the
-    slots in which the workers of a `fastload.DataLoader` write batches; other memory is first copied into
-    torch's pinned memory. The caller owns the batches and may keep them.
+    Batches may nest dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
+    ``to(device)``. Values that are not tensors pass through, container types are kept, and the loader's own
+    batches are not changed. Memory that is pinned already is read in place, and so are the slots of the
+    workers of a `fastload.DataLoader`; other memory is first copied into torch's pinned memory. The caller
+    owns the batches and may keep them.
 
-    Each ``iter()`` starts a new epoch. An error of the loader comes out after the batches before it.
-    A loader's own ``state_dict()`` counts the batches that were copied ahead, too; that of a
-    `fastload.DataLoader` with `device=` counts those that were handed out.
+    Each ``iter()`` starts a new epoch. An error of the loader is raised after the batches before it.
+    The ``state_dict()`` of the loader also counts the batches that were copied ahead; with `device=`, the
+    ``state_dict()`` of a `fastload.DataLoader` counts only the batches that were handed out.
     Attributes that are not listed here are the loader's: ``dataset``, ``sampler``, ``set_epoch``, ...
 
     Args:
         loader: Any iterable of batches.
         device: "cuda" (the current device at the first iteration), "cuda:1" or the int 1, "cpu", or "auto":
-            CUDA if there is any, else the CPU, which is said once in the log. On the CPU batches pass through
-            untouched. "mps" and "xpu" are experimental: batches move when they are asked for.
+            CUDA if it is available, else the CPU, with one log line. On the CPU batches pass through
+            unchanged. "mps" and "xpu" are experimental: batches move when the caller asks for them.
         depth: How many batches are copied ahead of the one handed out. Each takes device memory.
 
     Attributes:
@@ -44,9 +44,9 @@ class CUDAPrefetcher(Generic[T]):
         depth: As given.
 
     Raises:
-        DeviceUnavailableError: If CUDA is asked for by name and is not there.
-        TypeError: If ``depth`` is not an int, or ``loader`` no iterable.
-        ValueError: If ``depth`` is below 1, or ``device`` is of another kind.
+        DeviceUnavailableError: The device was requested by name and is not available.
+        TypeError: ``depth`` is not an int, or ``loader`` is not an iterable.
+        ValueError: ``depth`` is below 1, or ``device`` is of another kind.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class CUDAPrefetcher(Generic[T]):
 
     @property
     def device(self) -> torch.device:
-        """Where the batches go; "cuda" has its index from the first iteration on."""
+        """The device of the batches; "cuda" has its index from the first iteration on."""
         return torch.device("cpu") if self._backend is None else self._backend.device
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # a loader without len() says so itself
+        return len(self.loader)  # type: ignore[arg-type]  # a loader without len() raises its own error
 
     def __iter__(self) -> Iterator[T]:
         if self._backend is None:
@@ -81,10 +81,10 @@ class CUDAPrefetcher(Generic[T]):
         return CopiesAhead(iter(self.loader), self._backend, self._stream, self.depth)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stream": None}  # the copy, or another process, makes a stream of its own
+        return {**self.__dict__, "_stream": None}  # the copy, or another process, makes its own stream
 
     def __getattr__(self, name: str) -> Any:
-        # Private names are looked up by copy and pickle before there is a loader to ask.
+        # copy and pickle look up private names before there is a loader.
         if name.startswith("_") or name == "loader":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.loader, name)

@@ -1,6 +1,6 @@
-"""What the GPUs of this machine can do, and who uses them: for `fastload doctor`.
+"""Find out what the GPUs of this machine can do and which processes use them, for `fastload doctor`.
 
-Nothing raises: what cannot be found out has the reason in its place.
+No function raises: if a value cannot be found out, the result gives the reason instead.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class GPUCopies:
 
     Attributes:
         index: torch's number of the device.
-        name: The driver's name of it.
-        pinned_bytes_per_s: From page-locked memory; None if it could not be measured.
-        pageable_bytes_per_s: From any other memory; None if it could not be measured.
-        problem: Why it could not be measured; "" if it was.
-        capability: The compute capability, as "9.0"; None if it is unknown.
-        total_bytes: The device's memory; None if it is unknown.
-        free_bytes: Free on it for all processes, once this one has its context; None if it is unknown.
-        page_locking: Of shared memory, from which batches are copied without a copy before: "works", or why
-            not, and then they are copied to pinned memory first; None if it could not be tried.
+        name: The driver's name of the device.
+        pinned_bytes_per_s: Copies from page-locked memory; None if not measured.
+        pageable_bytes_per_s: Copies from any other memory; None if not measured.
+        problem: Why the copies could not be measured; "" if they were.
+        capability: The compute capability, as "9.0"; None if unknown.
+        total_bytes: The device's memory; None if unknown.
+        free_bytes: The device's free memory, once this process has its context; None if unknown.
+        page_locking: Whether shared memory can be page-locked, so that batches need no copy to pinned memory:
+            "works", or the reason why not; None if it could not be tried.
     """
 
     index: int
@@ -57,12 +57,12 @@ class GPUCopies:
 
 @dataclasses.dataclass(frozen=True)
 class GPUProcess:
-    """A process that holds memory on a GPU, as NVML tells it.
+    """A process that holds memory on a GPU, as reported by NVML.
 
     Attributes:
         index: The driver's number of the GPU.
-        pid: Its process id, in the driver's eyes: containers may number processes in another way.
-        used_bytes: What it holds; None where the driver does not say.
+        pid: The driver's process id; inside a container the process may have another id.
+        used_bytes: The memory that it holds; None if the driver does not say.
     """
 
     index: int
@@ -71,7 +71,7 @@ class GPUProcess:
 
 
 def measure_copies() -> tuple[list[GPUCopies], str]:
-    """Every GPU that torch sees, measured for some tens of milliseconds each; or none, and why."""
+    """Measure every GPU that torch sees, some tens of milliseconds each; or return no GPU and a reason."""
     reason = why_unavailable(None)
     if reason is not None:
         return [], reason
@@ -100,7 +100,7 @@ def _measure(index: int) -> GPUCopies:
 
 
 def _try_page_locking(index: int) -> str:
-    """What a loader does with the slots of its workers, on a small one."""
+    """Page-lock a small segment of shared memory, as a loader does with the slots of its workers."""
     backend: Any = choose_backend(index, "fastload doctor")
     try:
         segment = Segment.create(_SHARED_BYTES, name="fastload-slot")
@@ -114,7 +114,7 @@ def _try_page_locking(index: int) -> str:
         return reason
     is_pinned = torch.frombuffer(memory.lease(), dtype=torch.uint8).is_pinned()
     reason = backend.unregister(memory.address)
-    return reason or (WORKS if is_pinned else "torch does not take registered memory for pinned")
+    return reason or (WORKS if is_pinned else "torch does not treat registered memory as pinned")
 
 
 def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -130,25 +130,27 @@ def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def driver_version(root: str | Path = "/") -> str | None:
-    """NVIDIA's driver: its release, and the newest CUDA that it can run; None without one. No context.
+    """The release of NVIDIA's driver and the newest CUDA that it can run; None without a driver.
+
+    Makes no CUDA context.
 
     Args:
-        root: Where `proc` is looked for; another one than `/` is for tests.
+        root: The directory that contains `proc`; tests use another one than `/`.
     """
     known = []
     with contextlib.suppress(OSError):
         text = (Path(root) / "proc/driver/nvidia/version").read_text()
         known += re.findall(r"^NVRM version: .*?(\d+\.[\d.]+)", text, re.MULTILINE)
-    with contextlib.suppress(OSError, AttributeError):  # there is no such library, or none of NVIDIA's
+    with contextlib.suppress(OSError, AttributeError):  # the library is missing, or is not NVIDIA's
         newest = ctypes.c_int()
-        # The driver's own library, which torch does not ask; this call needs no cuInit().
+        # torch does not call this function of the driver's library; it needs no cuInit().
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(newest)) == 0:
             known.append(f"CUDA up to {newest.value // 1000}.{newest.value % 1000 // 10}")
     return ", ".join(known) or None
 
 
 def gpu_processes() -> tuple[list[GPUProcess] | None, str]:
-    """The processes that compute on any GPU of this machine; or None, and why that is unknown."""
+    """The processes that compute on any GPU of this machine; or None, and why they are unknown."""
     try:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError:

@@ -1,15 +1,16 @@
-"""Slots that the device reads in place: their memory is page-locked where it is mapped, once.
+"""Register slots with the device: page-lock their mapped memory once, so that the device reads them in place.
 
 Runs in the consumer's process, for the pool whose workers write the slots. Rules:
 
-1. A slot is registered when nobody looks at it, and is lent only to who keeps each batch until the device
-   has read it (device/copies.py). Any other caller gets memory that is not registered.
-2. Memory is registered once, and unregistered before it is unmapped: what is registered is held here. Nothing
-   is unregistered while a copy from it is under way.
-3. One registration has at most `MAX_BYTES`. A copy cannot cross from one into another, so a larger slot is
-   not registered.
-4. The first failure ends the attempts and is said once; copies of other slots go through torch's pinned
-   memory. A forked child has no device, and touches nothing.
+1. A slot is registered only while it is unreferenced. A registered slot is lent only to callers that keep
+   each batch until the device has read it (device/copies.py). Any other caller gets memory that is not
+   registered.
+2. Memory is registered once, and unregistered before it is unmapped: registered memory is held here. Memory
+   is never unregistered while a copy from it is in flight.
+3. One registration has at most `MAX_BYTES`. A copy cannot span two registrations, so a larger slot is not
+   registered.
+4. After the first failure no further slot is registered, and one log line gives the reason; copies of other
+   slots go through torch's pinned memory. A forked child has no device, and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RegisteredSlots:
 
     Args:
         backend: The device.
-        stream: On which it copies from the slots.
+        stream: The stream on which it copies from the slots.
 
     Attributes:
         stream: As given.
@@ -47,10 +48,10 @@ class RegisteredSlots:
         self._is_refused = False
 
     def add(self, memory: Memory, in_use: Iterable[Memory | None]) -> None:
-        """Register ``memory``, unless it is or cannot be; let go of what no slot has any more.
+        """Register ``memory`` if possible; unregister memory that no slot uses any more.
 
         Args:
-            memory: What is about to be lent.
+            memory: The memory that is about to be lent.
             in_use: The memory of all slots.
         """
         if memory in self._addresses or os.getpid() != self._pid:
@@ -63,12 +64,14 @@ class RegisteredSlots:
         reason = self._why_too_large(memory.nbytes) or self._backend.register(memory.address, memory.nbytes)
         if reason:
             self._is_refused = True
-            say_once(f"slots cannot be read in place, and are copied to pinned memory first: {reason}")
+            say_once(
+                f"the device cannot read slots in place; they are copied to pinned memory first: {reason}"
+            )
         else:
             self._addresses[memory] = memory.address
 
     def close(self) -> None:
-        """Wait for the copies under way, then unregister everything. Idempotent; never raises."""
+        """Wait for the copies in flight, then unregister all memory. Idempotent; never raises."""
         if os.getpid() != self._pid or not self._addresses:
             return
         try:
@@ -76,7 +79,7 @@ class RegisteredSlots:
             for memory in list(self._addresses):
                 self._remove(memory)
         except RuntimeError as error:
-            # The device has failed, which the caller hears from what they asked of it.
+            # The device has failed; the caller's own calls to the device report that.
             say_once(f"slots could not be unregistered: {error}")
         self._addresses.clear()
 
@@ -87,4 +90,4 @@ class RegisteredSlots:
 
     @staticmethod
     def _why_too_large(nbytes: int) -> str:
-        return f"a slot of {nbytes:,} bytes, of at most {MAX_BYTES:,}" if nbytes > MAX_BYTES else ""
+        return f"a slot has {nbytes:,} bytes, the limit is {MAX_BYTES:,}" if nbytes > MAX_BYTES else ""

@@ -1,6 +1,6 @@
-"""One iterator for each kind of epoch, and how an epoch is resumed.
+"""The iterators over an epoch, one for each kind of loader, and the code that resumes an epoch.
 
 Read in this order: `with_workers`, `without_workers` and `through_torch` (batches on the host), `on_device`
-(around one of these); `epoch` and `resume` (where an epoch stands), `saved_state` and `sampler_state` (what
-is saved of it).
+(wraps one of these); `epoch` and `resume` (the position in an epoch), `saved_state` and `sampler_state` (the
+saved form of that position).
 """

@@ -1,6 +1,6 @@
-"""One epoch of one loader: what its order follows from, and what the caller has received of it.
+"""One epoch of one loader: the seeds and states that determine its order, and the batches received so far.
 
-Made by `resume`, in the consumer's process, and kept up to date by the iterators.
+`resume` makes it in the consumer's process, and the iterators keep it up to date.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass
 class Epoch:
-    """One epoch of one loader, from before its first draw to the batch that the caller received last.
+    """One epoch of one loader, from before its first draw to the last batch that the caller received.
 
     Attributes:
-        number: As the user set it, or counted.
-        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent ones); None:
-            it has not begun.
-        generators: States before anything was drawn, by where the generator is held.
-        samplers: As `order.samplers_of` gives them.
-        base_seed: From which torch seeds its workers.
-        sample_seed: From which `rng="sample"` seeds each sample.
-        num_received: Batches that the caller has received.
-        checksum: Of their indices.
+        number: The number that the user set, or that was counted.
+        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers);
+            None: the epoch has not begun.
+        generators: States of the generators before anything was drawn, by place (see `sampler_state`).
+        samplers: States of the samplers, as `sampler_state.samplers_of` returns them.
+        base_seed: The seed from which torch seeds its workers.
+        sample_seed: The seed from which `rng="sample"` seeds each sample.
+        num_received: How many batches the caller has received.
+        checksum: The checksum of their indices.
         is_finished: Whether the caller has seen the end.
-        obstacle: Why this epoch cannot be resumed in its middle; None if it can.
-        dataset_states: Of an iterable dataset that has a state_dict(): where each worker's copy stood after
+        obstacle: Why this epoch cannot be resumed in the middle; None if it can.
+        dataset_states: For an iterable dataset with a state_dict(): the state of each worker's copy after
             its last batch that the caller received.
-        next_worker: Whose batch is due next.
-        error: What samplers raised when they were asked for their states, as torch sends errors.
-        ahead: What was fetched and waits for the caller; None where the caller fetches.
+        next_worker: The worker whose batch is due next.
+        error: The error of a sampler's state_dict(), as torch sends errors.
+        ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
+            ahead.
     """
 
     number: int
@@ -74,22 +75,22 @@ class Epoch:
     _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
 
     def draw(self, index: Any) -> tuple[Any, Draw | None]:
-        """Count what the sampler gave: the index, and what its samples' random streams follow from."""
+        """Count an index from the sampler; return it and the origin of its samples' random streams."""
         return (index, None) if self._draws is None else self._draws.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The batch of this index has arrived, for the caller or for an iterator that fetches ahead."""
+        """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
             self.ahead.append((index, worker, dataset_state))
 
     def ended(self) -> None:
-        """There are no more batches. An iterator that fetches ahead notes the end when the caller sees it."""
+        """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
         self.is_finished = self.ahead is None
 
     def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
-        """The caller receives the batch of this index, after which the worker's dataset was in this state."""
+        """Record that the caller receives the batch of this index, and the dataset's state after it."""
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
         if self.dataset_states is not None and dataset_state is not None:
@@ -97,15 +98,15 @@ class Epoch:
             self.next_worker = (worker + 1) % len(self.dataset_states)
 
     def choose_base_seed(self, drawn: int) -> int:
-        """The base seed: the one that was just drawn, or that of the epoch that is resumed."""
+        """The base seed: the seed that was just drawn, or the seed of the epoch that is resumed."""
         self.base_seed = drawn if self._replayed is None else self._replayed.base_seed
         return self.base_seed
 
     def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
-        """The iterator over indices: the one just made, or that of the epoch that is resumed, at its place.
+        """The iterator over indices: ``drawn``, or, if an epoch is resumed, its indices that are left.
 
         Raises:
-            ResumeError: The sampler has other indices than it had.
+            ResumeError: The sampler gives other indices than before.
         """
         state = self._replayed
         if state is None:
@@ -117,13 +118,13 @@ class Epoch:
         if self.beginning != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if self.beginning == "workers":
-                indices = iter(loader._index_sampler)  # torch begins twice where there are workers
+                indices = iter(loader._index_sampler)  # with workers, torch begins twice
         self._skip(indices, state)
         if self._default_state is not None:
             has_drawn = state.num_yielded or self.dataset_states is not None
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
-                # A sampler may draw its order when it is asked for the first index. That must be before
-                # torch's default generator goes back to the user, who has not brought it to where it was.
+                # A sampler may draw its order when the first index is requested. This must happen before
+                # torch's default generator is set back to the user's state.
                 indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
         return indices
@@ -131,7 +132,7 @@ class Epoch:
     def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
-        if self.dataset_states is not None:  # torch's sampler of a stream has no end and says nothing
+        if self.dataset_states is not None:  # torch's sampler for streams is endless: nothing to check
             self.num_received, self.checksum = count, expected
             return
         for _ in range(count):
@@ -139,7 +140,7 @@ class Epoch:
                 self.received(self.draw(next(indices))[0])
             except StopIteration:
                 raise ResumeError(
-                    f"the epoch to be resumed had at least {count} batches, now the sampler has "
+                    f"the epoch to be resumed had at least {count} batches, but the sampler now has "
                     f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
                 ) from None
         if count == checked and self.checksum != expected:
@@ -147,16 +148,16 @@ class Epoch:
                 f"the sampler gave other indices for the first {count} batches than in the epoch to be "
                 "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
                 "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
-                "default one, or have state_dict() and load_state_dict()"
+                "default generator, or have state_dict() and load_state_dict()"
             )
 
 
 def _checksum(index: Any, checksum: int) -> int:
-    """Of one more index or list of indices; the same in every process."""
+    """The checksum after one more index or list of indices; the same in every process."""
     try:
-        # Version 2 writes the same bytes for equal values, whatever refers to them.
+        # Version 2 writes the same bytes for equal values, however many references they have.
         return zlib.crc32(marshal.dumps(index, 2), checksum)
-    except ValueError:  # it holds other types than the built-in ones
+    except ValueError:  # the index contains types that are not built-in
         pass
     try:
         numbers = np.asarray(index, np.int64)
@@ -166,8 +167,8 @@ def _checksum(index: Any, checksum: int) -> int:
 
 
 def _text(index: Any) -> str:
-    """The repr of a key, without addresses, which are others in the next process."""
+    """The repr of a key without memory addresses, which differ between processes."""
     try:
         return _ADDRESS.sub("", repr(index))
-    except Exception:  # noqa: BLE001  # of a class of the user's
+    except Exception:  # noqa: BLE001  # the index may be of a class of the user's
         return type(index).__name__

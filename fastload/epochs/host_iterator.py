@@ -1,7 +1,7 @@
-"""What our iterators over host batches share: torch's own base iterator, without what it costs for nothing.
+"""The common base of fastload's iterators over host batches: torch's base iterator with less overhead.
 
-torch labels each batch in the profile, which takes 5 us though no profiler is on. Here a batch is labelled
-while one is.
+torch labels each batch in the profile, which takes 5 us even without a profiler. This class labels batches
+only while a profiler is on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class HostIterator(_BaseDataLoaderIter):
     """The base of the iterators with and without workers.
 
     Args:
-        loader: Whose batches; not kept alive.
+        loader: The loader whose batches it returns; not kept alive.
     """
 
     def __init__(self, loader: LoaderSettings) -> None:
         super().__init__(loader)
         self._loader = weakref.ref(loader)
         self._auto_workers = loader._auto_workers
-        self._step_s = self._wait_s = 0.0  # of the consumer, in this epoch
+        self._step_s = self._wait_s = 0.0  # seconds that the consumer computed and waited in this epoch
         self._returned_s: float | None = None
 
     def __next__(self) -> Any:
@@ -38,7 +38,7 @@ class HostIterator(_BaseDataLoaderIter):
         return self._timed_next(self._auto_workers)
 
     def _timed_next(self, auto_workers: AutoWorkers) -> Any:
-        """The next batch; measures how long the consumer computes, and waits."""
+        """The next batch; measures how long the consumer computes and waits."""
         called_s = time.perf_counter()
         try:
             batch = self._next()
@@ -57,7 +57,7 @@ class HostIterator(_BaseDataLoaderIter):
 
     def _next(self) -> Any:
         if profiler._is_profiler_enabled or self._IterableDataset_len_called is not None:
-            return super().__next__()  # which labels the profile, and warns of lengths
+            return super().__next__()  # labels the profile, and warns about wrong lengths
         batch: Any = self._next_data()
         self._num_yielded += 1
         return batch

@@ -1,12 +1,12 @@
-"""A DataLoader with `device=`: its batches, on the device and transformed when the caller asks for them.
+"""The iterator of a DataLoader with `device=`: it returns batches on the device, already transformed.
 
-Runs in the consumer's process, around the iterator that brings the batches to the host. Rules:
+Runs in the consumer's process, and wraps the iterator that brings the batches to the host. Rules:
 
-1. On a GPU batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py); elsewhere they
-   are moved and transformed when the caller asks for them.
-2. What counts for `state_dict()` is what the caller received, not what was copied ahead.
-3. A loader has one copy stream on each device for life, whatever the number of its epochs. It is held here,
-   not by the loader: frameworks copy a loader's attributes.
+1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py). On other
+   devices they are moved and transformed when the caller asks for them.
+2. `state_dict()` counts the batches that the caller received, not those copied ahead.
+3. A loader has one copy stream on each device for its whole life. The stream is kept here and not in the
+   loader, because frameworks copy a loader's attributes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weak
 
 
 def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | PlainDevice | None:
-    """The backend and the copy stream of this loader, or where batches are moved without; None for the CPU.
+    """The backend and copy stream of this loader, or a device without copies ahead; None for the CPU.
 
     Raises:
-        DeviceUnavailableError: CUDA is asked for by name and is not there.
+        DeviceUnavailableError: CUDA was requested by name and is not available.
     """
     known = _backends.setdefault(loader, {})
     name = str(loader.device)
@@ -53,12 +53,12 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | PlainDevice |
 
 
 class DeviceIterator(Iterator[Any]):
-    """What `iter(loader)` gives with `device=`: epochs of a source, over persistent workers more than one.
+    """The iterator of a loader with `device=`, for one epoch, or for several with persistent workers.
 
     Args:
-        loader: Whose device and transform.
-        source: Gives the loader's batches on the host.
-        device: As `choose_device` gives it.
+        loader: The loader, with its device and transform.
+        source: Returns the loader's batches on the host.
+        device: The result of `choose_device`.
 
     Attributes:
         source: As given.
@@ -105,8 +105,8 @@ class DeviceIterator(Iterator[Any]):
         return len(self.source)
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
-        """Begin the next epoch; torch's loader calls this while its workers persist."""
-        self._batches = None  # copies of the old epoch end, and its slots come back
+        """Begin the next epoch; torch's loader calls this with persistent workers."""
+        self._batches = None  # ends the copies of the old epoch and frees its slots
         self.source._reset(loader, first_iter)
         self._begin(loader)
 
@@ -124,12 +124,12 @@ class DeviceIterator(Iterator[Any]):
 
 
 class _Counted(Iterator[Any]):
-    """A source whose batches count when the caller takes them."""
+    """A source whose batches are counted when the caller takes them."""
 
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source
         self._epoch = epoch
-        # At each batch, or error, that was fetched: how many the caller will have received with it.
+        # For each fetched batch or error: how many batches the caller will have received with it.
         self._marks: collections.deque[int] = collections.deque()
         self.register_slots = getattr(source, "register_slots", None)
         self._waiting: collections.deque[tuple[Any, int, StreamState | None]] = collections.deque()
@@ -150,7 +150,7 @@ class _Counted(Iterator[Any]):
         self._marks.append(self._epoch.num_received + len(self._waiting))
 
     def hand_over(self) -> None:
-        """The caller takes the next of what was pulled."""
+        """Count the next fetched batch or error, which the caller takes now."""
         mark = self._marks.popleft()
         while self._epoch.num_received < mark:
             self._epoch.received(*self._waiting.popleft())

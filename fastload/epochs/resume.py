@@ -1,14 +1,14 @@
-"""Where an epoch stands, and how to come back to it: what `state_dict()` says and `load_state_dict()` does.
+"""Save and resume the position in an epoch: `state_dict()` and `load_state_dict()` of the loader.
 
-A state names the epoch's beginning (the generators' and samplers' states before anything was drawn, and the
-base seed that was drawn then) and how many batches the caller has received since. To come back, the beginning
-is drawn again in the same order, and as many lists of indices are passed over; no sample is read. Rules:
+A state holds the beginning of the epoch (the states of generators and samplers before anything was drawn, and
+the base seed that was drawn then) and how many batches the caller has received since. To resume, the
+beginning is replayed in the same order, and that many lists of indices are skipped; no sample is read. Rules:
 
-1. What counts is what the caller received, not what workers have fetched ahead.
-2. torch's default generator belongs to the user: after a return it is as it was before.
-3. A sampler that gives other indices the second time is found out by a checksum, and is an error.
+1. A state counts the batches that the caller received, not those that workers have fetched ahead.
+2. torch's default generator belongs to the user: resuming leaves it unchanged.
+3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised.
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
-5. What a user's `state_dict()` raises costs no epoch and no batch: it is raised when a state is asked for.
+5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
 
 
 class Book:
-    """What is known of one loader's epochs."""
+    """The record of one loader's epochs."""
 
     def __init__(self) -> None:
         self.next_number = 0
         self.has_set_epoch = False
         self.current: Epoch | None = None
         self.loaded: SavedState | None = None
-        self.sample_seed: int | None = None  # of the run that is gone on with
+        self.sample_seed: int | None = None  # the seed of the run that was loaded
 
 
 _books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
 
 
 def book_of(loader: Any) -> Book:
-    """The loader's book; not an attribute, so that frameworks that copy those copy no progress."""
+    """The loader's book; not an attribute, because frameworks that copy attributes must not copy progress."""
     book = _books.get(loader)
     return _books.setdefault(loader, Book()) if book is None else book
 
 
 def current_epoch(loader: Any) -> Epoch:
-    """The epoch that was begun last for an iterator of this loader."""
+    """The epoch that this loader's iterators began last."""
     epoch = book_of(loader).current
     if epoch is None:
         raise AssertionError("an iterator begins an epoch before it is asked for a batch")
@@ -74,10 +74,11 @@ def current_epoch(loader: Any) -> Epoch:
 
 
 def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, an iterator; if it raises, the loader stands where it stood before.
+    """The iterator that ``make`` returns; if ``make`` raises, the loader keeps its position.
 
-    A state that was loaded stays loaded then, and all that an order follows from is put back, so that another
-    `iter(loader)` begins at the same place. Without one the loader's generator stays where torch leaves it.
+    A loaded state then stays loaded, and all generators and samplers are restored, so that another
+    `iter(loader)` begins at the same place. Without a loaded state, the loader's generator stays as torch
+    leaves it.
     """
     book = book_of(loader)
     before = book.next_number, book.current, book.loaded
@@ -92,22 +93,22 @@ def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
 
 
 def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
-    """A new epoch, before anything is drawn for it; the one that a loaded state names, if there is one.
+    """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
     Args:
-        loader: Whose epoch.
+        loader: The loader whose epoch begins.
         beginning: See Epoch.
-        obstacle: Why it cannot be resumed in its middle.
+        obstacle: Why the epoch cannot be resumed in the middle.
 
     Raises:
-        ResumeError: The loaded state lies within an epoch, and this loader cannot resume there.
+        ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
     """
     book = book_of(loader)
     state, book.loaded = book.loaded, None
     epoch = Epoch(book.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
     try:
         epoch.samplers = samplers_of(loader)
-    except Exception:  # noqa: BLE001  # it costs no epoch: it is raised when the loader's state is asked for
+    except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
     if keeps_dataset_state(loader):
         epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
@@ -124,26 +125,28 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
 
 
 def obstacle(loader: DataLoader[Any]) -> str | None:
-    """Why an epoch of this loader cannot be resumed in its middle; None if it can."""
+    """Why an epoch of this loader cannot be resumed in the middle; None if it can."""
     if loader._dataset_kind == _DatasetKind.Map or keeps_dataset_state(loader):
         return None
     dataset = loader.dataset
-    reason = "an iterable-style dataset would have to read again all that was read; use a map-style one, or "
+    reason = (
+        "an iterable-style dataset would have to read all its samples again; use a map-style dataset, or "
+    )
     if not callable(getattr(dataset, "state_dict", None)):
         return reason + "give it state_dict() and load_state_dict()"
     return reason + (
-        "let it have methods that fastload can call: it calls state_dict() without arguments and "
-        f"load_state_dict() with the state alone, and those of {type(dataset).__name__} need others"
+        "give it methods that fastload can call: it calls state_dict() without arguments and "
+        f"load_state_dict() with only the state, but those of {type(dataset).__name__} need other arguments"
     )
 
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset is a stream that can say where it stands, and go back there."""
+    """Whether the loader's dataset is a stream that can save and load its state."""
     return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
 
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
-    """That of the run that was loaded; else what the user seeded the loader's generator with, or torch."""
+    """The seed of the run that was loaded; else the user's seed of the loader's generator, or of torch."""
     loaded = book_of(loader).sample_seed
     if loaded is not None:
         return loaded
@@ -153,18 +156,18 @@ def _sample_seed(loader: DataLoader[Any]) -> int:
 def _num_samples(loader: DataLoader[Any]) -> int:
     try:
         return len(loader.dataset)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  # torch asks for no length when there is a sampler
+    except Exception:  # noqa: BLE001  # with a sampler, torch does not need the dataset's length
         return 0
 
 
 def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
-    """Make an epoch that which the state names."""
+    """Turn a new epoch into the epoch of the state."""
     epoch.number = state.epoch
     reason = state.obstacle or epoch.obstacle
     if reason is not None:
         if state.num_yielded:
             raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
-        # At its beginning it needs no replay; torch's own generator is the user's, and stays as it is.
+        # At its beginning an epoch needs no replay. torch's own generator belongs to the user: not changed.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
         epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
@@ -174,8 +177,8 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         None if ours is None else len(ours)
     ):
         raise ResumeError(
-            "the states of an iterable dataset are those of its copies in "
-            f"{0 if theirs is None else len(theirs)} workers, and this loader has "
+            "the state was saved with copies of an iterable dataset in "
+            f"{0 if theirs is None else len(theirs)} workers, but this loader has "
             f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
         )
     if theirs is not None and state.num_yielded:
@@ -186,10 +189,10 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A fresh dict of plain types that says where the loader stands; starts nothing.
+    """The position of the loader as a new dict of plain types; starts nothing.
 
     Raises:
-        Exception: What a sampler's or a dataset's `state_dict()` raised within this epoch.
+        Exception: An error of a sampler's or a dataset's `state_dict()` within this epoch.
     """
     book = book_of(loader)
     if book.loaded is not None:
@@ -198,7 +201,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if epoch is not None and not epoch.is_finished:
         _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
-        # Between epochs: the generators that are the loader's own go on from here.
+        # Between epochs: the loader's own generators continue from here.
         generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
         samplers = samplers_of(loader)
     else:
@@ -225,31 +228,31 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _raise_errors(epoch: Epoch) -> None:
-    """Raise what was raised by a `state_dict()` that this epoch's state needs."""
+    """Raise the error of a `state_dict()` that this epoch's state needs, if there was one."""
     try:
         if epoch.error is not None:
             epoch.error.reraise()
         for state in epoch.dataset_states or ():
             state.raise_error()
     except Exception as error:
-        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
+        error.with_traceback(None)  # breaks a cycle: a variable of torch's frame holds the error
         add_note(
             error,
             f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
-            f"{epoch.number}; the loader kept the error until its state was asked for, and lost no batch",
+            f"{epoch.number}; the loader kept the error until its state was requested, and lost no batch",
         )
         raise
 
 
 def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
-    """The loader's next epoch goes on where the state stands.
+    """Make the next epoch of the loader resume from the state.
 
     Raises:
-        ResumeError: It is no state of this release's loader. Nothing is changed then.
+        ResumeError: This is not a state of this release's loader. Nothing has changed.
     """
     saved = SavedState.parse(state)
     check_generators(loader, saved.generators)
-    if not saved.is_within_epoch:  # at once, so that a later set_epoch() has the last word
+    if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
         with unchanged_on_error(loader):
             set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
             set_samplers(loader, fitting(loader, saved.samplers))
@@ -260,10 +263,10 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Give the next epoch this number, also in samplers and datasets that can be told.
+    """Give the next epoch this number, also in samplers and datasets that count epochs.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: The number is not an integer.
     """
     number = operator.index(number)
     book = book_of(loader)

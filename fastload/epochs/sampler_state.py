@@ -1,6 +1,6 @@
-"""What a loader's order follows from: its generators and samplers, by where they are held, and their states.
+"""Find, read and set the generators and samplers that determine a loader's order.
 
-A sampler's place is the path of the loader's attribute.
+Each one is named by its place. A sampler's place is the path of the loader's attribute.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def generators_of(loader: DataLoader[Any]) -> dict[str, bytes]:
 
 
 def check_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
-    """Do nothing if each state can be that of the generator at its place; places without one are passed over.
+    """Check that each state is valid for the generator at its place; places without one are skipped.
 
     Raises:
-        ResumeError: A state has another length, or cannot be that of a generator.
+        ResumeError: A state has the wrong length, or is not a generator's state.
     """
     held = _held_generators(loader)
     for place, state in states.items():
@@ -64,15 +64,15 @@ def check_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
 
 
 def set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
-    """Set those generators to these states, all or none of them.
+    """Set the generators at these places to these states; after an error, none of them has changed.
 
     Raises:
-        ResumeError: The loader has no generator at one of the places, or a state cannot be that of one.
+        ResumeError: The loader has no generator at one of the places, or a state is not a generator's state.
     """
     held = _held_generators(loader)
     for place, state in states.items():
         if place not in held:
-            raise ResumeError(f"the state holds a generator of the {place}, and here it has none")
+            raise ResumeError(f"the state has a generator of the {place}, but this loader has none there")
         _try_state(held[place], place, state)
     for place, state in states.items():
         held[place].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -88,22 +88,22 @@ def _try_state(held: torch.Generator, place: str, state: bytes) -> None:
 
 
 def samplers_of(loader: DataLoader[Any]) -> dict[str, bytes]:
-    """By place, the states of samplers that have a state_dict(), and the epochs of those that count them.
+    """By place, the states of samplers with a state_dict(), and the epochs of samplers that count epochs.
 
-    Each is pickled, because a sampler may return the very objects that it goes on to change. Only this
-    process may unpickle them.
+    Each state is pickled, because a sampler may return objects that it changes later. Only this process may
+    unpickle them.
     """
     states = {}
     for place, sampler in samplers_by_place(loader).items():
         if keeps_state(sampler):
             states[place] = pickle.dumps(sampler.state_dict())
-        if _counts_epochs(sampler):  # DistributedSampler's order follows from it
+        if _counts_epochs(sampler):  # DistributedSampler's order depends on the epoch
             states[f"{place}.epoch"] = pickle.dumps(int(sampler.epoch))
     return states
 
 
 def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
-    """Give samplers back what `samplers_of` said of them.
+    """Set samplers to the states that `samplers_of` returned.
 
     Raises:
         ResumeError: The loader has no such sampler at one of the places.
@@ -111,7 +111,7 @@ def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
     held = samplers_by_place(loader)
     for key in states.keys() - fitting(loader, states).keys():
         raise ResumeError(
-            f"the state holds {key!r}, and this loader has no such sampler: give it the same kind of sampler "
+            f"the state has {key!r}, but this loader has no such sampler: give it the same kind of sampler "
             "as before"
         )
     for place, sampler in held.items():
@@ -121,14 +121,12 @@ def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
             if place in states:
                 sampler.load_state_dict(pickle.loads(states[place]))
         except Exception as error:
-            error.add_note(
-                f"fastload: raised by the {place} when it was given its part of the loader's state"
-            )
+            error.add_note(f"fastload: raised by the {place} when it got its part of the loader's state")
             raise
 
 
 def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, bytes]:
-    """Those of the samplers' states for which the loader has a sampler."""
+    """The samplers' states for which the loader has a sampler."""
     held = samplers_by_place(loader)
     return {
         key: state
@@ -141,8 +139,8 @@ def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, byte
 def keeps_state(owner: Any) -> bool:
     """Whether a sampler or dataset has a state_dict() and a load_state_dict() that fastload can call.
 
-    Some have methods of these names with more arguments: litdata's `state_dict()` needs three. Nothing of the
-    user's is called to find out.
+    Some have methods of these names that need more arguments: litdata's `state_dict()` needs three. This
+    function calls no code of the user's.
     """
     return _accepts(getattr(owner, "state_dict", None)) and _accepts(
         getattr(owner, "load_state_dict", None), "a state"
@@ -156,7 +154,7 @@ def _accepts(method: Any, *arguments: Any) -> bool:
         inspect.signature(method).bind(*arguments)
     except TypeError:  # it needs other arguments
         return False
-    except ValueError:  # written in C, without a signature: its call tells
+    except ValueError:  # written in C, without a signature: calling it will show
         return True
     return True
 
@@ -167,11 +165,11 @@ def _counts_epochs(sampler: Any) -> bool:
 
 @contextlib.contextmanager
 def unchanged_on_error(loader: DataLoader[Any]) -> Iterator[None]:
-    """If the block raises, the loader's generators and samplers, and torch's, are as they were before it."""
+    """If the block raises, restore the loader's generators and samplers and torch's generator."""
     generators = generators_of(loader)
     try:
         samplers = samplers_of(loader)
-    except Exception:  # noqa: BLE001  # a sampler that cannot tell its state: `state_dict()` raises this error
+    except Exception:  # noqa: BLE001  # the loader's `state_dict()` raises this error
         samplers = {}
     try:
         yield
@@ -179,8 +177,8 @@ def unchanged_on_error(loader: DataLoader[Any]) -> Iterator[None]:
         try:
             set_generators(loader, generators)
             set_samplers(loader, samplers)
-        except Exception as failure:  # noqa: BLE001  # the first error is the one that the caller has to see
+        except Exception as failure:  # noqa: BLE001  # the caller must see the first error
             error.add_note(
-                f"fastload: the loader's generators and samplers could not be put back: {failure!r}"
+                f"fastload: the loader's generators and samplers could not be restored: {failure!r}"
             )
         raise

@@ -1,8 +1,8 @@
-"""The state of a loader as the user saves it: a dict of plain types, and the checks when it comes back.
+"""The saved form of a loader's state: a dict of plain types, and the checks when it is loaded again.
 
-The dict holds what JSON and `torch.load(weights_only=True)` know, as far as the user's own parts (states of
-samplers and datasets) do. Reading a state runs no code from it. Every value is checked before anything is
-changed, because a state may come from a file that is damaged or that somebody else wrote.
+The dict holds only types that JSON and `torch.load(weights_only=True)` support, if the user's own parts
+(states of samplers and datasets) do too. Reading a state runs no code from it. Every value is checked before
+anything is changed, because a state may come from a damaged file or from somebody else.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _INT64 = 1 << 63
 
 @dataclass
 class SavedState:
-    """Where a loader stands.
+    """The position of a loader.
 
     Attributes:
         epoch: The number of the epoch that has begun, or that comes next.
-        num_yielded: Batches of it that the caller has received.
+        num_yielded: How many of its batches the caller has received.
         is_finished: Whether the caller has seen its end.
-        beginning: How torch began it; None before the first epoch. See `resume.Epoch`.
-        base_seed: From which torch seeds its workers.
-        sample_seed: From which `rng="sample"` seeds each sample.
-        checksum: Of how many lists of indices there is a checksum, and the checksum.
-        generators: States of generators, by where each is held.
-        samplers: As `order.samplers_of` gives them: pickled by this process.
-        obstacle: Why the epoch cannot be resumed in its middle; None if it can.
-        dataset_states: Of an iterable dataset with a `state_dict()`: where each worker's copy stands.
-        next_worker: Whose batch is due next.
+        beginning: How torch began it; None before the first epoch. See `epoch.Epoch`.
+        base_seed: The seed from which torch seeds its workers.
+        sample_seed: The seed from which `rng="sample"` seeds each sample.
+        checksum: How many lists of indices the checksum covers, and the checksum.
+        generators: States of generators, by place.
+        samplers: States of samplers, as `sampler_state.samplers_of` returns them: pickled by this process.
+        obstacle: Why the epoch cannot be resumed in the middle; None if it can.
+        dataset_states: For an iterable dataset with a `state_dict()`: the state of each worker's copy.
+        next_worker: The worker whose batch is due next.
     """
 
     epoch: int
@@ -81,12 +81,12 @@ class SavedState:
         return self.beginning is not None and not self.is_finished
 
     def to_plain(self) -> dict[str, Any]:
-        """A dict for the user; it shares nothing that can be changed with this object."""
+        """A dict for the user; it shares no mutable objects with this one."""
         states = self.dataset_states
         return {
             "version": VERSION,
             "epoch": self.epoch,
-            "_num_yielded": self.num_yielded,  # these three as torchdata and Accelerate spell them
+            "_num_yielded": self.num_yielded,  # torchdata and Accelerate use the names of these three
             "_sampler_iter_yielded": self.num_yielded,
             "_iterator_finished": self.is_finished,
             "beginning": self.beginning,
@@ -104,18 +104,18 @@ class SavedState:
 
     @classmethod
     def parse(cls, state: Any) -> SavedState:
-        """What a dict of `to_plain` says, also after it has been through JSON.
+        """Read a dict of `to_plain`, also after a round trip through JSON.
 
         Raises:
-            ResumeError: It is no such dict, or a value in it cannot be right.
+            ResumeError: This is not such a dict, or a value in it is not valid.
         """
         if isinstance(state, dict) and type(state.get("version")) is int and state["version"] != VERSION:
             raise ResumeError(
-                f"a state of version {_shown(state['version'])}, this release reads version {VERSION}"
+                f"the state has version {_shown(state['version'])}, but this release reads version {VERSION}"
             )
         missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
         if missing:
-            raise ResumeError(f"this is no state of a fastload.DataLoader: it lacks {', '.join(missing)}")
+            raise ResumeError(f"this is not a state of a fastload.DataLoader: it lacks {', '.join(missing)}")
         if type(state["version"]) is not int:
             raise _wrong("version", f"the int {VERSION}", state["version"])
         found = cls(
@@ -154,14 +154,14 @@ class SavedState:
 def _wrong(key: str, expected: str, value: Any) -> ResumeError:
     return ResumeError(
         f"the state of a fastload.DataLoader is damaged: {key!r} should be {expected}, but got "
-        f"{_shown(value)}. Load another checkpoint, or begin without a state"
+        f"{_shown(value)}. Load another checkpoint, or start without a state"
     )
 
 
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.100}"
-    except Exception:  # noqa: BLE001  # an int of thousands of digits cannot be shown, nor can some odd objects
+    except Exception:  # noqa: BLE001  # repr fails for ints of thousands of digits and for some objects
         return f"a value of type {type(value).__name__} that cannot be shown"
 
 
@@ -172,7 +172,7 @@ def _checked(key: str, value: Any, is_right: Callable[[Any], bool], expected: st
 
 
 def _integer(key: str, value: Any, start: int, stop: int) -> int:
-    """An int, which bool is not, from ``start`` to below ``stop``."""
+    """Check that a value is an int (not a bool) from ``start`` to below ``stop``."""
     if type(value) is not int or not start <= value < stop:
         raise _wrong(key, f"an int from {start} to {stop - 1}", value)
     return value
@@ -198,7 +198,7 @@ def _generators(value: Any) -> dict[str, bytes]:
     for place, text in _named("generators", value).items():
         try:
             found[place] = base64.b64decode(text, validate=True) if type(text) is str else b""
-        except (binascii.Error, ValueError):  # ValueError: a character beyond ASCII
+        except (binascii.Error, ValueError):  # ValueError: a character outside ASCII
             found[place] = b""
         if not found[place]:
             raise _wrong(f"generators[{place!r}]", "the base64 text of a generator's state", text)
@@ -237,7 +237,7 @@ def _stream(key: str, value: Any) -> StreamState:
 
 
 def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
-    """A copy of a part that is the user's own."""
+    """A copy of a part of the state that comes from user code."""
     try:
         return make(value)
     except Exception as error:

@@ -1,7 +1,8 @@
-"""torch's own iterators, for what is left to them: what `iter(loader)` gives where `why_torch` has a reason.
+"""torch's own iterators, for loaders that fastload's cannot serve (see `DataLoader._why_torch`).
 
-Theirs are the workers and the transport; ours are the seeds, the memory format, and the count of batches by
-which a state knows that it lies within an epoch. Such an epoch cannot be resumed in its middle.
+torch provides the workers and the transport. fastload adds its seeds, the memory format, and the count of
+batches that tells a state whether it is in the middle of an epoch. Such an epoch cannot be resumed in the
+middle.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 
 
 def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
-    """Torch's iterator over the loader's batches, with our seeds and our memory format.
+    """Torch's iterator over the loader's batches, with fastload's seeds and memory format.
 
     Args:
-        loader: Whose batches.
-        reason: Why they are torch's to bring.
+        loader: The loader to iterate over.
+        reason: Why it must use torch's iterator.
     """
     epoch = resume.begin(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
@@ -43,10 +44,10 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         place = "batch_sampler" if loader._auto_collation else "sampler"
         begun = functools.partial(_epoch_of, weakref.ref(loader))
         keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
-        # Past torch's own guard: this loader is seen by its iterator alone.
+        # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
-    # What torch's loader does not know is done here: its iterator is to see the collate_fn as it is.
+    # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
     vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:
         twin.collate_fn = functools.partial(_collate_channels_last, own_collate(loader.collate_fn))
@@ -66,13 +67,13 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
 
 
 class TorchIterator:
-    """What is ours in torch's iterators: whom they belong to, and what the caller has received.
+    """fastload's part of torch's iterators: their owner, and the batches that the caller has received.
 
     Attributes:
-        owner: The loader that the user has; torch's iterator was made for a copy of it.
-        epoch: The epoch that it is in; another iterator of the loader may be in a later one.
-        reason: Why the batches are torch's to bring.
-        pipelines: The block in which batches are fetched here, without workers.
+        owner: The user's loader; torch's iterator was made for a copy of it.
+        epoch: The epoch of this iterator; another iterator of the loader may be in a later one.
+        reason: Why the loader must use torch's iterator.
+        pipelines: The block in which batches are fetched in this process, without workers.
     """
 
     owner: weakref.ref[Any]
@@ -94,7 +95,7 @@ class TorchIterator:
         return data
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        if not first_iter:  # the next epoch of workers that persist
+        if not first_iter:  # the next epoch of persistent workers
             self.epoch = resume.begin(loader, "again", self.reason)
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 

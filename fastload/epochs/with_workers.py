@@ -1,10 +1,10 @@
-"""Epochs with workers: what `iter(loader)` gives with `num_workers`, in the consumer's process.
+"""The iterator of a loader with workers. Runs in the consumer's process.
 
-Built on torch's own base iterator (see `host_iterator`), which draws the base seed, runs the sampler, warns
-about lengths and labels the profile, so that these are torch's by construction. What is ours is where a batch
-is written and how it travels. Rule: an exception from a signal handler while a batch is waited for changes
-nothing, and the next call waits for the same batch. One that interrupts the books, which takes microseconds,
-closes the iterator: it never goes on with a batch missing, doubled or out of order.
+It is built on torch's own base iterator (see `host_iterator`), which draws the base seed, runs the sampler,
+warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
+memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
+changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
+microseconds, the iterator closes: it never continues with a batch missing, doubled or out of order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class WorkerIterator(HostIterator):
-    """Epochs with worker processes: one, or one after another with persistent workers."""
+    """Iterates over epochs with workers: one epoch, or several with persistent workers."""
 
     def __init__(self, loader: LoaderSettings) -> None:
         _wait_for_exit()
@@ -62,9 +62,9 @@ class WorkerIterator(HostIterator):
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
-        self._turn = threading.RLock()  # batches are counted by one thread at a time
-        self._is_interrupted = False  # and closed for that
-        self._failed_sampler = ""  # how the sampler ended, where it was an error
+        self._turn = threading.RLock()  # only one thread at a time takes and counts batches
+        self._is_interrupted = False  # whether an interruption closed this iterator
+        self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._has_died = False  # whether the death of a worker ended the epoch
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
         job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
@@ -78,7 +78,7 @@ class WorkerIterator(HostIterator):
             ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
             try:
-                if self._pin_memory and loader.device is None:  # else the device reads slots in place
+                if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                     self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
             except BaseException:  # the system has no more threads
                 self._pool.close()
@@ -97,7 +97,7 @@ class WorkerIterator(HostIterator):
                 super()._reset(loader, first_iter)
                 self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
             except BaseException:
-                self._epoch, self._sampler_iter, self._num_yielded = before  # the epoch before goes on
+                self._epoch, self._sampler_iter, self._num_yielded = before  # the old epoch continues
                 raise
             with self._closing_if_interrupted():
                 self._begin_epoch(loader, first_iter)
@@ -111,7 +111,7 @@ class WorkerIterator(HostIterator):
             number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
             self._pool.restart(number, self._epoch.dataset_states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
-        self._first_batch = self._epoch.num_received  # of this iterator in its epoch
+        self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
         self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
@@ -121,17 +121,17 @@ class WorkerIterator(HostIterator):
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
 
-        For a prefetcher: it keeps each batch until the device has read it, and its caller sees nothing of it.
+        Only for a prefetcher that keeps each batch until the device has read it, hidden from its caller.
         """
         self._is_prefetched = True
         if isinstance(self._pool, Pool) and self._pin_thread is None:
             self._pool.let_read(backend, stream)
 
     def _put_index(self) -> Exception | None:
-        """Draw the next index and give it to the next worker, at the moments when torch does.
+        """Draw the next index and give it to the next worker, at the same moments as torch.
 
         Returns:
-            The sampler's error, if it raised one. As in torch the epoch goes on after that.
+            The sampler's error, if it raised one. As in torch, the epoch continues after it.
         """
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
@@ -155,7 +155,7 @@ class WorkerIterator(HostIterator):
 
     @contextlib.contextmanager
     def _closing_if_interrupted(self) -> Iterator[None]:
-        """Close the iterator if the books in this block are not brought to their end."""
+        """Close the iterator if the bookkeeping in this block does not complete."""
         try:
             yield
         except LoaderClosedError:
@@ -173,7 +173,7 @@ class WorkerIterator(HostIterator):
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this DataLoader iterator belongs to the process that forked this one; "
+                "this DataLoader iterator belongs to the parent process, from which this process was forked; "
                 "start a new one here with iter(loader)"
             )
         with self._turn:
@@ -183,7 +183,7 @@ class WorkerIterator(HostIterator):
         if self._is_interrupted:
             raise LoaderClosedError
         if not self._is_prefetched and isinstance(self._pool, Pool):
-            self._pool.unregister()  # of an epoch before, on persistent workers
+            self._pool.unregister()  # slots of an earlier epoch, with persistent workers
         while (head := self._schedule.head()) is not None:
             task = self._receive(*head)
             with self._closing_if_interrupted():
@@ -208,14 +208,14 @@ class WorkerIterator(HostIterator):
                 try:
                     self._raise(batch, task, worker)
                 finally:
-                    del batch  # an error's traceback holds this frame: no cycle may keep workers and batches
+                    del batch  # the error's traceback holds this frame: avoid a cycle that keeps the batch
             return batch
         if self._failed_sampler:
             raise BatchLostError(
-                f"the sampler was ended by an exception, {self._failed_sampler}, raised before; the "
-                "batches that it would have named from there on are missing: start a new iterator"
+                f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the "
+                "batches after it are missing: start a new iterator"
             )
-        if not self._has_died:  # else the caller has not seen the end: the saved state lies within the epoch
+        if not self._has_died:  # after a death the saved state stays in the middle of the epoch
             self._epoch.ended()
         if not self._persistent_workers:
             self.close()
@@ -224,7 +224,7 @@ class WorkerIterator(HostIterator):
     def _receive(self, number: int, worker: int) -> Task:
         try:
             if self._pin_thread is not None:
-                self._pool.expect_open()  # or the thread has ended, and gives no answer and no error
+                self._pool.expect_open()  # if the pool is closed, the thread gives no answer
                 answer: Task = self._pin_thread.get(self._timeout)
                 return answer
             return self._pool.take(worker, number, self._timeout)
@@ -241,7 +241,7 @@ class WorkerIterator(HostIterator):
     def _end_after_death(self) -> None:
         _wait_for_exit()
         self._has_died = True
-        self._schedule = Schedule(self._num_workers)  # as torch has it: nothing more comes
+        self._schedule = Schedule(self._num_workers)  # as in torch: no more batches follow
         self._sampler_iter = iter(())
         self.close()
 
@@ -251,7 +251,7 @@ class WorkerIterator(HostIterator):
             if isinstance(error, ExceptionWrapper):
                 _raise_anew(error)
             else:
-                raise error  # of a thread: the error itself
+                raise error  # a worker thread sends the error itself
         except BaseException as error:
             for note in task.notes:
                 add_note(error, note)
@@ -259,7 +259,7 @@ class WorkerIterator(HostIterator):
             raise
 
     def _drop_pinned(self) -> None:
-        """Take what the pin thread still has of the old epoch out of its hands."""
+        """Take the remaining answers of the old epoch out of the pin thread."""
         if self._pin_thread is not None:
             while (head := self._schedule.head()) is not None:
                 self._receive(*head)
@@ -268,19 +268,19 @@ class WorkerIterator(HostIterator):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers, and not one that was forked from it."""
+        """Whether this process started the workers; False in a process forked from it."""
         return self._pool.is_ours
 
     def close(self) -> None:
-        """Stop the workers and give the slots back; batches that the caller holds stay valid."""
+        """Stop the workers and free the slots; batches that the caller holds stay valid."""
         loader = self._loader()
         if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
-            loader._iterator = None  # persistent workers that are gone serve no more epochs
+            loader._iterator = None  # stopped persistent workers cannot serve another epoch
         _close(self._pool, self._pin_thread)
-        self._finalizer.detach()  # not before: a signal may interrupt the line above
+        self._finalizer.detach()  # comes last: a signal may interrupt the line above
 
     def _shutdown_workers(self) -> None:
-        self.close()  # the name under which torch's iterator is stopped by others
+        self.close()  # other libraries stop torch's iterator by this method
 
 
 def _raise(error: Exception) -> None:
@@ -294,7 +294,7 @@ def _raise_anew(wrapper: ExceptionWrapper) -> None:
     try:
         wrapper.reraise()
     except BaseException as error:
-        error.with_traceback(None)  # torch's frame has a variable that holds the error, which holds the frame
+        error.with_traceback(None)  # breaks a cycle: a variable of torch's frame holds the error
         raise
 
 
@@ -303,14 +303,14 @@ _interpreter_exits = threading.Event()
 
 @functools.cache
 def _watch_exit() -> None:
-    """Know that the interpreter exits before the finalizers of iterators run, which are older."""
+    """Record the exit of the interpreter before the iterators' finalizers run."""
     atexit.register(_interpreter_exits.set)
 
 
 def _wait_for_exit() -> None:
-    """Let a daemon thread that wants batches wait for its end, if the interpreter is on its way out.
+    """While the interpreter exits, block a daemon thread that asks for batches.
 
-    Its workers are stopped by then, and it would print an error for nobody.
+    Its workers are already stopped, and it would otherwise print a useless error.
     """
     if _interpreter_exits.is_set() and threading.current_thread().daemon:
         threading.Event().wait()

@@ -1,7 +1,7 @@
-"""An epoch without workers: what `iter(loader)` gives with `num_workers=0`, in the consumer's process.
+"""The iterator of a loader with `num_workers=0`. Runs in the consumer's process.
 
-Built on torch's own base iterator (see `host_iterator`). One thread fetches at a time, because rows and
-buffers are the iterator's; others that ask for a batch wait for their turn.
+It is built on torch's own base iterator (see `host_iterator`). One thread fetches at a time, because rows and
+buffers belong to the iterator; other threads that ask for a batch wait for their turn.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from fastload.rng.draws import Draw
     from fastload.workers.settings import LoaderSettings
 
-# Of loaders without workers, and who uses them: pages that were touched once are not touched anew each epoch.
+# Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
 _warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def forget_buffers(loader: LoaderSettings) -> None:
-    """Give back what a loader without workers keeps between its epochs."""
+    """Free the buffers that a loader without workers keeps between its epochs."""
     _warm.pop(loader, None)
 
 
 class LocalIterator(HostIterator):
-    """An epoch without workers: samples are fetched here, into buffers that stay warm."""
+    """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
         self._epoch = resume.begin(loader, "local", resume.obstacle(loader))
         super().__init__(loader)
-        self._pin_memory = self._pin_memory and loader.device is None  # else the copies ahead see to it
+        self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
         self._epoch.choose_base_seed(int(self._base_seed))
         self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
         # torch's assertions, word for word.
@@ -61,7 +61,7 @@ class LocalIterator(HostIterator):
         self._is_closed = False
         self._turn = threading.RLock()
         self._is_fetching = False
-        self._num_drawn = self._epoch.num_received  # batches of the epoch
+        self._num_drawn = self._epoch.num_received  # how many batches of the epoch were drawn
         self._failures: FailureCount | None = None
         if loader.on_error != "raise":
             self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
@@ -106,15 +106,15 @@ class LocalIterator(HostIterator):
             return pin_batch(batch, self._pin_memory_device) if self._pin_memory else batch
 
     def _refuse(self) -> None:
-        """Raise what the caller gets in the place of a batch."""
+        """Raise the error that the caller gets instead of a batch."""
         if self._is_fetching:
             raise RuntimeError(
-                "the dataset asked the iterator for a batch that is reading it for another one: "
+                "the dataset asked for a batch from the iterator that is just reading the dataset: "
                 "make a second iterator with iter(loader)"
             )
         if self._is_closed:
             raise LoaderClosedError
-        raise StopIteration  # the buffers may be another iterator's by now
+        raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, draw: Draw | None) -> Any:
         at = None
@@ -126,14 +126,14 @@ class LocalIterator(HostIterator):
             with self._pipelines:
                 batch = self._fetcher.fetch(index, draw, at)
         except StopIteration:
-            raise  # a stream has ended: there is no such batch
+            raise  # the stream has ended: there is no such batch
         except BaseException as error:
             self._received(index)  # a caller who goes on after an error gets the next batch
             place = self._fetcher.place_of_error(index, error)
             add_place(error, f"{self._num_drawn - 1}, {place}")
             raise
         finally:
-            self._is_fetching = False  # first: a signal may interrupt the next line
+            self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
         self._received(index)
         if self._failures is not None and self._fetcher.replacer is not None:
@@ -146,13 +146,13 @@ class LocalIterator(HostIterator):
     def _dataset_state(self) -> StreamState:
         try:
             return self._fetcher.dataset_state()
-        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+        except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
             return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
 
     def close(self) -> None:
-        """Let go of the buffers; batches that the caller holds stay valid."""
+        """Release the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        if self._turn.acquire(blocking=False):  # else another thread lays a batch out in them
+        if self._turn.acquire(blocking=False):  # else another thread is writing a batch to them
             try:
                 if not self._has_ended:
                     self._buffers.clear()

@@ -1,7 +1,7 @@
-"""What random numbers follow from: a worker's seed, or the sample itself.
+"""Seed random numbers, either once for each worker or anew for each sample.
 
-Read in this order: `seeding` (rng="worker", as torch seeds, and pipelines), `loans` and `local_pipelines`
+Read in this order: `seeding` (rng="worker": torch's seeds, and pipelines), `loans` and `local_pipelines`
 (pipelines in the user's own process), `draws` and `sample_rng` (rng="sample", in the parent and where samples
-are fetched), `keyed` (the same through torch's own iterator), `pipelines` (the search for what is random in a
-dataset).
+are fetched), `keyed` (rng="sample" through torch's own iterator), `pipelines` (the search for random objects
+in a dataset).
 """

@@ -1,9 +1,9 @@
-"""Which sample a random stream belongs to: `rng="sample"` as the parent sees it.
+"""Derive the random streams of each sample from its index: the parent's part of `rng="sample"`.
 
-A draw is one index that the sampler gave. Its random streams follow from four things that do not depend on
-who reads the sample or when: the seed, the epoch, the index, and how often that index came before in this
-epoch. The parent counts, in the order of the sampler; the rest happens where the sample is fetched
-(`sample_rng`). Pure, but for the seed: no I/O, no global state.
+A draw is one index from the sampler. Its random streams follow from four numbers that do not depend on the
+worker that reads the sample, or on the time: the seed, the epoch, the index, and how often that index came
+before in this epoch. The parent counts, in the order of the sampler; the rest happens where the sample is
+fetched (`sample_rng`). Pure code, except for the seed: no I/O, no global state.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.utils.data import IterableDataset, MapDataPipe, Subset
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-STREAM_BYTES = 64  # what BLAKE2b gives in one go
+STREAM_BYTES = 64  # the size of one BLAKE2b digest
 
 
 class Draw(NamedTuple):
-    """What the streams of one batch follow from, beside its indices."""
+    """The origin of the random streams of one batch, in addition to its indices."""
 
     seed: int
     epoch: int
-    occurrences: tuple[int, ...] | None  # for each index how often it came before; None: never, all of them
+    occurrences: tuple[int, ...] | None  # how often each index came before; None: 0 for all of them
 
 
 class Draws:
     """The draws of one epoch; counts how often each index comes.
 
     Args:
-        seed: Of the run: 64 bits.
-        epoch: Its number.
-        num_samples: Of the dataset; 0 if that is unknown. Takes 4 bytes a sample.
+        seed: The seed of the run: 64 bits.
+        epoch: The number of the epoch.
+        num_samples: The size of the dataset; 0 if unknown. The count takes 4 bytes a sample.
         auto_collation: Whether the sampler gives lists of indices.
     """
 
@@ -88,7 +88,7 @@ def index_key(index: Any) -> bytes:
     """Bytes that are the same for an index in every process and every run, and differ between indices.
 
     Raises:
-        TypeError: It is neither an integer, a string, nor a tuple of these.
+        TypeError: The index is neither an integer, a string, nor a tuple of these.
     """
     number = as_int(index)
     if number is not None:
@@ -99,37 +99,37 @@ def index_key(index: Any) -> bytes:
     if isinstance(index, tuple):
         return b"(%b)" % b",".join([index_key(part) for part in index])
     raise TypeError(
-        f'rng="sample" derives random streams from indices: integers, strings, and tuples of these; the '
-        f'sampler gave {index!r:.100}, a {type(index).__name__}. Give another index, or use rng="worker"'
+        f'rng="sample" derives random streams from indices: integers, strings, and tuples of these; but the '
+        f'sampler gave {index!r:.100}, a {type(index).__name__}. Use other indices, or rng="worker"'
     )
 
 
 def stream_bytes(draw: Draw, index: Any, occurrence: int) -> bytes:
     """64 bytes from which all generators are set for one sample: BLAKE2b, RFC 7693."""
-    # An int, the usual case, at once.
+    # The usual case, an int, without a call.
     key = b"i%d" % index if type(index) is int else index_key(index)
     text = b"%d,%d,%d,%b" % (draw.seed, draw.epoch, occurrence, key)
     return hashlib.blake2b(text, digest_size=STREAM_BYTES).digest()
 
 
 def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
-    """That samples of this dataset are fetched one by one, by their indices.
+    """Check that samples of this dataset are fetched one by one, by their indices.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The dataset is iterable-style, or fetches many samples at once.
     """
     if isinstance(dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(
-            f'rng="sample" derives random streams from indices, and a {type(dataset).__name__} '
+            f'rng="sample" derives random streams from indices, but a {type(dataset).__name__} '
             'has none: use a map-style dataset, or rng="worker"'
         )
     inner = dataset
     while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
-        inner = inner.dataset  # torch's own __getitems__ asks for sample after sample; so do we
+        inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(
-            f'rng="sample" sets the generators before each sample, and {type(inner).__name__}.__getitems__ '
-            'fetches many at once: remove it, use a batch_sampler with batch_size=None, or use rng="worker"'
+            f'rng="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches many '
+            'at once: remove that method, use a batch_sampler with batch_size=None, or use rng="worker"'
         )
 
 

@@ -1,7 +1,7 @@
-"""`rng="sample"` through torch's own iterator: what a sample's streams follow from travels in its index.
+"""`rng="sample"` through torch's own iterator: each index carries the origin of its random streams.
 
-For loaders whose work is left to torch (see `DataLoader._why_torch`). In the parent the sampler's indices
-become keys; in a worker the dataset takes a key apart, sets the generators, and reads the sample.
+For loaders that use torch's iterator (see `DataLoader._why_torch`). In the parent, the sampler's indices
+become keys; in a worker, the dataset takes a key apart, sets the generators, and reads the sample.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class SampleStreams(Protocol):
-    """What the keys of an epoch are made by."""
+    """The interface of an epoch that makes keys."""
 
     def draw(self, given: Any) -> tuple[Any, Draw | None]:
-        """The index that the sampler gave, and what the streams of its samples follow from."""
+        """The index from the sampler, and the origin of its samples' random streams."""
 
 
 class Key(NamedTuple):
-    """An index, and what its sample's streams follow from."""
+    """An index, and the origin of its sample's random streams."""
 
     index: Any
     draw: Draw
@@ -35,11 +35,11 @@ class Key(NamedTuple):
 
 
 class KeyedDataset(Dataset[Any]):
-    """A dataset that is read by keys; everything else is the dataset's own.
+    """A wrapper that reads a dataset by keys; all other attributes are the dataset's own.
 
     Args:
-        dataset: Map-style.
-        with_pipelines: Whether the pipelines in it are set too.
+        dataset: A map-style dataset.
+        with_pipelines: Whether the pipelines in it are seeded too.
     """
 
     def __init__(self, dataset: Any, *, with_pipelines: bool) -> None:
@@ -48,7 +48,7 @@ class KeyedDataset(Dataset[Any]):
         self._rng: SampleRng | None = None  # made in each worker
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copies and pickles ask before there is anything
+        if name.startswith("__"):  # copy and pickle look these up before _dataset is set
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
@@ -63,12 +63,12 @@ class KeyedDataset(Dataset[Any]):
 
 
 class KeyedSampler:
-    """The keys of a sampler's indices, epoch by epoch.
+    """A sampler that returns keys instead of the indices of another sampler.
 
     Args:
         sampler: Gives indices, or lists of them.
         auto_collation: Whether it gives lists.
-        epoch: Says which epoch has begun; called when its first key is asked for.
+        epoch: Returns the epoch that has begun; called when the first key is requested.
     """
 
     def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], SampleStreams]) -> None:
@@ -80,7 +80,7 @@ class KeyedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._keys(iter(self._sampler))  # at once: this may draw, and torch does it here
+        return self._keys(iter(self._sampler))  # iter() may draw random numbers: torch calls it here, too
 
     def _keys(self, indices: Iterator[Any]) -> Iterator[Any]:
         epoch = self._epoch()

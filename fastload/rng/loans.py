@@ -1,12 +1,12 @@
-"""Generators of the user's, and the attributes that hold them, borrowed for the time of one batch.
+"""Borrow the user's generators, and the attributes that hold them, during one batch.
 
-Used where a dataset is read in the user's own process, by `sample_rng` and `local_pipelines`. Rules:
+`sample_rng` and `local_pipelines` use this where a dataset is read in the user's own process. Rules:
 
-1. After a batch everything is as it was before it, also after an error. Between batches nothing is borrowed,
-   so that an iterator may be dropped at any time.
-2. Loans may lie within each other (a dataset that iterates a loader) and may overlap (two threads that read
-   one dataset). A loan that ends before a later loan of the same thing leaves it to that one to put back.
-3. The books are those of one process: a forked child begins with none, and takes no lock of its parent's.
+1. After a batch all generators are restored, also after an error. Between batches nothing is borrowed, so
+   that an iterator may be dropped at any time.
+2. Loans may be nested (a dataset that iterates over a loader) and may overlap (two threads that read one
+   dataset). If a loan ends before a later loan of the same object, the later loan restores the object.
+3. Open loans are recorded for one process: a forked child begins with none, and takes no lock of its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastload.rng.pipelines import own_attributes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# By what is borrowed: how it is put back to what it was.
+# For each borrowed object: a function that restores it.
 Returns = dict[Any, "Callable[[], object]"]
 
 
@@ -52,11 +52,11 @@ class Loan:
     """One loan, from now on until `end`.
 
     Args:
-        find: Says what is borrowed, and how it is put back to what it is now.
-        take: Sets what is borrowed.
+        find: Returns the borrowed objects, each with a function that restores its current state.
+        take: Sets the borrowed objects.
 
     Raises:
-        Exception: What ``take`` raised; then nothing is borrowed.
+        Exception: The error of ``take``; then nothing is borrowed.
     """
 
     def __init__(self, find: Callable[[], Returns], take: Callable[[], None]) -> None:
@@ -72,11 +72,11 @@ class Loan:
                 raise
 
     def end(self) -> None:
-        """Put back what no later loan has."""
+        """Restore all objects that no later loan has borrowed."""
         books = _books_of_this_process()
         with books.lock:
             later: list[Loan] = []
-            if self in books.loans:  # not in a child that was forked meanwhile
+            if self in books.loans:  # False in a child that was forked during the loan
                 position = books.loans.index(self)
                 later = books.loans[position + 1 :]
                 del books.loans[position]
@@ -89,13 +89,13 @@ class Loan:
 
 
 def is_within_loan() -> bool:
-    """Whether this thread is in the middle of a loan: a dataset that is being read iterates a loader."""
+    """Whether this thread has an open loan: true if a dataset being read iterates over a loader."""
     thread = threading.get_ident()
     return any(loan.thread == thread for loan in list(_books_of_this_process().loans))
 
 
 def library_generators() -> Returns:
-    """Those of random, numpy and torch."""
+    """The generators of random, numpy and torch."""
     return {
         "random": functools.partial(random.setstate, random.getstate()),
         "numpy": functools.partial(np.random.set_state, np.random.get_state()),
@@ -104,7 +104,7 @@ def library_generators() -> Returns:
 
 
 def places(owners: Iterable[Any], names: tuple[str, ...]) -> Returns:
-    """The attributes of these names; one that an owner does not have by itself is deleted at the end."""
+    """The attributes of these names; attributes that an owner does not have itself are deleted at the end."""
     returns: Returns = {}
     for owner in owners:
         own = own_attributes(owner, names)

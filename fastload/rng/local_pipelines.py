@@ -1,8 +1,8 @@
-"""The albumentations pipelines of a dataset that is read in the user's own process, with `rng="worker"`.
+"""Seed the albumentations pipelines of a dataset that is read in the user's own process (`rng="worker"`).
 
-torch seeds nothing in the consumer's process, because its generators are the user's. Pipelines have
-generators of their own, which no seed of the user's reaches. So each batch borrows the pipelines and has them
-draw from streams that follow from the loader's base seed: those that worker 0 would have.
+torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines have
+their own generators, which the user's seeds do not reach. So each batch borrows the pipelines and lets them
+draw from streams that follow from the loader's base seed: the streams of worker 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LocalPipelines(contextlib.AbstractContextManager[None]):
-    """Within the block the pipelines draw from the streams, which run on from block to block.
+    """A block in which the pipelines draw from the streams; the streams run on from block to block.
 
     Args:
-        streams: As `pipeline_streams` gives them.
+        streams: The result of `pipeline_streams`.
     """
 
     def __init__(self, streams: list[PipelineStream]) -> None:
@@ -45,16 +45,16 @@ class LocalPipelines(contextlib.AbstractContextManager[None]):
 
 
 def local_pipelines(dataset: Any, base_seed: int) -> contextlib.AbstractContextManager[None]:
-    """The block within which the dataset is read.
+    """The block in which to read the dataset.
 
-    It does nothing if the dataset holds no pipeline, or where pipelines have a stream already: in a worker,
-    and in a dataset that is itself being read for a loader.
+    It does nothing if the dataset has no pipeline, or if pipelines have a stream already: in a worker, and in
+    a dataset that is itself being read for a loader.
 
     Args:
-        dataset: Searched once.
-        base_seed: What the loader drew when the iterator was made.
+        dataset: The dataset; searched once for pipelines.
+        base_seed: The seed that the loader drew when the iterator was made.
     """
-    if "albumentations" not in sys.modules:  # then there is no pipeline to search for
+    if "albumentations" not in sys.modules:  # then no pipeline can exist
         return contextlib.nullcontext()
     if get_worker_info() is not None or loans.is_within_loan():
         return contextlib.nullcontext()

@@ -1,11 +1,11 @@
-"""The search for albumentations pipelines: every one that a dataset holds, wherever it holds it.
+"""Find every albumentations pipeline that a dataset holds, at any depth.
 
-Pure: it changes nothing.
+The search changes nothing.
 
 Rules:
 1. albumentations is never imported; its objects are recognised by the names of their classes.
 2. The search runs no code of the user's: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``.
-   What could raise is therefore not called at all.
+   Therefore none of them can raise.
 3. The work is bounded, however large the dataset is.
 """
 
@@ -28,25 +28,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastload")
 
-_CHUNK_ELEMENTS = 1_000  # of a container, in one round of the search
+_CHUNK_ELEMENTS = 1_000  # elements of a container that one round of the search visits
 _MAX_VISITS = 200_000  # objects in one search; a fraction of a second
 
 
 def find_pipelines(root: Any) -> list[Any]:
     """Every outermost albumentations pipeline or single transform that is reachable from ``root``.
 
-    Followed are attributes (also in ``__slots__`` and on the class), elements of dicts, lists, tuples, sets
-    and deques, partials, bound methods, and of functions the closures, the defaults, and the globals that
-    they name, unless those are functions of another module. Not followed are modules, classes as values,
-    object arrays, and whatever is made later by running code.
+    The search follows attributes (also in ``__slots__`` and on the class), elements of dicts, lists, tuples,
+    sets and deques, partials, bound methods, and functions: their closures, their defaults, and the globals
+    that they name, except functions of another module. It does not follow modules, classes as values, object
+    arrays, and objects that code creates later.
 
-    The work is bounded. Containers are looked at 1,000 elements at a time, in rounds; a round that brings no
-    new pipeline is the last. A million paths cost no more than a thousand; a thousand and one datasets with
-    a pipeline each are all found. After 200,000 objects the search ends with a warning in the log.
+    The work is bounded. Containers are visited 1,000 elements at a time, in rounds; the search ends after a
+    round that finds no new pipeline. A list of a million paths therefore takes no longer than a list of a
+    thousand, and in a list of 1,001 datasets with one pipeline each all pipelines are found. After 200,000
+    objects the search ends with a warning in the log.
 
     Returns:
-        Each pipeline once, those nearest to ``root`` first. The order is the same in every run, except
-        among pipelines of the same class in one set, for which Python promises no order.
+        Each pipeline once, the nearest to ``root`` first. The order is the same in every run, except
+        among pipelines of the same class in one set, for which Python guarantees no order.
     """
     return _outermost(_Search(root).run().transforms)
 
@@ -54,7 +55,7 @@ def find_pipelines(root: Any) -> list[Any]:
 def _outermost(found: list[Any]) -> list[Any]:
     parts = {id(part) for outer in found for part in parts_of([outer]).values() if part is not outer}
     outermost = [transform for transform in found if id(transform) not in parts]
-    # Transforms that hold each other in a circle have no outermost one: the first found stands for all.
+    # Transforms that refer to each other in a cycle have no outermost one: take the first one found.
     covered = parts_of(outermost)
     for transform in found:
         if id(transform) not in covered:
@@ -64,10 +65,10 @@ def _outermost(found: list[Any]) -> list[Any]:
 
 
 def find_random(root: Any) -> tuple[list[Any], list[Any]]:
-    """The pipelines of `find_pipelines`, and what is random as MONAI's transforms are, in one search.
+    """Find the pipelines of `find_pipelines` and MONAI's random transforms in one search.
 
     Returns:
-        The pipelines; and every object whose class has MONAI's `set_random_state(self, seed, state)`, those
+        The pipelines; and every object whose class has MONAI's `set_random_state(self, seed, state)`, the
         nearest to ``root`` first.
     """
     search = _Search(root).run()
@@ -75,11 +76,11 @@ def find_random(root: Any) -> tuple[list[Any], list[Any]]:
 
 
 def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
-    """What is random below ``root``, and everything through which it is reached.
+    """Find the random objects below ``root``, and all objects through which they are reached.
 
     Returns:
-        All transforms, and all objects that are random as MONAI's are, those within others too; and by id
-        these and whatever holds them, directly or not, up to ``root``.
+        All transforms and all random objects of MONAI's kind, also nested ones; and by id these and all
+        objects that hold them, directly or indirectly, up to ``root``.
     """
     search = _Search(root, notes_holders=True).run()
     found = search.transforms + search.randomizables
@@ -94,13 +95,13 @@ def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
 
 
 class _Search:
-    """A breadth-first walk: what is near the dataset comes before the depths of its annotations."""
+    """A breadth-first search: it visits objects near the dataset before, for example, deep annotations."""
 
     def __init__(self, root: Any, *, notes_holders: bool = False) -> None:
         self._notes_holders = notes_holders
         self._queue: collections.deque[Any] = collections.deque([root])
-        self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay theirs
-        self._long: list[tuple[Any, int]] = []  # containers, and how many elements were looked at
+        self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay unique
+        self._long: list[tuple[Any, int]] = []  # containers, and how many of their elements were visited
         self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self.transforms: list[Any] = []
         self.randomizables: list[Any] = []
@@ -110,7 +111,7 @@ class _Search:
         return len(self.transforms) + len(self.randomizables)
 
     def run(self) -> _Search:
-        """Search until a round brings nothing new."""
+        """Search until a round finds nothing new."""
         num_before = -1
         while self._num_found > num_before:
             num_before = self._num_found
@@ -126,8 +127,8 @@ class _Search:
             if len(self._seen) > _MAX_VISITS:
                 _log.warning(
                     "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
-                    "dataset keep the random state they have, maybe the same in every worker. Hold pipelines "
-                    "in an attribute of the dataset, or seed them in a worker_init_fn.",
+                    "dataset keep their random state, maybe the same in every worker. Keep pipelines in an "
+                    "attribute of the dataset, or seed them in a worker_init_fn.",
                     _MAX_VISITS,
                 )
                 return False
@@ -175,7 +176,7 @@ class _Search:
 
 
 def parts_of(pipelines: list[Any]) -> dict[int, Any]:
-    """The pipelines and all transforms they are made of, by id: parts of parts, in lists and attributes."""
+    """By id, the pipelines and all transforms in them, at any depth, in lists and attributes."""
     held = {id(pipeline): pipeline for pipeline in pipelines}
     queue = collections.deque(pipelines)
     containers: dict[int, Any] = {}
@@ -192,9 +193,9 @@ def parts_of(pipelines: list[Any]) -> dict[int, Any]:
     return held
 
 
-# --- what an object holds, read without running its code -------------------------------------------------
+# --- the contents of an object, read without running its code --------------------------------------------
 
-# inspect.getattr_static's way: a metaclass cannot intercept these.
+# As in inspect.getattr_static: a metaclass cannot intercept these.
 _read_class_dict = type.__dict__["__dict__"].__get__
 _read_mro = type.__dict__["__mro__"].__get__
 
@@ -202,7 +203,7 @@ _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, range, slice),
     *(np.generic, np.ndarray, np.random.Generator, torch.Tensor, torch.Generator),
     *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
-    *(logging.Logger, random.Random),  # a logger leads to every other logger
+    *(logging.Logger, random.Random),  # a logger refers to all other loggers
 )
 
 _ELEMENTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
@@ -220,12 +221,12 @@ _OTHER_MAKERS = (
     "torch",
     "numpy",
     "albumentations",
-)  # no user's pipeline is on their classes
+)  # classes of these packages hold no pipelines of users
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of all objects of one class."""
+    """The facts about all objects of one class."""
 
     is_leaf: bool
     is_transform: bool
@@ -234,7 +235,7 @@ class _Kind:
     is_unordered: bool
     dict_of: Any  # the descriptor that reads an object's __dict__, or None
     slots: tuple[tuple[str, Any], ...]  # name and descriptor
-    user_classes: tuple[type, ...]  # those whose attributes may be a user's pipeline
+    user_classes: tuple[type, ...]  # the classes whose attributes may be a user's pipeline
 
 
 @functools.lru_cache(maxsize=4096)
@@ -311,7 +312,7 @@ def _is_monai(method: Any) -> bool:
 
 
 def own_attributes(value: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the instance attributes of these names that the object has; quicker than all of them."""
+    """The instance attributes of these names, if the object has them; faster than `attributes`."""
     kind = _kind(type(value))
     own = None if kind.slots or kind.dict_of is None else kind.dict_of.__get__(value)
     if type(own) is not dict:
@@ -331,7 +332,7 @@ def attributes(value: Any) -> dict[str, Any]:
         try:
             found.setdefault(name, member.__get__(value))
         except AttributeError:
-            continue  # a slot that was never set
+            continue  # the slot was never set
     return found
 
 
@@ -361,7 +362,7 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
         try:
             values.append(cell.cell_contents)
         except ValueError:
-            continue  # a cell that is not filled yet
+            continue  # the cell is still empty
     values += function.__defaults__ or ()
     values += (function.__kwdefaults__ or {}).values()
     for name in _global_names(function.__code__):
@@ -372,7 +373,7 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
 
 
 def _global_names(code: types.CodeType) -> list[str]:
-    """The names that a function may look up in its module, those of the functions within it included."""
+    """The names that a function, and the functions within it, may look up in its module."""
     names = list(code.co_names)
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
@@ -381,7 +382,7 @@ def _global_names(code: types.CodeType) -> list[str]:
 
 
 def _inside_other(value: Any) -> list[Any]:
-    """What the interpreter's own wrappers wrap."""
+    """The objects inside the interpreter's own wrappers (methods, properties, partials)."""
     cls = type(value)
     if cls is types.MethodType:
         return [value.__self__, value.__func__]

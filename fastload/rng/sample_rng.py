@@ -1,12 +1,13 @@
-"""The generators that a sample draws from, set anew for each: `rng="sample"` where samples are fetched.
+"""Set the random generators before each sample: the part of `rng="sample"` where samples are fetched.
 
 Rules:
 
-1. Nothing is searched for a sample. Pipelines are found once, and all share one pair of generators (see
+1. No search is made for each sample. Pipelines are found once, and all share one pair of generators (see
    `seeding`, rule 2), so that the cost does not grow with their number.
-2. What a sample draws does not depend on what was cached, or called in vain, before: `mark`, `rewind`.
-3. In the parent everything belongs to the user: what was set for a batch is put back after it.
-4. Among threads the generators of random, numpy and torch are nobody's: they are left alone.
+2. A sample draws the same numbers whether or not parts of it came from a cache, and after calls that had to
+   be repeated: `mark`, `rewind`.
+3. In the parent all generators belong to the user: they are restored after each batch.
+4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class SampleRng:
     Args:
         dataset: Searched for albumentations pipelines and for objects with MONAI's `set_random_state`.
         with_pipelines: Whether these are set; False leaves them as they are.
-        is_guest: Whether generators and pipelines are the user's, in the user's own process.
-        with_globals: Whether random, numpy and torch are set.
+        is_guest: Whether generators and pipelines belong to the user, in the user's own process.
+        with_globals: Whether the generators of random, numpy and torch are set.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SampleRng:
             self._take_over()
 
     def seeded(self, get: Callable[[Any], Any], indices: Iterable[Any], draw: Draw) -> Callable[[Any], Any]:
-        """``get``, with the generators set before; to be called once for each of ``indices``, in order."""
+        """Wrap ``get`` to set the generators first; call it once for each of ``indices``, in order."""
         drawn = zip(indices, draw.occurrences or itertools.repeat(0))  # noqa: B905  # repeat has no end
 
         def seeded_get(position: Any) -> Any:
@@ -82,14 +83,14 @@ class SampleRng:
         if self._is_guest and self._loan is None:
             self._loan = Loan(self._borrowed, self._take_over)
         if _current.rng is not self:
-            # A dataset that is itself being read for a sample may iterate a loader.
+            # A dataset that is being read for a sample may itself iterate over a loader.
             self._outer = _current.rng, _current.stream, _current.generator
         _current.rng = self
         _current.stream = stream_bytes(draw, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
-        """No sample is being fetched any more; what belongs to the user is as it was before."""
+        """End the current sample, and restore the user's generators."""
         if _current.rng is self:
             _current.rng, _current.stream, _current.generator = self._outer
         if self._loan is not None:
@@ -140,10 +141,10 @@ class SampleRng:
         for randomizable in self._randomizables:
             randomizable.set_random_state(state=self._state)
         for randomizable in self._randomizables:
-            randomizable.R = self._state  # a composition gave its parts states of their own
+            randomizable.R = self._state  # a composition has given its parts other states
 
     def _borrowed(self) -> Returns:
-        """What is the user's and is set for a batch."""
+        """The user's generators that are set during a batch."""
         return (
             (library_generators() if self._with_globals else {})
             | places(self._transforms, ("random_generator", "py_random"))
@@ -154,10 +155,10 @@ class SampleRng:
 def sample_generator() -> np.random.Generator:
     """A NumPy Generator for the sample that is being fetched: call it in `__getitem__` or a transform.
 
-    With ``rng="sample"`` all calls for one sample give the same Generator, whose stream follows from the
-    seed, the epoch, the index and its occurrence: the same for any number of workers, in threads too.
-    Elsewhere (``rng="worker"``, or `dataset[i]` by hand) each call gives a new one, seeded by a draw from
-    torch's default generator. Do not keep it beyond the sample.
+    With ``rng="sample"`` all calls for one sample return the same Generator. Its stream follows from the
+    seed, the epoch, the index and its occurrence, so it is the same for any number of workers, also in
+    threads. Elsewhere (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded
+    by a draw from torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng
     if rng is not None:
@@ -166,17 +167,17 @@ def sample_generator() -> np.random.Generator:
 
 
 def rewind() -> None:
-    """Set the generators as they were when the current sample began, if there is one."""
+    """Set the generators back to the start of the current sample, if there is one."""
     rng = _current.rng
     if rng is not None:
         rng.set_generators()
 
 
 def mark() -> Callable[[], None]:
-    """What puts the generators back to where they are now, if a sample is being fetched.
+    """A function that restores the current state of the generators, if a sample is being fetched.
 
-    For whoever calls user code that another process may not have to call for this sample: a source behind a
-    cache, or a transform for the second time. It costs 100 microseconds, a `rewind` costs 15.
+    Use it around user code that another process may not call for this sample: a source behind a cache, or the
+    second call of a transform. It takes 100 microseconds; a `rewind` takes 15.
     """
     rng = _current.rng
     return _nothing if rng is None else rng.mark()
@@ -187,7 +188,7 @@ def _nothing() -> None:
 
 
 def _user_seed(pipeline: Any) -> bytes:
-    """What the user gave to Compose, to be mixed in."""
+    """The seed that the user gave to Compose, to be mixed in."""
     seed = attributes(pipeline).get("seed")
     return index_key(int(seed)) if isinstance(seed, (int, np.integer)) else b""
 

@@ -1,9 +1,9 @@
-"""Seeds for workers: random, numpy and torch as torch seeds them, and every albumentations pipeline.
+"""Seed workers: random, numpy and torch with torch's own values, and every albumentations pipeline.
 
 Rules:
-1. The libraries get torch's own values, bit for bit, so that calling this twice changes nothing.
-2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed``
-   gives every transform a stream of its own with the same seed: two flips with p=0.5 then always agree.
+1. The libraries get exactly torch's values, so that seeding them twice changes nothing.
+2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
+   give every transform its own stream with the same seed: two flips with p=0.5 would always agree.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "seed_worker",
 ]
 
-_WORD_BITS = 32  # of numpy's SeedSequence
+_WORD_BITS = 32  # the word size of numpy's SeedSequence
 
 
 # --- the libraries ---------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def seed_libraries(base_seed: int, worker_id: int) -> int:
     """Seed random, torch and numpy exactly as torch's own worker does.
 
     Args:
-        base_seed: What the loader drew when the iterator was made.
+        base_seed: The seed that the loader drew when the iterator was made.
         worker_id: 0 to num_workers - 1.
 
     Returns:
@@ -56,17 +56,17 @@ def seed_libraries(base_seed: int, worker_id: int) -> int:
 
 
 def seed_everything(seed: int) -> torch.Generator:
-    """Seed random, numpy and torch in this process; gives the generator to hand to the loader.
+    """Seed random, numpy and torch in this process; return a generator for the loader.
 
     ``loader = DataLoader(dataset, shuffle=True, generator=seed_everything(1))`` draws its order and its
-    workers' seeds from a stream of its own, which no dropout and no other loader can shift.
+    workers' seeds from its own stream, which dropout and other loaders do not change.
 
     Args:
-        seed: From 0 to 2**63 - 1; numpy takes its low 32 bits.
+        seed: From 0 to 2**63 - 1; numpy gets its low 32 bits.
 
     Raises:
-        TypeError: It is no int.
-        ValueError: It is out of range.
+        TypeError: The seed is not an int.
+        ValueError: The seed is out of range.
     """
     number = operator.index(seed)
     if not 0 <= number < 1 << 63:
@@ -93,16 +93,15 @@ def seed_pipelines(root: Any, seed: int) -> int:
 
 
 class PipelineStream(NamedTuple):
-    """What one pipeline draws from: all its transforms share one pair of generators."""
+    """The random stream of one pipeline: all its transforms share one pair of generators."""
 
     transforms: list[Any]
     generator: np.random.Generator
     py_random: random.Random
 
     def take_over(self) -> None:
-        """Let all transforms draw from the pair, from where it stands."""
-        # A Compose hands the pair on to its children. Transforms that a transform keeps in an attribute of
-        # its own are known only to us.
+        """Let all transforms draw from the pair, in its current state."""
+        # A Compose passes the pair on to its children, but not to transforms in other attributes.
         for transform in self.transforms:
             transform.set_random_state(self.generator, self.py_random)
 
@@ -124,8 +123,8 @@ def pipeline_streams(root: Any, seed: int) -> list[PipelineStream]:
 
 def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Generator, random.Random]:
     words = [*_words(seed), ordinal]
-    if isinstance(user_seed, (int, np.integer)):  # all that albumentations takes for a seed
-        # The 1 tells seed=0 from no seed: SeedSequence takes trailing zeros for nothing.
+    if isinstance(user_seed, (int, np.integer)):  # the types that albumentations accepts as a seed
+        # The 1 distinguishes seed=0 from no seed: SeedSequence ignores trailing zeros.
         words += [1, *_words(int(user_seed))]
     for_numpy, for_python = np.random.SeedSequence(words).spawn(2)
     state = for_python.generate_state(4, np.uint32).tobytes()
@@ -146,16 +145,16 @@ class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
 
     Example:
-        ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, in torch's loader or in ours.
+        ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.
     """
 
     functions: tuple[Callable[[int], Any], ...] = ()
 
     def __call__(self, worker_id: int) -> None:
-        """Seed this worker, then call the functions that were added by `then`.
+        """Seed this worker, then call the functions that `then` has added.
 
         Raises:
-            RuntimeError: If this process is not a loader's worker.
+            RuntimeError: This is not a loader's worker.
         """
         info = get_worker_info()
         if info is None:
@@ -164,7 +163,7 @@ class SeedWorker:
                 "the loader, as DataLoader(..., num_workers=2, worker_init_fn=fastload.seed_worker)"
             )
         seed = info.seed
-        if info.method == "process":  # threads share the libraries' generators with everybody
+        if info.method == "process":  # threads share the libraries' generators with all other threads
             seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
         seed_pipelines(info.dataset, seed)
         for function in self.functions:
@@ -174,7 +173,7 @@ class SeedWorker:
         """A ``worker_init_fn`` that seeds first and calls ``function(worker_id)`` last; can be chained.
 
         Raises:
-            TypeError: If ``function`` cannot be called.
+            TypeError: ``function`` is not callable.
         """
         if not callable(function):
             raise TypeError(f"then() expects a function of the worker's id, got {function!r}")

@@ -1,6 +1,6 @@
-"""Which worker is asking: in a worker process and in a worker thread alike.
+"""Tell which worker the caller is, in worker processes and in worker threads.
 
-torch's `get_worker_info()` knows processes alone.
+torch's `get_worker_info()` knows only processes.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker of a loader, as `get_worker_info` gives it.
+    """A worker of a loader, as `get_worker_info` returns it.
 
     Attributes:
         id: 0 to num_workers - 1.
-        num_workers: How many there are.
-        seed: Its own, as torch's workers have it: the base seed plus the id.
-        dataset: The copy that it reads.
-        method: What it is.
+        num_workers: The number of workers.
+        seed: The worker's own seed, as in torch: the base seed plus the id.
+        dataset: The worker's copy of the dataset.
+        method: Whether the worker is a process or a thread.
     """
 
     id: int
@@ -43,9 +43,9 @@ _here = _Here()
 
 
 def get_worker_info() -> WorkerInfo | None:
-    """The worker that calls this, process or thread; None elsewhere.
+    """The worker that calls this, a process or thread; None elsewhere.
 
-    In a process it says what `torch.utils.data.get_worker_info()` says.
+    In a process, the values are those of `torch.utils.data.get_worker_info()`.
     """
     if _here.info is not None:
         return _here.info
@@ -57,7 +57,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 @contextlib.contextmanager
 def working_as(info: WorkerInfo) -> Iterator[None]:
-    """Make this thread that worker."""
+    """A block in which this thread counts as that worker."""
     _here.info = info
     try:
         yield

@@ -1,1 +1,1 @@
-"""For the training loop beside the loader: out-of-memory retries, backends, the memory report."""
+"""Tools for the training loop: out-of-memory retries, torch's speed switches, the memory report."""

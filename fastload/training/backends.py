@@ -1,15 +1,16 @@
-"""torch's global speed switches, set for a while and put back.
+"""Set torch's global speed switches for a block of code, and restore them afterwards.
 
 The switches are global to the process: other threads see them.
 
-1. What is None is neither read nor written.
-2. TF32 is set through torch's older switches and, where torch has them (2.9 and later), through the
-   ``fp32_precision`` fields as well: torch raises when code (its own compiler, say) reads an older switch
-   that disagrees with a field. Where they disagree before we come, the fields alone are set.
-3. The CPU's matrix products keep their precision, though torch's older switch sets it as well; where torch
-   would then refuse to read that switch (they used TF32 or bfloat16), they go by it inside.
-4. Every switch reads the same afterwards, also after an exception. (A field that read as its parent's value
-   holds that value as its own from then on: torch has no way to tell the two apart.)
+1. A switch whose argument is None is neither read nor written.
+2. TF32 is set through torch's older switches and, if torch has them (2.9 and later), also through the
+   ``fp32_precision`` fields: torch raises when code (for example its own compiler) reads an older switch that
+   disagrees with a field. If they disagree at the start, only the fields are set.
+3. The CPU's matrix products keep their precision, although torch's older switch sets it too. One exception:
+   if torch would then refuse to read that switch (the CPU used TF32 or bfloat16), they follow it in the
+   block.
+4. Every switch reads the same afterwards, also after an exception. (A field that showed its parent's value
+   then has this value as its own: torch cannot distinguish the two.)
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ def tune_backends(
 ) -> contextlib._GeneratorContextManager[None]:
     """Set torch's speed switches inside a ``with`` block, or a function decorated with it.
 
-    A call alone, without ``with``, sets nothing. Decorated, a generator or a coroutine runs without the
-    switches: write the ``with`` block inside it. What is None stays as it is. Nothing needs a GPU; no CUDA
-    context is made.
+    A call without ``with`` sets nothing. A decorated generator or coroutine runs without the switches: write
+    the ``with`` block inside it. An argument of None leaves its switch unchanged. This works without a GPU
+    and makes no CUDA context.
 
     Args:
         tf32: Whether float32 matrix products and convolutions on the GPU may use TF32, which keeps 10 bits of
             mantissa and is several times faster on Ampere and later GPUs. torch's default: convolutions only.
-            Products on the CPU keep their precision. Not so before torch 2.9, which has one switch for both;
-            nor where torch would refuse to read that switch: there bfloat16 becomes TF32 under True, and
-            either of them becomes float32 under False.
+            Products on the CPU keep their precision, with two exceptions. torch before 2.9 has one switch for
+            both. And if torch would refuse to read that switch, products on the CPU follow it: True turns
+            bfloat16 into TF32, and False turns bfloat16 and TF32 into float32.
         cudnn_benchmark: Whether cuDNN tries its algorithms at the first batch of each shape and keeps the
-            fastest. Pays where shapes repeat; costs time and memory where each batch has another shape.
+            fastest. Useful if shapes repeat; wastes time and memory if each batch has another shape.
 
     Raises:
         TypeError: A value is neither a bool nor None.
@@ -62,8 +63,8 @@ def _tuned(tf32: bool | None, cudnn_benchmark: bool | None) -> Iterator[None]:
 
 
 def _set_tf32(tf32: bool, to_restore: contextlib.ExitStack) -> None:
-    # Restored first are the older switches, then the fields: the callbacks run in reverse. The CPU's matrix
-    # products are among the fields because set_float32_matmul_precision() writes theirs too.
+    # The callbacks run in reverse: they restore the older switches first, then the fields. The fields include
+    # the CPU's matrix products, because set_float32_matmul_precision() changes these too.
     fields = _precision_fields()
     on_cpu = [(field, field.fp32_precision) for field in _cpu_fields()]
     for field in [*fields, *(field for field, _ in on_cpu)]:
@@ -80,7 +81,7 @@ def _set_tf32(tf32: bool, to_restore: contextlib.ExitStack) -> None:
 
 
 def _keep(precisions: list[tuple[Any, str]]) -> None:
-    """Put the CPU's fields back, but not where torch's older switch could no longer be read (rule 3)."""
+    """Restore the CPU's fields, except where torch's older switch could then not be read (rule 3)."""
     for field, precision in precisions:
         as_torch_set_it = field.fp32_precision
         field.fp32_precision = precision
@@ -91,7 +92,7 @@ def _keep(precisions: list[tuple[Any, str]]) -> None:
 
 
 def _precision_fields() -> list[Any]:
-    """What has an ``fp32_precision`` of its own on the GPU; nothing before torch 2.9."""
+    """The GPU's objects with an ``fp32_precision`` of their own; none before torch 2.9."""
     if not hasattr(torch.backends, "fp32_precision"):
         return []
     cudnn: Any = torch.backends.cudnn

@@ -1,11 +1,11 @@
-"""Out of memory on the device: the same step again on smaller pieces, and the largest batch that fits.
+"""Handle a device that runs out of memory: retry a step on smaller parts, find the largest batch that fits.
 
 1. Only torch.OutOfMemoryError counts, which torch's caching allocators raise. Any other error passes through.
-2. The next try starts outside the except clause: there the error's traceback, and with it the failed
-   step's frames and their tensors, are gone.
-3. Gradients are put back as they were at entry before every further try, and before the error is given up to
-   the caller: a step is repeated as a whole, never continued.
-4. Random numbers are not put back: dropout draws anew in a second try, as it would in the next step.
+2. The next try starts outside the except clause, where the error's traceback is gone, and with it the failed
+   step's frames and their tensors.
+3. Before every further try, and before the error is raised to the caller, gradients are restored to their
+   values at entry: a step is repeated as a whole, never continued.
+4. Random generators are not restored: dropout draws new numbers in a second try, as in the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def retry_on_oom(
     min_size: int = 1,
     split: Split | None = None,
 ) -> list[Result]:
-    """Run ``step(batch, 1.0)``; if the device's memory runs out, run it on ever smaller parts instead.
+    """Run ``step(batch, 1.0)``; if the device runs out of memory, run it on smaller and smaller parts.
 
     ``step(part, weight)`` does forward and backward only; ``weight`` is the part's share of the batch, so
     that with ``(loss * weight).backward()`` the gradients of a mean over the batch add up::
@@ -42,40 +42,40 @@ def retry_on_oom(
         losses = fastload.retry_on_oom(step, batch, model=model)
         optimizer.step()
 
-    Parts are views of the batch, of sizes that differ by one at most: 2 parts, then 4, 8, ... What a step
-    changes besides gradients (running statistics of batch norm, counters of its own) keeps the changes of
-    failed tries, batch norm sees smaller batches, and dropout draws anew. Gradients that exist at entry are
-    copied first, which takes memory: ``zero_grad(set_to_none=True)``, torch's default, leaves none. With
-    DistributedDataParallel a failing rank would leave the others waiting: give it the module inside, and
-    average the gradients after.
+    Parts are views of the batch, and their sizes differ by at most one: 2 parts, then 4, 8, ... Other changes
+    of a failed try remain (running statistics of batch norm, your own counters); batch norm sees smaller
+    batches, and dropout draws new numbers. Gradients that exist at entry are copied first, which takes
+    memory: ``zero_grad(set_to_none=True)``, torch's default, leaves none. With DistributedDataParallel, a
+    failing rank would leave the other ranks waiting: pass the module inside it, and average the gradients
+    afterwards.
 
-    Every call starts from the whole batch again, and each failure costs the step's time until then, a
-    ``gc.collect()`` and a ``torch.cuda.empty_cache()``, which waits for the device and has memory asked for
-    anew. This is for the rare batch: if most fail, take a size from `find_batch_size`, or divide each batch
-    yourself by as many parts as a call gave results. Only torch.OutOfMemoryError counts, not a RuntimeError
-    of cuDNN or cuBLAS for lack of memory, nor MemoryError. After any other error gradients are as the step
-    left them.
+    Every call starts with the whole batch again. Each failure takes the time of the step until then, a
+    ``gc.collect()`` and a ``torch.cuda.empty_cache()``, which waits for the device and makes torch allocate
+    its memory again. Use this for rare large batches: if most batches fail, take a size from
+    `find_batch_size`, or divide each batch yourself into as many parts as a call returned results. Only
+    torch.OutOfMemoryError counts, not a RuntimeError of cuDNN or cuBLAS for lack of memory, nor MemoryError.
+    After any other error the gradients stay as the step left them.
 
     Args:
         step: Called once for each part, in order. Keep no tensor of a failed try outside of it.
-        batch: A tensor, or a nest of dicts, lists, tuples, ... All tensors with dimensions have the batch's
+        batch: A tensor, or nested dicts, lists, tuples, ... All tensors with dimensions have the batch's
             size first and are split there; so are lists of that length without tensors in them, and tuples
-            of that many strings. Everything else, NumPy arrays too, goes whole into each part.
-        model: Whose gradients the step adds to: a module, or its parameters; None if there are none.
-        min_size: Parts are never smaller than this many samples.
-        split: For batches of another kind: ``split(batch, num_parts)`` gives that many parts in order, each
-            with its number of samples: a list of ``(part, size)``. It is asked for one part first, and never
-            for more than the samples.
+            of that many strings. Each part gets everything else whole, also NumPy arrays.
+        model: The module to whose gradients the step adds, or its parameters; None if there are none.
+        min_size: The smallest number of samples in a part.
+        split: For other kinds of batches: ``split(batch, num_parts)`` returns that many parts in order, each
+            with its number of samples: a list of ``(part, size)``. It is called for one part first, and never
+            for more parts than samples.
 
     Returns:
-        What the steps returned, in the order of the parts: one result if memory sufficed.
+        The results of the steps, in the order of the parts: one result if memory sufficed.
 
     Raises:
-        torch.OutOfMemoryError: The smallest allowed parts do not fit either; a note has the sizes tried.
+        torch.OutOfMemoryError: The smallest allowed parts do not fit either; a note lists the sizes tried.
         ValueError: ``min_size`` is below 1; the tensors of the batch do not agree on its size; or ``split``
-            gave other parts than it was asked for.
-        TypeError: There is no tensor in the batch, or an object with a ``to(device)`` of its own; ``model``
-            is neither a module nor parameters; or ``min_size`` is no int.
+            returned other parts than requested.
+        TypeError: The batch has no tensor, or has an object with its own ``to(device)``; ``model`` is neither
+            a module nor parameters; or ``min_size`` is not an int.
     """
     _check_size("min_size", min_size)
     divide = split or split_batch
@@ -96,7 +96,7 @@ def retry_on_oom(
                 entry.restore()
                 error.add_note(_tried(tried, num_samples, min_size))
                 raise
-        del results, parts, part  # or this frame would keep what the failed try gave
+        del results, parts, part  # else this frame would keep the results of the failed try
         entry.restore()
         _free_cached_memory()
         parts = _checked(divide(batch, num_parts), num_parts, num_samples)
@@ -105,25 +105,25 @@ def retry_on_oom(
 def find_batch_size(
     step: Callable[[Any], Any], make_batch: Callable[[int], Any], *, start: int = 1, limit: int = 4096
 ) -> int:
-    """The largest batch size, up to ``limit``, whose step does not run out of the device's memory.
+    """Find the largest batch size, up to ``limit``, whose step does not run out of the device's memory.
 
-    Sizes are doubled from ``start`` until one does not fit, then the gap is halved until it is closed: about
-    ``2 * log2(limit)`` steps. A ``start`` that does not fit is halved. Let ``step`` do what training does,
-    the optimizer's step too (its state takes memory), on a model that may be thrown away. Leave some room
-    below the answer: memory fragments, and other shapes come. Device memory that the tries reserved is given
-    back at the end.
+    The size is doubled from ``start`` until it does not fit, then the gap is halved until it is closed: about
+    ``2 * log2(limit)`` steps. If ``start`` does not fit, it is halved. Let ``step`` do everything that
+    training does, also the optimizer's step (its state takes memory), on a model that you can throw away.
+    Use somewhat less than the result: memory fragments, and other shapes may come. The device memory that the
+    tries reserved is freed at the end.
 
     Args:
-        step: ``step(batch)``; what it returns is dropped.
-        make_batch: ``make_batch(size)`` gives a batch of that many samples. Running out of the device's
+        step: ``step(batch)``; its result is dropped.
+        make_batch: ``make_batch(size)`` returns a batch of that many samples. Running out of the device's
             memory here counts as well.
         start: The first size to try.
-        limit: The last one; the answer if it fits.
+        limit: The largest size to try; the result if it fits.
 
     Raises:
         torch.OutOfMemoryError: One sample does not fit.
         ValueError: Not ``1 <= start <= limit``.
-        TypeError: ``start`` or ``limit`` is no int.
+        TypeError: ``start`` or ``limit`` is not an int.
     """
     for name, size in (("start", start), ("limit", limit)):
         _check_int(name, size)
@@ -167,19 +167,19 @@ def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: in
 def _tried(sizes: list[int], num_samples: int, min_size: int) -> str:
     return (
         f"retry_on_oom: a batch of {num_samples} samples does not fit in parts of "
-        f"{', '.join(str(size) for size in sizes)} samples, and min_size={min_size} allows no smaller ones"
+        f"{', '.join(str(size) for size in sizes)} samples, and min_size={min_size} allows no smaller parts"
     )
 
 
 def _free_cached_memory() -> None:
-    """Give the allocator back what nobody uses: frames of a failed step may be part of a cycle."""
+    """Free unused memory of the allocator, after collecting cycles that frames of a failed step may form."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 class _Gradients:
-    """The gradients of a model at one moment. Restored into the same tensors, where there were any."""
+    """The gradients of a model at one moment, restored into the same tensors if these existed."""
 
     def __init__(self, model: nn.Module | Iterable[torch.Tensor] | None) -> None:
         self._saved: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
@@ -198,7 +198,7 @@ class _Gradients:
 def _parameters(model: Any) -> list[torch.Tensor]:
     if isinstance(model, nn.Module):
         return list(model.parameters())
-    # A lone tensor is an iterable too, of rows that have no gradients.
+    # A single tensor is an iterable too, but its rows have no gradients.
     is_iterable = isinstance(model, Iterable) and not isinstance(model, torch.Tensor)
     found = [] if model is None else list(model) if is_iterable else [model]
     strangers = [item for item in found if not isinstance(item, torch.Tensor)]
@@ -236,12 +236,12 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
 
 
 def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list[tuple[Any, int]]:
-    """``parts`` if they are what a split should give, of so many samples together if that is known."""
+    """Check the result of a split: ``num_parts`` parts, and ``num_samples`` in total if that is known."""
     if isinstance(parts, (list, tuple)) and len(parts) == num_parts and all(map(_is_pair, parts)):
         sizes = [int(size) for _, size in parts]
         if num_samples is None or (min(sizes) > 0 and sum(sizes) == num_samples):
             return [(part, size) for (part, _), size in zip(parts, sizes, strict=True)]
-    together = "" if num_samples is None else f", none empty, {num_samples} samples together"
+    together = "" if num_samples is None else f", none empty, {num_samples} samples in total"
     raise ValueError(
         f"split should give {num_parts} parts, each a pair (part, number of samples){together}, "
         f"but gave {_kind(parts)}"
@@ -254,7 +254,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _kind(value: Any, depth: int = 2) -> str:
-    """A value for a message: types, lengths and numbers, never what is in tensors."""
+    """A value for a message: types, lengths and numbers, but no values of tensors."""
     name = type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"{name} of shape {tuple(value.shape)}"
@@ -287,7 +287,7 @@ def _count_samples(batch: Any) -> int:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Tensors, and objects that move themselves and hold we do not know what."""
+    """The tensors of a batch, and its objects with their own ``to``, whose contents are unknown."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:
@@ -302,7 +302,7 @@ def _slice(batch: Any, samples: slice, num_samples: int) -> Any:
     def is_per_sample(value: Any) -> bool:
         if type(value) not in (list, tuple) or len(value) != num_samples:
             return False
-        if type(value) is tuple:  # as default_collate gives strings; (height, width) is no such tuple
+        if type(value) is tuple:  # default_collate returns strings so; (height, width) must not be split
             return all(isinstance(item, (str, bytes)) for item in value)
         return not _leaves(value)
 

@@ -1,10 +1,10 @@
-"""The memory report: what the host, this process and its CUDA devices hold, at one moment.
+"""The memory report: the memory of the host, of this process and of its CUDA devices, at one moment.
 
-1. Reading makes no CUDA context and asks the driver nothing before there is one: devices without a context
-   of this process are left out, and the report says so.
-2. A figure that this system does not tell is None, never a guess.
-3. Segments are counted once, by inode, whether this process holds a descriptor (all pages that the segment
-   has, whoever touched them) or a mapping alone (the pages that this process touched).
+1. The report makes no CUDA context, and does not call the driver before there is one. Devices on which this
+   process has no context are left out, and the report says so.
+2. A figure that the system does not report is None, never a guess.
+3. Each segment is counted once, by inode. If this process has a descriptor, all pages of the segment count;
+   if it has only a mapping, the pages that this process touched count.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) +(.*)")  # proc(
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What torch's allocator and the driver say about one CUDA device.
+    """The memory of one CUDA device, as reported by torch's allocator and the driver.
 
     Attributes:
         index: torch's number of the device.
-        name: The driver's name of it.
+        name: The driver's name of the device.
         allocated_bytes: In tensors of this process.
-        reserved_bytes: Held by this process's allocator, tensors included.
-        peak_allocated_bytes: The most since the start or the last `MemoryReport.reset_peak`.
-        peak_reserved_bytes: The same.
+        reserved_bytes: Held by this process's allocator, including its tensors.
+        peak_allocated_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
+        peak_reserved_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
         free_bytes: Free on the device, for all processes.
         total_bytes: The device's memory.
     """
@@ -58,20 +58,21 @@ class DeviceMemory:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """A snapshot; `str()` gives a table, `as_dict()` plain data.
+    """A snapshot; `str()` returns a table, `as_dict()` plain data.
 
     Attributes:
         host_total_bytes: The machine's memory.
-        host_available_bytes: What this process could still take, by MemAvailable and every cgroup.
-        cgroup_limit_bytes: The tightest limit of this process's cgroups; None without one.
-        process_rss_bytes: Resident pages of this process, shared ones in full; None if unknown.
-        process_pss_bytes: The same, shared pages divided by the processes that map them; None if unknown.
-        locked_bytes: Pages that this process locked (mlock); None if unknown. Memory that the CUDA driver
-            pinned need not be counted here.
+        host_available_bytes: How much this process could still allocate, by MemAvailable and every cgroup.
+        cgroup_limit_bytes: The lowest limit of this process's cgroups; None without one.
+        process_rss_bytes: Resident pages of this process; shared pages count in full; None if unknown.
+        process_pss_bytes: Resident pages of this process; each shared page is divided by the number of
+            processes that map it; None if unknown.
+        locked_bytes: Pages that this process locked (mlock); None if unknown. This may leave out memory that
+            the CUDA driver pinned.
         locked_limit_bytes: RLIMIT_MEMLOCK; None without a limit.
         cache_bytes: In RAM caches that this process uses; shared with the other processes that use them.
-        ring_bytes: In slots for batches under way.
-        other_segment_bytes: In other shared segments of ours (messages, datasets on their way to workers).
+        ring_bytes: In slots for batches in flight.
+        other_segment_bytes: In fastload's other shared segments (messages, datasets sent to workers).
         devices: One entry for each CUDA device on which this process has a context.
         devices_note: Why ``devices`` is empty; "" if it is not.
     """
@@ -96,9 +97,9 @@ class MemoryReport:
         return plain
 
     def reset_peak(self) -> None:
-        """Let the peaks of all devices on which this process has a context by now start from here.
+        """Reset the peaks of all devices on which this process has a context now.
 
-        This report keeps its figures; ask for a new one later.
+        This report keeps its figures; call `memory_report` again later for new ones.
         """
         for index in _devices_with_context():
             torch.cuda.reset_peak_memory_stats(index)
@@ -138,7 +139,7 @@ class MemoryReport:
 
 
 def memory_report() -> MemoryReport:
-    """What memory the host, this process and its CUDA devices hold now; costs some milliseconds.
+    """The memory of the host, of this process and of its CUDA devices now; takes some milliseconds.
 
     Makes no CUDA context: before the first CUDA call of this process the report has no devices.
     """
@@ -170,14 +171,14 @@ def _size(nbytes: int | None, without: str = "") -> str:
 def _total_bytes() -> int:
     try:
         return int(psutil.virtual_memory().total)
-    except OSError:  # /proc is not there
+    except OSError:  # there is no /proc
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _resident_bytes() -> int | None:
     try:
         return int(psutil.Process().memory_info().rss)
-    except (OSError, psutil.Error):  # /proc is not there, or hides this process
+    except (OSError, psutil.Error):  # there is no /proc, or it hides this process
         return None
 
 
@@ -195,7 +196,7 @@ def _locked_limit() -> int | None:
 
 
 class _SegmentPart(NamedTuple):
-    """What one descriptor, or one mapping, shows of a segment."""
+    """The information about a segment from one descriptor or one mapping."""
 
     identity: tuple[int, int]  # device and inode
     kind: str
@@ -203,13 +204,13 @@ class _SegmentPart(NamedTuple):
 
 
 def _segment_bytes() -> dict[str, int]:
-    """Bytes in our segments by the word behind ``fastload-`` in their names."""
+    """The bytes in fastload's segments, by the word after ``fastload-`` in their names."""
     held = {part.identity: part for part in _descriptors()}
     mapped: dict[tuple[int, int], int] = {}
     total: dict[str, int] = {}
     for part in _mappings():
         if part.identity not in held:
-            # One segment mapped twice shares its pages: the larger figure is the better bound.
+            # Two mappings of one segment share pages: the larger figure is the better bound.
             before = mapped.get(part.identity, 0)
             mapped[part.identity] = max(before, part.nbytes)
             total[part.kind] = total.get(part.kind, 0) + mapped[part.identity] - before
@@ -224,7 +225,7 @@ def _descriptors() -> list[_SegmentPart]:
         try:
             link = _SEGMENT_LINK.match(os.readlink(f"/proc/self/fd/{fd}"))
             status = os.stat(f"/proc/self/fd/{fd}") if link else None
-        except FileNotFoundError:  # closed since the listing, as the listing's own descriptor
+        except FileNotFoundError:  # closed since the listing, such as the listing's own descriptor
             continue
         if link is not None and status is not None:
             identity = (status.st_dev, status.st_ino)
@@ -251,7 +252,7 @@ def _read(file: str) -> str:
     try:
         return Path("/proc/self", file).read_text()
     except OSError:
-        return ""  # not on this system, or hidden from this user
+        return ""  # the file does not exist on this system, or is hidden from this user
 
 
 # --- the devices ------------------------------------------------------------------------------------------
@@ -260,7 +261,7 @@ def _read(file: str) -> str:
 def _devices_with_context() -> list[int]:
     if not torch.cuda.is_initialized():
         return []
-    core: Any = torch._C  # there is no public name for this
+    core: Any = torch._C  # torch has no public function for this
     return [index for index in range(torch.cuda.device_count()) if core._cuda_hasPrimaryContext(index)]
 
 

@@ -1,6 +1,6 @@
-"""Batches made in other processes, or in threads.
+"""Make batches in worker processes or worker threads.
 
-Read in this order: `worker` (in the process), `pool` (its owner), `schedule` and `task` (which batch is
-whose), `channel` and `job` (what travels), `process`, `starting` and `death_message` (how a worker begins and
-ends), `threads`; `auto_workers` chooses how many there are.
+Read in this order: `worker` (code in the worker process), `pool` (its owner in the parent), `schedule` and
+`task` (which worker makes which batch), `channel` and `job` (messages between the two), `process`, `starting`
+and `death_message` (start and end of a worker), `threads`; `auto_workers` chooses the number of workers.
 """

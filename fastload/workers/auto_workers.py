@@ -1,15 +1,16 @@
-"""`num_workers="auto"`: how many workers make the shortest epochs, measured before the first one.
+"""`num_workers="auto"`: measure which number of workers has the shortest epochs, before the first epoch.
 
-The trial runs in a process of its own, which iterates over a loader of the same arguments with several
-numbers of workers, for a fraction of a second each. Rules:
+The trial runs in its own process. It iterates over a loader with the same arguments and several numbers of
+workers, for a fraction of a second each. Rules:
 
-1. Nothing is read, drawn or changed in the consumer's process. What the trial reads fills shared caches.
-2. Each number is measured as it will be used: through the transport, and with the start of its workers where
-   these do not persist.
-3. How long the consumer computes between two batches is unknown before the first epoch. Until then the number
-   is chosen for which the worst case is the best one, and measured from then on.
-4. A trial that fails, hangs or is killed is no error: there are then as many workers as CPUs.
-5. The trial ends with this process, and takes its workers with it.
+1. The trial reads, draws and changes nothing in the consumer's process. The samples that it reads fill shared
+   caches.
+2. The trial measures each number as the loader will use it: through the transport, and with the start of the
+   workers if these are not persistent.
+3. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
+   uses the number with the best worst case. From the first epoch on, the consumer's time is measured.
+4. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
+5. The trial ends when this process ends, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastload")
 
-_LIMIT_S = 60.0  # after which the trial is given up
-_MOST_DEFAULT = 16  # workers, where nothing was measured
-_WORTH = 0.9  # twice as many workers are tried on while an epoch takes less than this share of the time
-_WAITS = 2  # times what a batch costs that is ready: then the consumer waited for workers
-_ALIKE = 1.03  # epochs whose times differ by less are taken for equal
-_UNKNOWN_LENGTH = 1000  # batches, where the loader cannot tell
+_LIMIT_S = 60.0  # the time limit of the trial
+_MOST_DEFAULT = 16  # the most workers if nothing was measured
+_WORTH = 0.9  # doubling goes on while it cuts the time of an epoch to less than this share
+_WAITS = 2  # a call this many times longer than for a ready batch means: the consumer waited for workers
+_ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
+_UNKNOWN_LENGTH = 1000  # batches of an epoch, if the loader has no length
 
 
 class Effort(NamedTuple):
     """How thoroughly a trial measures.
 
     Attributes:
-        window_s: Over which batches are counted.
-        slow_s: One measurement of slow batches takes no longer, once the first batch is there.
-        enough_s: Of the trial, after which no number is measured a second time.
-        long_s: Of the trial, after which no larger number is tried.
-        most_workers: That are tried.
+        window_s: The time over which batches are counted.
+        slow_s: Upper bound for one measurement of slow batches, from the first batch on.
+        enough_s: Once the trial has taken this long, no number is measured a second time.
+        long_s: Once the trial has taken this long, no larger number is tried.
+        most_workers: The largest number that is tried.
     """
 
     window_s: float = 0.25
@@ -62,13 +63,13 @@ _EFFORT = Effort()
 
 
 class Timing(NamedTuple):
-    """What was measured with one number of workers.
+    """The times measured with one number of workers.
 
     Attributes:
         first_s: From the start of an epoch to its first batch.
-        batch_s: From one batch to the next, where the consumer only takes them.
-        receive_s: What a batch that is ready costs the consumer.
-        num_batches: Of an epoch.
+        batch_s: From one batch to the next, if the consumer does nothing between them.
+        receive_s: The time that the consumer needs to receive a batch that is ready.
+        num_batches: The number of batches in an epoch.
         has_workers: Whether batches are made while the consumer computes.
     """
 
@@ -86,24 +87,24 @@ class Timing(NamedTuple):
         return self.first_s + step_s + (self.num_batches - 1) * own_s
 
     def corrected(self, step_s: float, wait_s: float) -> Timing:
-        """The same after an epoch, which is longer than a measurement.
+        """These times corrected by an epoch, which is longer than a measurement.
 
         Args:
             step_s: How long the consumer computed between two batches.
-            wait_s: How long it waited for one, the first one left out.
+            wait_s: How long the consumer waited for a batch, not counting the first.
         """
         if not self.has_workers:
             return self._replace(batch_s=wait_s)
         if wait_s > _WAITS * self.receive_s:
             return self._replace(batch_s=step_s + wait_s)
-        return self._replace(batch_s=min(self.batch_s, step_s + wait_s))  # batches were ready before
+        return self._replace(batch_s=min(self.batch_s, step_s + wait_s))  # batches were ready early
 
 
 class AutoWorkers:
-    """Chooses a number of workers: for the first epoch, and anew when more is known.
+    """Chooses the number of workers for the first epoch, and again when more is known.
 
     Args:
-        make_loader: Makes the loader with a number of workers; must be picklable where processes are spawned.
+        make_loader: Makes a loader with a given number of workers; picklable if processes are spawned.
         context: How the workers are started; None for torch's default.
         least: The fewest workers that the other arguments allow.
     """
@@ -118,7 +119,7 @@ class AutoWorkers:
         self._step_s: float | None = None
 
     def choose(self, dataset: Any) -> int:
-        """The number of workers for the epochs to come."""
+        """The number of workers for the next epochs."""
         before = self._num_workers
         if not self._timings or (self._was_filling and not _is_filling(dataset)):
             self._was_filling = _is_filling(dataset)
@@ -126,11 +127,11 @@ class AutoWorkers:
         elif self._step_s is not None:
             self._num_workers = fastest(self._timings, self._step_s, current=before)
             if self._num_workers != before:
-                self._explain(f"where the consumer computes for {1e3 * self._step_s:.3g} ms a batch")
+                self._explain(f"now that the consumer computes for {1e3 * self._step_s:.3g} ms a batch")
         return self._num_workers
 
     def note_epoch(self, num_workers: int, step_s: float, wait_s: float) -> None:
-        """Take in what an epoch showed; see `Timing.corrected`."""
+        """Record the times of an epoch; see `Timing.corrected`."""
         self._step_s = step_s
         if num_workers in self._timings:
             self._timings[num_workers] = self._timings[num_workers].corrected(step_s, wait_s)
@@ -139,7 +140,7 @@ class AutoWorkers:
         default = max(self._least, min(worthwhile_cpus(), _MOST_DEFAULT))
         current: Any = process.current_process()
         if current.daemon or getattr(current, "_inheriting", False):
-            log.info('num_workers="auto": %d, as this process may start no workers', self._least)
+            log.info('num_workers="auto": %d, because this process may not start workers', self._least)
             return
         started_s = time.perf_counter()
         timings = self._try(default)
@@ -161,12 +162,12 @@ class AutoWorkers:
         )
         kind = "of loading alone" if self._step_s is None else "of these steps"
         log.info(
-            'num_workers="auto": %d, %s; an epoch %s by the number of workers: %s',
+            'num_workers="auto": %d, %s; time of an epoch %s for each number of workers: %s',
             *(self._num_workers, condition, kind, epochs),
         )
 
     def _try(self, default: int) -> dict[int, Timing] | str:
-        """What was measured by the number of workers, or in a clause why nothing was."""
+        """The timing of each number of workers, or the reason why the trial failed, as a clause."""
         context = self._context or torch.multiprocessing.get_context()
         receiver, sender = context.Pipe(duplex=False)
         try:
@@ -176,7 +177,7 @@ class AutoWorkers:
             )
             try:
                 child.start()
-            except Exception as error:  # noqa: BLE001  # what cannot be pickled is an error of the first epoch
+            except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
                 return f"its process could not be started: {error!r}"
             sender.close()
             try:
@@ -188,7 +189,7 @@ class AutoWorkers:
                 child.join()
                 return f"its process ended with exit code {child.exitcode}"
             finally:
-                child.kill()  # it has nothing left to do
+                child.kill()  # its work is done
                 child.join()
         finally:
             sender.close()
@@ -196,7 +197,7 @@ class AutoWorkers:
 
 
 def check_countable(dataset: Any) -> None:
-    """Refuse a dataset for which more workers are not simply faster.
+    """Refuse a dataset whose samples depend on the number of workers.
 
     Raises:
         ValueError: The dataset is iterable-style.
@@ -204,23 +205,25 @@ def check_countable(dataset: Any) -> None:
     if isinstance(dataset, torch.utils.data.IterableDataset):
         raise ValueError(
             f'num_workers="auto" needs a map-style dataset, but the dataset is a {type(dataset).__name__}: '
-            "what each worker reads of an iterable dataset depends on the number of workers; give a number"
+            "the samples that each worker reads from an iterable dataset depend on the number of workers; "
+            "give num_workers as a number"
         )
 
 
 def fastest(timings: dict[int, Timing], step_s: float, current: int) -> int:
-    """The number of workers with the shortest epochs; the current one, where that is as good."""
+    """The number of workers with the shortest epochs; the current number if it is as good."""
     epochs_s = {number: timing.epoch_s(step_s) for number, timing in timings.items()}
     alike = _alike(epochs_s)
     return current if current in alike else min(alike)
 
 
 def safest(timings: dict[int, Timing]) -> int:
-    """The number of workers that is at most so many times as slow as the best, whatever the consumer does.
+    """The number of workers whose worst case, over all step times of the consumer, is closest to the best.
 
-    With workers a consumer computes while batches are made; without, a batch takes no time on its way. So the
-    best number depends on how long the consumer computes: for each number this function looks at the step for
-    which it is the worst choice. Of several that are alike the smallest is chosen, but not 0.
+    With workers, the consumer computes while batches are made; without workers, batches need no transport. So
+    the best number depends on how long the consumer computes. For each number this function takes the step
+    time at which the number loses the most against the best one. Of several equal numbers it chooses the
+    smallest, but not 0.
     """
     steps_s = {0.0, *(timing.batch_s for timing in timings.values())}
     worst = dict.fromkeys(timings, 1.0)
@@ -234,7 +237,7 @@ def safest(timings: dict[int, Timing]) -> int:
 
 
 def _alike(costs: dict[int, float]) -> list[int]:
-    """The numbers whose costs are the lowest, or hardly more."""
+    """The numbers whose costs are the lowest, or within the factor `_ALIKE` of it."""
     least = min(costs.values())
     return [number for number, cost in costs.items() if cost <= _ALIKE * least]
 
@@ -259,7 +262,7 @@ def _run(
     effort: Effort,
     parent_pid: int,
 ) -> None:
-    """Send what was measured by the number of workers, or in a clause why nothing was."""
+    """Send the timing of each number of workers, or the reason why the trial failed, as a clause."""
     try:
         drop_signal_handlers()
         leave_with(parent_pid)
@@ -268,13 +271,13 @@ def _run(
         logging.disable()
         sender.send(measure_all(make_loader, default, least, effort))
     except KeyboardInterrupt:
-        pass  # the parent gets one too, and says so
+        pass  # the parent gets the signal too, and raises
     except Exception as error:  # noqa: BLE001  # the first epoch raises it for the user
         sender.send(_in_a_line(error))
 
 
 def _in_a_line(error: Exception) -> str:
-    """An error's class and the last line of its text, which is that of the user's code."""
+    """An error's class and the last line of its text, which comes from the user's code."""
     lines = str(error).split("\n")
     last = next((line for line in reversed(lines) if line.strip(" )")), "")
     return f"{type(error).__name__}: {last:.200}"
@@ -283,7 +286,7 @@ def _in_a_line(error: Exception) -> str:
 def measure_all(
     make_loader: Callable[[int], Any], default: int, least: int, effort: Effort
 ) -> dict[int, Timing]:
-    """Timings with as many workers as CPUs, half and twice as many and more, and none."""
+    """The timings of ``default`` workers, half of it, twice and more times as many, and no workers."""
     began_s = time.perf_counter()
     numbers = {max(least, default // 2), default} - {0}
     found = {number: measure(make_loader, number, effort) for number in sorted(numbers, reverse=True)}
@@ -296,13 +299,13 @@ def measure_all(
     for number in list(found):
         if time.perf_counter() - began_s < effort.enough_s:
             found[number] = _better(found[number], measure(make_loader, number, effort))
-    if least == 0:  # last: what the dataset opens in this process must not be copied to workers by a fork
+    if least == 0:  # comes last: a fork must not copy files that the dataset opens in this process
         found[0] = _better(measure(make_loader, 0, effort), measure(make_loader, 0, effort))
     return found
 
 
 def _better(one: Timing, other: Timing) -> Timing:
-    """The lower figures of two measurements: what disturbs one only makes it slower."""
+    """The lower times of two measurements: a disturbance only makes a measurement slower."""
     return one._replace(
         first_s=min(one.first_s, other.first_s),
         batch_s=min(one.batch_s, other.batch_s),
@@ -313,7 +316,7 @@ def _better(one: Timing, other: Timing) -> Timing:
 def measure(make_loader: Callable[[int], Any], num_workers: int, effort: Effort) -> Timing:
     """The timing of one number of workers, from some batches of an epoch, or from several short epochs."""
     with make_loader(num_workers) as loader:
-        num_ahead = num_workers * (loader.prefetch_factor or 0)  # made while the first one is waited for
+        num_ahead = num_workers * (loader.prefetch_factor or 0)  # made during the wait for the first batch
         firsts_s: list[float] = []
         calls_s: list[float] = []
         counted_s, num_counted = 0.0, 0
@@ -327,14 +330,14 @@ def measure(make_loader: Callable[[int], Any], num_workers: int, effort: Effort)
             if is_cut or sum(firsts_s) + sum(calls_s) >= effort.window_s:
                 break
         batch_s = counted_s / num_counted if num_counted else 0.0
-        # Workers that persist start once, not in each epoch.
+        # Persistent workers start once, not in each epoch.
         first_s = batch_s if loader.persistent_workers else min(firsts_s, default=0.0)
         receive_s = min(calls_s, default=0.0)
         return Timing(first_s, batch_s, receive_s, _length(loader), num_workers > 0)
 
 
 def _calls(loader: Any, num_ahead: int, num_workers: int, effort: Effort) -> Iterable[float]:
-    """Seconds of the start and of each call for a batch, until enough of an epoch was seen."""
+    """Seconds of the start and of each call for a batch, until enough of an epoch was measured."""
     began_s = before_s = time.perf_counter()
     window_s = first_s = began_s
     for number, _ in enumerate(loader):

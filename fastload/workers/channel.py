@@ -1,12 +1,12 @@
-"""One pipe between the parent and one worker: whole messages of at most 4 KB, with descriptors.
+"""The pipe between the parent and one worker, for messages of at most 4 KB and file descriptors.
 
-A pair of connected SOCK_SEQPACKET sockets: each message arrives whole or not at all, and may bring
-descriptors along (unix(7), SCM_RIGHTS). Rules:
+It is a pair of connected SOCK_SEQPACKET sockets: each message arrives complete or not at all, and may carry
+descriptors (unix(7), SCM_RIGHTS). Rules:
 
-1. A message above MESSAGE_BYTES travels in a segment of its own; the pipe carries the segment's descriptor.
-2. The parent never blocks in send: messages that the socket does not take wait in the outbox. So the parent
-   always receives from a worker that blocks in send, and the two ends can never wait for each other.
-3. close() shuts the connection down, so that the other end sees it even if a forked process kept a copy.
+1. A message above MESSAGE_BYTES is sent in its own segment; the pipe carries the segment's descriptor.
+2. The parent never blocks in send: messages that the socket does not accept wait in the outbox. So the parent
+   can always receive from a worker that blocks in send, and the two ends can never deadlock.
+3. close() shuts the connection down, so that the other end notices it even if a forked process has a copy.
 4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
    number. The receiver never mistakes it for a message without descriptors.
 5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MESSAGE_BYTES = 4096
-_HEADER = struct.Struct("<?BQQ")  # whether it is in a segment, descriptors, number, bytes of the message
+_HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
 # The arguments of recvmsg, each in a tuple for map().
 _RECEIVE = (
@@ -48,11 +48,11 @@ class Received:
     """A message that has arrived; it owns its descriptors until `close`.
 
     Args:
-        data: What came through the socket.
+        data: The bytes that came through the socket.
         fds: The descriptors that came with it.
 
     Attributes:
-        number: As the sender gave it.
+        number: The number that the sender gave it.
         is_cut: Whether descriptors are missing, because this process may open no more.
     """
 
@@ -65,18 +65,18 @@ class Received:
 
     @property
     def is_readable(self) -> bool:
-        """Whether `load` gives the message."""
+        """Whether `load` succeeds."""
         try:
             self.load()
-        except Exception:  # noqa: BLE001  # whatever the classes in the message raise
+        except Exception:  # noqa: BLE001  # the classes in the message may raise anything
             return False
         return True
 
     def load(self) -> Any:
-        """The message, if it is not cut.
+        """Unpickle the message, which must not be cut.
 
         Raises:
-            Exception: What unpickling raised.
+            Exception: An error of unpickling.
         """
         if self._is_in_segment:
             return pickle.loads(_read_all(self._fds[0], self._nbytes))
@@ -84,7 +84,7 @@ class Received:
 
     @property
     def fd(self) -> int | None:
-        """The descriptor that was sent along, which stays this object's."""
+        """The descriptor that was sent with the message; this object keeps owning it."""
         place = int(self._is_in_segment)
         return self._fds[place] if len(self._fds) > place else None
 
@@ -105,7 +105,7 @@ class Channel:
         end.setblocking(blocking)
         self._socket = end
         self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
-        self._arrived: deque[Any] = deque()  # as the socket gave it
+        self._arrived: deque[Any] = deque()  # results of recvmsg
         self._inbox: deque[Received] = deque()
 
     def fileno(self) -> int:
@@ -113,16 +113,16 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
-        """Send a picklable message, and a descriptor with it, which stays the caller's.
+        """Send a picklable message and a descriptor, which the caller keeps owning.
 
         Args:
             message: Any picklable object.
             fd: A descriptor of which the receiver gets a duplicate.
-            number: Which the receiver can read even where the message cannot be received.
+            number: The receiver can read it even if it cannot receive the message.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
-            SegmentError, OSError: There is no memory or descriptor left for a long message; nothing was sent.
+            SegmentError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         fds: list[int] = []
@@ -135,7 +135,7 @@ class Channel:
                 _write_all(segment.fd, data)
                 data = b""
             if fd is not None:
-                fds.append(os.dup(fd))  # it may wait in the outbox for longer than the caller keeps it open
+                fds.append(os.dup(fd))  # the message may wait in the outbox after the caller closes fd
         except BaseException:
             for own in fds:
                 os.close(own)
@@ -144,7 +144,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what waits in the outbox; False if some of it must wait on."""
+        """Send the messages in the outbox; return False if some of them must wait longer."""
         while self._outbox:
             data, fds = self._outbox[0]
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -162,12 +162,12 @@ class Channel:
         Returns None when there is none yet (parent) or when the other end has gone (both).
         """
         if self._inbox:
-            self._arrived.clear()  # the same message, where a signal came between the two last lines
+            self._arrived.clear()  # the same message, if a signal came between the last two lines
             return self._inbox[0]
         if not self._arrived:
             try:
-                # One call from the socket into the deque: a signal handler that raises finds the message
-                # either in the socket or in the deque.
+                # One call moves the message from the socket into the deque: if a signal handler raises, the
+                # message is still in one of the two.
                 self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
             except (BlockingIOError, ConnectionResetError):
                 return None
@@ -180,13 +180,13 @@ class Channel:
         return self._inbox[0]
 
     def take_out(self) -> None:
-        """Remove the message that `peek` gave, and close its descriptors."""
+        """Remove the message that `peek` returned, and close its descriptors."""
         self._inbox[0].close()
         self._inbox.popleft()
 
     @property
     def is_flushed(self) -> bool:
-        """Whether nothing waits in the outbox."""
+        """Whether the outbox is empty."""
         return not self._outbox
 
     def has_message(self) -> bool:
@@ -201,7 +201,7 @@ class Channel:
             return False
 
     def is_hung_up(self) -> bool:
-        """Whether the other end has closed; messages sent before that may still wait here."""
+        """Whether the other end has closed; earlier messages may still be waiting here."""
         poller = select.poll()
         poller.register(self._socket, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
         return bool(poller.poll(0))
@@ -213,7 +213,7 @@ class Channel:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close this process's copy and leave the connection to the process that owns it (after a fork)."""
+        """After a fork: close this process's copy; the connection stays open for its owner."""
         while self._outbox:
             _close_all(iter(self._outbox.popleft()[1]))
         if self._inbox:
@@ -225,13 +225,13 @@ class Channel:
 
 
 class ChannelEnd:
-    """A worker's end on its way to the worker: pickles as a descriptor while a process is being started."""
+    """A worker's end before the worker opens it; pickles as a descriptor while a process is being started."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
     def open(self) -> Channel:
-        """The channel, in the worker."""
+        """Make the channel, in the worker."""
         return Channel(self.socket, blocking=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -243,13 +243,13 @@ def _attach_end(duplicate: Any) -> ChannelEnd:
 
 
 def make_channel() -> tuple[Channel, ChannelEnd]:
-    """A connected pair: the parent's channel and the end that a worker will open."""
+    """Make a connected pair: the parent's channel and the end that a worker will open."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(ours, blocking=False), ChannelEnd(theirs)
 
 
 def _close_all(fds: Iterator[int]) -> None:
-    """Close descriptors as they leave the iterator, in one call: no signal handler runs between the two."""
+    """Close the descriptors in one call, so that no signal handler runs between taking and closing one."""
     deque(map(os.close, fds), maxlen=0)
 
 

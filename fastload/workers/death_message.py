@@ -1,4 +1,4 @@
-"""The text of the error for a worker that ended while it was needed, made in the parent."""
+"""Write the error message for a worker that ended while it was still needed. Runs in the parent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed in this cgroup for want of memory; 0 where it does not say."""
+    """How many processes of this cgroup the out-of-memory killer has killed; 0 if the kernel does not say."""
     try:
         groups = Path("/proc/self/cgroup").read_text()
         path = next(line[3:] for line in groups.splitlines() if line.startswith("0::"))
@@ -24,17 +24,17 @@ def oom_kills() -> int:
 
 
 def death_message(worker_id: int, code: int | None, task: Task | None, num_oom_kills: int = 0) -> str:
-    """How a worker ended, what it was doing, and what is likely to blame.
+    """A message that says how a worker ended, what it was doing, and the likely cause.
 
     Args:
-        worker_id: Its number.
-        code: Its exit code; minus the number of a signal that killed it; None if that is not known.
-        task: What it owed first.
-        num_oom_kills: Processes of this cgroup that were killed for want of memory since it began.
+        worker_id: The number of the worker.
+        code: Its exit code; minus the signal number if a signal killed it; None if unknown.
+        task: The first task that it had not answered.
+        num_oom_kills: How many processes of this cgroup the out-of-memory killer has killed since it began.
     """
     if code is None:
         how = f"worker {worker_id} ended, and another part of this program took its exit code"
-        cause = "a handler for SIGCHLD or a call of os.wait() that waits for any child does that"
+        cause = "for example a SIGCHLD handler or a call of os.wait(), which waits for any child"
     elif code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         how = f"worker {worker_id} was killed by {name}"
@@ -44,7 +44,7 @@ def death_message(worker_id: int, code: int | None, task: Task | None, num_oom_k
             if num_oom_kills > 0
             else "most often the kernel's out-of-memory killer or a container's memory limit",
             signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
-            signal.SIGTERM: "something outside asked it to end",
+            signal.SIGTERM: "another process asked it to end",
         }
         cause = causes.get(-code, "native code crashed; its Python stack is on stderr")
     else:
@@ -53,7 +53,7 @@ def death_message(worker_id: int, code: int | None, task: Task | None, num_oom_k
             "user code called sys.exit() or os._exit(), or the process could not start: "
             "see stderr, and check that the script has an `if __name__ == '__main__':` guard"
         )
-    doing = "It owed no batch."
+    doing = "It had no unfinished batch."
     if task is not None:
-        doing = f"It was at batch {task.number}, index {short_repr(task.index)}."
+        doing = f"It was working on batch {task.number}, index {short_repr(task.index)}."
     return f"{how} ({cause}). {doing} num_workers=0 runs the same code in this process."

@@ -1,8 +1,8 @@
-"""What workers are asked to do, and how it crosses the process border: pickled once for all of them.
+"""The job of the workers (dataset and settings), and its transfer to them: pickled once for all workers.
 
-Under fork nothing is pickled. Under spawn and forkserver the parent pickles the job once into a segment;
-each worker gets that segment's descriptor, and duplicates of the descriptors that the job refers to
-(locks' and queues' pipes, shared tensors, caches).
+Under fork nothing is pickled. Under spawn and forkserver the parent pickles the job once into a segment.
+Each worker gets the segment's descriptor, and duplicates of the descriptors that the job refers to (pipes of
+locks and queues, shared tensors, caches).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _MAX_SEARCH_DEPTH = 6
 
 @dataclass(kw_only=True)
 class Job(FetchSettings):
-    """Everything that all workers of one iterator share; without workers, what the iterator does itself.
+    """The dataset and settings that all workers of one iterator share; also used without workers.
 
     Attributes:
-        dataset: What is read.
-        worker_init_fn: As torch's loader has it.
-        base_seed: Drawn when the iterator was made.
-        num_workers: Of the loader.
-        seed_pipelines: Whether albumentations pipelines get streams of their own.
-        seeds_samples: Whether each sample is seeded: ``rng="sample"``.
-        dataset_states: Where an iterable dataset goes on, by worker; None: at its beginning.
+        dataset: The dataset to read.
+        worker_init_fn: As in torch's loader.
+        base_seed: The seed drawn when the iterator was made.
+        num_workers: The number of workers of the loader.
+        seed_pipelines: Whether each albumentations pipeline gets its own random stream.
+        seeds_samples: Whether each sample is seeded (``rng="sample"``).
+        dataset_states: The state from which each worker's iterable dataset resumes; None: from its beginning.
     """
 
     dataset: Any
@@ -63,11 +63,11 @@ class Job(FetchSettings):
 
     @classmethod
     def of(cls, loader: LoaderSettings, base_seed: int, dataset_states: list[StreamState] | None) -> Job:
-        """What an epoch of this loader asks of whoever fetches it.
+        """The job for an epoch of this loader.
 
         Args:
-            loader: Read, not kept.
-            base_seed: What was drawn when the iterator was made.
+            loader: Its settings are read; it is not kept.
+            base_seed: The seed drawn when the iterator was made.
             dataset_states: See above.
         """
         return cls(
@@ -88,14 +88,14 @@ class Job(FetchSettings):
         )
 
     def load(self) -> Job:
-        """The job itself: under fork it needs no unpacking."""
+        """Return the job itself: under fork nothing was pickled."""
         return self
 
 
 def _replacements(loader: LoaderSettings) -> Sequence[Any]:
     """The indices that the sampler may give, if `on_error` needs them and the sampler is one of torch's.
 
-    A batch sampler of the user's chooses its indices itself: the sampler that torch then makes is not used.
+    A batch sampler of the user's chooses its own indices and does not use the sampler that torch makes.
     """
     if loader.on_error == "raise":
         return ()
@@ -111,7 +111,7 @@ def _replacements(loader: LoaderSettings) -> Sequence[Any]:
 
 
 class PickledJob:
-    """A job as a segment and the descriptors it refers to; pickles into a process that is being started."""
+    """A job as a segment and its descriptors; can be pickled for a process that is being started."""
 
     def __init__(self, segment: Segment, sizes: list[int], fds: list[int]) -> None:
         self._segment = segment
@@ -121,7 +121,7 @@ class PickledJob:
     def load(self) -> Job:
         """Unpickle the job, in the worker.
 
-        Large arrays are views of private copy-on-write pages: unchanged ones are shared by all workers.
+        Large arrays are views of private copy-on-write pages: all workers share the pages they do not change.
         """
         pages = mmap.mmap(
             self._segment.fd, self._segment.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -142,7 +142,7 @@ class PickledJob:
         return job
 
     def close(self) -> None:
-        """Close the descriptors; in the parent, once all workers have been started."""
+        """Close the descriptors; the parent calls this once all workers have been started."""
         self._segment.close()
         for fd in self._fds:
             os.close(fd)
@@ -161,7 +161,7 @@ def pickle_job(job: Job) -> PickledJob:
     """Pickle ``job`` once for any number of workers.
 
     Raises:
-        Exception: What pickle raised, with a note that names the attribute that cannot be pickled.
+        Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
     """
     fds: list[int] = []
     buffers: list[pickle.PickleBuffer] = []
@@ -207,7 +207,7 @@ def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
         return False
 
     file = io.BytesIO()
-    # ForkingPickler knows how locks, queues, connections and torch's tensors are handed to a process.
+    # ForkingPickler can send locks, queues, connections and torch's tensors to another process.
     reduction.ForkingPickler(file, 5, True, take).dump(value)
     return file.getvalue()
 
@@ -218,7 +218,7 @@ _received_fds: list[int] = []
 
 
 class _InheritedFd:
-    """A descriptor by its place in the job's list; what multiprocessing calls a DupFd."""
+    """A descriptor, named by its place in the job's list; stands in for multiprocessing's DupFd."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -228,7 +228,7 @@ class _InheritedFd:
 
 
 class _Collector:
-    """Stands where multiprocessing expects the process that is being started, and keeps its descriptors."""
+    """Stands in for the process that multiprocessing is starting, and collects its descriptors."""
 
     DupFd = _InheritedFd
 
@@ -242,14 +242,14 @@ class _Collector:
 
 @contextlib.contextmanager
 def _collect_descriptors(fds: list[int]) -> Any:
-    context.set_spawning_popen(_Collector(fds))  # type: ignore[arg-type]  # typeshed knows real Popens only
+    context.set_spawning_popen(_Collector(fds))  # type: ignore[arg-type]  # typeshed expects a real Popen
     try:
         yield
     finally:
         context.set_spawning_popen(None)
 
 
-# --- saying what cannot be pickled -----------------------------------------------------------------------
+# --- finding the attribute that cannot be pickled ---------------------------------------------------------
 
 
 def _explain(job: Job) -> str:
@@ -260,21 +260,21 @@ def _explain(job: Job) -> str:
                 path, value = found
                 return (
                     f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. "
-                    "Define functions and classes at the top level of a module instead of lambdas and local "
-                    "functions, open files and connections lazily in the worker, "
+                    "Define functions and classes at the top level of a module, not as lambdas or local "
+                    "functions; open files and connections in the worker, at their first use; "
                     "or use multiprocessing_context='fork'."
                 )
     return "fastload: the dataset could not be sent to a worker process"
 
 
 def _find_unpicklable(value: Any, path: str, depth: int) -> tuple[str, Any] | None:
-    """The deepest attribute or element that fails to pickle, by its path."""
+    """The path and value of the deepest attribute or element that cannot be pickled."""
     fds: list[int] = []
     try:
         with _collect_descriptors(fds):
             _dump(value, [])
         return None
-    except Exception:  # noqa: BLE001  # whatever it raises is what we look for
+    except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
         pass
     finally:
         for fd in fds:

@@ -1,18 +1,19 @@
-"""Start, feed, watch and stop workers. Runs in the parent, and owns every process, pipe and slot.
+"""Start, feed, watch and stop worker processes. Runs in the parent, and owns every process, pipe and slot.
 
 The pool does not know samplers and epochs: it takes tasks for a worker and returns the worker's answers, in
 the order of the tasks. Rules:
 
-1. Only this process keeps books; workers share nothing with each other.
-2. A task that finds no free slot, or a message that finds its pipe full, waits here and is sent later.
-3. A worker that ends while it is needed is an error within moments: its process is watched, not timed.
-4. close() may be called at any time, from any state and thread, again after it was interrupted, and in a
-   forked child, where it only lets go (and takes no lock: a thread that does not exist there may have held
-   it at the fork).
-5. Answers are matched to tasks by their serial number. An answer that cannot be received or opened is an
-   error at the turn of its task, and costs no other.
+1. Only this process keeps state about tasks and slots; workers share nothing with each other.
+2. If a task gets no free slot, or a message finds the pipe full, it waits here and is sent later.
+3. If a worker ends while it is needed, an error is raised within moments: the pool watches its process
+   instead of waiting for a timeout.
+4. close() may be called at any time, in any state, from any thread, and again after it was interrupted. In a
+   forked child it only closes descriptors and takes no lock: a thread that does not exist there may have held
+   the lock at the fork.
+5. Answers are matched to tasks by their serial number. If an answer cannot be received or opened, an error is
+   raised at the turn of its task; other tasks are not affected.
 6. An exception from a signal handler may end `take`. The next call continues from there, because a task or an
-   answer leaves its queue only after the pool has recorded the step that it was in.
+   answer leaves its queue only after the pool has recorded the current step.
 """
 
 from __future__ import annotations
@@ -59,33 +60,33 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fastload")
 
-# A worker may finish its current sample; after that it gets SIGTERM, and then SIGKILL.
+# A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
 _TERMINATE_S = 1.0
-# After a death the caller waits for its error, and batches that other workers are reading are lost anyway.
+# After a death the caller waits for the error, and the batches of other workers are lost anyway.
 _GRACE_AFTER_DEATH_S = 0.2
-# One look at a pool of live processes costs less than this matters.
+# How often a waiting caller checks its workers; a check costs little.
 _WATCH_INTERVAL_S = 5.0
 
 
 class _WorkerHandle:
-    """What the parent knows of one worker."""
+    """The parent's state of one worker."""
 
     def __init__(self, process: WorkerProcess, channel: Channel) -> None:
         self.process = process
         self.channel = channel
-        self.waiting: deque[Task] = deque()  # no slot yet
-        self.sent: deque[Task] = deque()  # in the order of their answers; those before the caller's are done
+        self.waiting: deque[Task] = deque()  # tasks without a slot
+        self.sent: deque[Task] = deque()  # in the order of their answers; tasks before the caller's are done
 
 
 class Pool:
-    """The workers of one iterator.
+    """The worker processes of one iterator.
 
     Args:
-        job: What they do.
+        job: Their job.
         context: The multiprocessing context that starts them.
-        ring: The books of their slots.
-        num_restarts: How many workers that died may be replaced; their unfinished tasks are done again.
+        ring: The state of their slots.
+        num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
 
     Raises:
         WorkerStartError: Processes cannot be started from here.
@@ -93,16 +94,16 @@ class Pool:
 
     def __init__(self, job: Job, context: BaseContext, ring: Ring, *, num_restarts: int = 0) -> None:
         self.ring = ring
-        self.registered: RegisteredSlots | None = None  # where a device reads slots in place
-        self.lock = threading.RLock()  # between the consumer's thread and the one that pins its batches
+        self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
+        self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._closing = threading.RLock()
         self._pid = os.getpid()
         self._serials = itertools.count(1)  # of messages to workers
         self._workers: list[_WorkerHandle] = []
         self._is_closed = False
-        self._death = ""  # the text of the error, if workers died and the pool closed for that
+        self._death = ""  # the error message, if the pool closed because workers died
         self._context = context
-        self._job: Job | PickledJob = job  # as it is sent to workers
+        self._job: Job | PickledJob = job  # in the form that is sent to workers
         self._restarts_left = num_restarts
         self._restart: Restart | None = None  # the message that began the last epoch of persistent workers
         self._oom_kills = oom_kills()
@@ -133,7 +134,7 @@ class Pool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers, and not one that was forked from it."""
+        """Whether this process started the workers; False in a process forked from it."""
         return os.getpid() == self._pid
 
     @property
@@ -156,7 +157,7 @@ class Pool:
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: Where each worker's stream goes on, if it does.
+            dataset_states: The state from which each worker's stream resumes; None: no stream resumes.
         """
         with self.lock:
             self._restart = Restart(epoch, None)
@@ -164,20 +165,20 @@ class Pool:
                 for task in [*worker.sent, *worker.waiting]:
                     task.is_stale = True
                 while worker.waiting and worker.waiting[0].slot is None:
-                    worker.waiting.popleft()  # no worker has seen these
+                    worker.waiting.popleft()  # never sent to a worker
                 state = None if dataset_states is None else dataset_states[worker_id]
                 self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
         """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
 
-        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. Until the
-        caller asks for a later task, it can ask for this one again, and takes the payload out itself.
+        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. The caller
+        may ask for the same task again until it asks for a later one, and takes the payload out itself.
 
         Args:
             worker_id: The worker whose answer is due.
-            number: Of the task; those before it are done with.
-            timeout_s: How long to wait; 0 waits for ever.
+            number: The number of the task; the caller no longer needs earlier tasks.
+            timeout_s: How long to wait; 0 waits without limit.
 
         Raises:
             TimeoutError: No answer came in time.
@@ -188,7 +189,7 @@ class Pool:
         if task.kind is None:
             try:
                 kind, payload = self._open(task)
-            except Exception as error:  # noqa: BLE001  # it has cost this batch, and comes at its turn
+            except Exception as error:  # noqa: BLE001  # fails only this batch; raised in order
                 kind, payload = Kind.ERROR, error
             task.payload = payload
             task.kind = kind
@@ -198,7 +199,7 @@ class Pool:
         return task
 
     def _open(self, task: Task) -> tuple[Kind, Any]:
-        """What the answer to a task brings. Nothing that changes on a second call but the slot's state."""
+        """The kind and payload of a task's answer. A second call changes nothing but the slot's state."""
         slot, reply = task.slot, task.reply
         if slot is None or reply is None:
             raise AssertionError("an answered task has a slot and a reply")
@@ -218,8 +219,8 @@ class Pool:
                 task.lease = slot.memory.lease()
             batch = unpack(packed, task.lease)
             if slot.state is SlotState.LENT:
-                return reply.kind, batch  # a signal came after it was lent
-            # What a prefetcher passes on as it is goes to its caller, who shall have nothing registered.
+                return reply.kind, batch  # an earlier call lent it, and a signal interrupted that call
+            # A prefetcher passes some leaves on to its caller, who must never see registered (pinned) slots.
             is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
@@ -255,7 +256,7 @@ class Pool:
             self._wait(worker, deadline)
 
     def _drop_done(self, worker: _WorkerHandle, number: int) -> None:
-        """Forget tasks that the caller is done with, and answered ones of an epoch that was left."""
+        """Forget tasks that the caller no longer needs, and answered tasks of an abandoned epoch."""
         while worker.sent:
             task = worker.sent[0]
             if not (task.is_stale and task.reply is not None) and (task.is_stale or task.number >= number):
@@ -264,10 +265,10 @@ class Pool:
             worker.sent.popleft()
 
     def expect_open(self) -> None:
-        """Do nothing while answers may still come.
+        """Raise if no more answers can come.
 
         Raises:
-            WorkerDiedError: A worker has died; the thread that pins batches may have found out first.
+            WorkerDiedError: A worker has died; the thread that pins batches may have noticed first.
             LoaderClosedError: The pool was closed.
         """
         if self._death:
@@ -276,13 +277,13 @@ class Pool:
             raise LoaderClosedError
 
     def _accept(self, worker: _WorkerHandle, received: Received) -> None:
-        """Note an answer that has arrived; those that should have come before it are lost."""
+        """Record an answer that has arrived; answers that should have come before it are lost."""
         for task in worker.sent:
             if task.serial < received.number and task.reply is None:
                 self._lose(task, "the answer to it never arrived")
             elif task.serial == received.number and task.reply is None:
                 self._fill(task, received)
-        worker.channel.take_out()  # also one that a signal kept here after it was noted
+        worker.channel.take_out()  # also an answer that was recorded before a signal interrupted this method
 
     def _fill(self, task: Task, received: Received) -> None:
         if received.is_cut:
@@ -290,9 +291,9 @@ class Pool:
         else:
             try:
                 reply, memory = Reply.of_plain(received.load()), None
-            except Exception as error:  # it may name indices, which are objects of the user's
+            except Exception as error:  # an answer may contain indices, which are the user's objects
                 if received.is_readable:
-                    raise  # from a handler for signals; the answer is still here for the next call
+                    raise  # raised by a signal handler; the answer is still here for the next call
                 self._lose(task, f"the answer could not be unpickled: {error!r}")
                 return
             if received.fd is not None:
@@ -308,7 +309,7 @@ class Pool:
             task.reply = reply
 
     def _lose(self, task: Task, reason: str) -> None:
-        """The answer to a task is an error; the worker makes new memory for the next batch in its slot."""
+        """Make the answer to a task an error; the worker then makes new memory for the task's slot."""
         error = BatchLostError(f"a batch was lost on its way from a worker: {reason}")
         slot = _slot_of(task)
         if slot.state is SlotState.FILLING:
@@ -318,7 +319,7 @@ class Pool:
         task.reply = Reply(Kind.ERROR)
 
     def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
-        """Send what has been waiting for a slot or for room in the pipe."""
+        """Send the tasks that were waiting for a slot or for room in the pipe."""
         while worker.waiting:
             task = worker.waiting[0]
             if task.slot is None:
@@ -344,7 +345,7 @@ class Pool:
             if not worker.channel.is_flushed:
                 with contextlib.suppress(
                     BrokenPipeError, ConnectionResetError
-                ):  # _wait() finds out and says so
+                ):  # _wait() notices and reports it
                     worker.channel.flush()
 
     def _send(
@@ -358,7 +359,7 @@ class Pool:
         try:
             worker.channel.send(message.to_plain() if isinstance(message, Fetch) else message, number=serial)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the worker is gone: _wait() finds out why and says so
+            pass  # the worker is gone: _wait() notices and reports it
         except Exception as error:
             if task is not None:
                 error.add_note(
@@ -368,7 +369,7 @@ class Pool:
             raise
 
     def _wait(self, worker: _WorkerHandle, deadline: float | None) -> None:
-        """Wait until the worker has answered, some pipe has room, some worker has ended, or close()."""
+        """Wait until the worker has answered, a pipe has room, a worker has ended, or close() was called."""
         poller = select.poll()
         by_fd = {}
         with self.lock:
@@ -390,7 +391,7 @@ class Pool:
         dead = [by_fd[fd] for fd, _ in ready if fd in by_fd]
         if dead:
             with self.lock:
-                self.expect_open()  # workers that were stopped are no deaths
+                self.expect_open()  # workers that close() stopped are not dead workers
                 if worker.channel.has_message():
                     return
                 if len(dead) <= self._restarts_left:
@@ -402,7 +403,7 @@ class Pool:
                         raise
                     return
                 self._note_death(dead)
-            self.close(_GRACE_AFTER_DEATH_S)  # the caller finds the death in expect_open()
+            self.close(_GRACE_AFTER_DEATH_S)  # expect_open() raises the error in the caller
 
     def _note_death(self, dead: list[int]) -> None:
         messages = [self._cause_of_death(worker_id) for worker_id in dead]
@@ -416,13 +417,13 @@ class Pool:
         return death_message(worker_id, worker.process.exit_code(), task, oom_kills() - self._oom_kills)
 
     def _replace(self, worker_id: int) -> None:
-        """Start a worker in the place of one that died, and give it the tasks that are not answered."""
+        """Start a worker in place of a dead one, and give it the unanswered tasks."""
         worker = self._workers[worker_id]
         while (received := worker.channel.peek()) is not None:
             self._accept(worker, received)
         self._restarts_left -= 1
         _log.warning(
-            "%s A new worker does its unfinished batches again; restart_workers allows %d more",
+            "%s A new worker reads its unfinished batches again; restart_workers allows %d more restarts",
             self._cause_of_death(worker_id),
             self._restarts_left,
         )
@@ -439,24 +440,24 @@ class Pool:
                 new.waiting.append(Task(task.number, task.index, task.draw, task.at))
 
     def let_read(self, backend: Backend, stream: Any) -> None:
-        """From now on a device reads slots in place, for a caller that keeps each batch until it was read."""
+        """Let a device read slots in place; the caller keeps each batch until the device has read it."""
         if self.registered is None or self.registered.stream is not stream:
             self.unregister()
             self.registered = RegisteredSlots(backend, stream)
 
     def unregister(self) -> None:
-        """From now on no slot is read in place; waits for the copies that are under way."""
+        """End reading of slots in place; waits for the copies in flight."""
         if self.registered is not None:
             self.registered.close()
             self.registered = None
 
     def close(self, grace_s: float | None = None) -> None:
-        """Stop the workers and let go of all slots; batches that the caller holds stay valid.
+        """Stop the workers and release all slots; batches that the caller holds stay valid.
 
-        An exception that interrupts this ends the workers at once.
+        If an exception interrupts this call, the workers are killed immediately.
 
         Args:
-            grace_s: How long workers may finish the sample they are at; None: as long as they usually may.
+            grace_s: How long workers may take to finish their current sample; None: the default time.
         """
         if not self.is_ours:
             self._is_closed = True
@@ -498,7 +499,7 @@ def _slot_of(task: Task) -> Slot:
 
 
 def _load_error(reply: Reply) -> ErrorParts:
-    """What an error reply brings."""
+    """Unpickle the error of a reply."""
     if reply.error is None:
         raise AssertionError("an error reply brings an error")
     parts: ErrorParts = pickle.loads(reply.error)

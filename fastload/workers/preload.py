@@ -1,12 +1,12 @@
-"""What a fork server imports before it forks workers: everything they need, once.
+"""Imported by a fork server before it forks workers: this loads all modules that workers need, once.
 
-Imported for its effect in that one process only.
+Import it only in the fork server, for its side effects.
 """
 
 import gc
 
 import fastload.workers.worker  # noqa: F401
 
-# What was imported so far will live as long as the process: keep the collector from touching, and so from
-# copying, its pages in every worker (gc.freeze(), "before fork" in the documentation of gc).
+# Imported modules live as long as the process. gc.freeze() keeps the garbage collector of each worker from
+# writing to their pages, and so from copying them ("before fork" in the documentation of gc).
 gc.freeze()

@@ -1,13 +1,13 @@
-"""One worker process as its parent sees it: start it, know when it has ended, end it, clean up after it.
+"""One worker process, seen from its parent: start it, notice its end, stop it, clean up after it.
 
 Rules:
 
 1. The parent watches a process through a pidfd (pidfd_open(2)), which becomes readable when the process ends.
-   The pipe that multiprocessing watches stays open while any child of the worker, or a process that was
-   forked meanwhile, holds a copy.
-2. Signals go through the pidfd, so that they never reach another process that got the number later.
-3. Signals that have a handler in Python wait while a process forks, until the worker has put the handlers
-   back that a new process would have: the parent's handlers never run in a worker.
+   The pipe that multiprocessing watches is not used: it stays open while a child of the worker, or a process
+   forked in the meantime, has a copy.
+2. Signals are sent through the pidfd, so that they cannot reach another process that reuses the process id.
+3. Signals that have a Python handler are blocked during the fork, until the worker has restored the default
+   handlers: the parent's handlers never run in a worker.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from fastload.workers.channel import Channel
     from fastload.workers.job import Job, PickledJob
 
-# The fork server learns of an end a moment after the pidfd tells it.
+# The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0
 
 
 class WorkerProcess:
-    """A process that was started to run `worker.main`.
+    """A process that runs `worker.main`.
 
     Args:
         worker_id: Its number.
         context: The multiprocessing context that starts it.
-        job: What it does.
-        end: Its end of the pipe; closed here once the process has it.
+        job: Its job.
+        end: Its end of the pipe; this process closes its copy once the worker has it.
         inherited: The parent's ends of pipes, which a forked worker closes.
 
     Raises:
         WorkerStartError: The fork server, or a spawned process, ended before the worker had its setup.
-        OSError: The system refuses a process.
+        OSError: The system refuses to start a process.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class WorkerProcess:
                 target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
             )
             self._process.start()
-        except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends itself
+        except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends
             raise WorkerStartError(
                 f"worker {worker_id} could not be started: the fork server, or the new process, ended "
-                "before it had its setup. The error is on stderr; most often a limit on processes or memory "
-                "is reached"
+                "before it had its setup. The error is on stderr; the usual cause is a limit on processes or "
+                "memory"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
@@ -84,16 +84,16 @@ class WorkerProcess:
             raise
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended; -1 once it was cleaned up after."""
+        """A descriptor that becomes readable when the process has ended; -1 after `clean_up`."""
         return self._pidfd
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended, or was cleaned up after."""
+        """Whether the process has ended; also True after `clean_up`."""
         return self._pidfd < 0 or bool(_ended([self], 0.0))
 
     def exit_code(self) -> int | None:
-        """The exit code of a process that has ended, minus the number of a signal that killed it.
+        """The exit code of a process that has ended; minus the signal number if a signal killed it.
 
         None if another part of this program has waited for the process and taken the code.
         """
@@ -114,32 +114,32 @@ class WorkerProcess:
             return
         if self.has_ended:
             if self.exit_code() is None:
-                self._process._popen.returncode = 255  # or multiprocessing would wait for it for ever
+                self._process._popen.returncode = 255  # else multiprocessing would wait without end
             self._process.close()
         self.abandon()
 
     def abandon(self) -> None:
-        """Close this process's descriptor and leave the worker alone (after a fork)."""
+        """After a fork: close this process's descriptor and leave the worker running."""
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
 
 
 def _pidfd_of(pid: int) -> int:
-    """A descriptor that becomes readable when the process has ended; at once if it is gone already.
+    """A descriptor that becomes readable when the process has ended; readable now if it is gone already.
 
-    A fork server may have waited for a process that ended at once.
+    The process is gone if it ended immediately and the fork server has waited for it.
     """
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         readable, writable = os.pipe()
-        os.close(writable)  # the end of the pipe: poll(2) says so for ever
+        os.close(writable)  # poll(2) now always reports the end of the pipe
         return readable
 
 
 def wait_for_all(processes: Iterable[WorkerProcess], limit_s: float) -> bool:
-    """Wait until all processes have ended, for no longer than ``limit_s``; whether they have."""
+    """Wait at most ``limit_s`` until all processes have ended; return whether they have."""
     deadline = time.monotonic() + limit_s
     left = [process for process in processes if process.fileno() >= 0]
     while left:
@@ -151,7 +151,7 @@ def wait_for_all(processes: Iterable[WorkerProcess], limit_s: float) -> bool:
 
 
 def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess]:
-    """Those that have ended; waits for the first of them."""
+    """The processes that have ended; waits at most ``limit_s`` for the first one."""
     poller = select.poll()
     by_fd = {process.fileno(): process for process in processes}
     for fd in by_fd:
@@ -160,5 +160,5 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
 
 
 def _handled_signals() -> set[int]:
-    """Signals that a forked process would answer with a handler in Python."""
+    """The signals that have a Python handler, which a forked process would inherit."""
     return {number for number in signal.valid_signals() if callable(signal.getsignal(number))}

@@ -1,13 +1,13 @@
-"""Which batch goes to which worker, and which batch comes next.
+"""Decide which worker makes which batch, and which batch comes next.
 
-Pure: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
+Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
 
 1. Tasks are numbered in the order in which the sampler gave their indices.
 2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch.
    With all workers active this is worker k mod W, so that each worker's random streams are reproducible.
-3. Batches leave in the order of their tasks.
-4. A worker whose share of an iterable dataset has ended gets no more tasks, and those that it still
-   holds are skipped: each worker answers each of its tasks once, in order, if only to say "ended".
+3. Batches are delivered in the order of their tasks.
+4. A worker whose share of an iterable dataset has ended gets no more tasks. Its remaining tasks are skipped:
+   each worker answers each of its tasks once, in order, even if the answer is only "ended".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Schedule:
 
     Args:
         num_workers: How many workers there are; all start active.
-        first_worker: Who gets the first task.
+        first_worker: The worker that gets the first task.
     """
 
     def __init__(self, num_workers: int, first_worker: int = 0) -> None:
@@ -46,7 +46,7 @@ class Schedule:
         return self._pending[0] if self._pending else None
 
     def answer(self) -> tuple[int, int]:
-        """Take the head off: its worker has answered.
+        """Remove the head: its worker has answered.
 
         Raises:
             IndexError: No task is pending.
@@ -54,11 +54,11 @@ class Schedule:
         return self._pending.popleft()
 
     def is_active(self, worker: int) -> bool:
-        """Whether ``worker`` still gives batches in this epoch."""
+        """Whether ``worker`` still delivers batches in this epoch."""
         return self._active[worker]
 
     def exhaust(self, worker: int) -> None:
-        """Note that ``worker`` has no more samples in this epoch."""
+        """Record that ``worker`` has no more samples in this epoch."""
         self._active[worker] = False
 
     @property

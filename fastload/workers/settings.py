@@ -1,4 +1,4 @@
-"""The settings of a loader: what workers and epochs read of it. The class itself is in `loader`."""
+"""The settings of a loader that workers and epochs read. The loader class itself is in `loader`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoaderSettings(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in `loader`
-    """torch's settings, and those of ours; `fastload.DataLoader` documents them."""
+    """torch's settings and fastload's own; `fastload.DataLoader` documents them."""
 
     memory_format: torch.memory_format | None
     ring_bytes: int | float | str

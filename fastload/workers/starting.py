@@ -1,4 +1,4 @@
-"""What must hold before worker processes are started; called by the loader and the pool, in the parent."""
+"""Check whether worker processes can be started. The loader and the pool call this in the parent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @functools.cache
 def why_no_processes() -> str | None:
-    """Why worker processes cannot use our transport here, in a clause for people; None if they can.
+    """Why worker processes cannot use fastload's transport here, as a readable clause; None if they can.
 
-    The function tries, once in each process, what a filter of system calls may refuse: besides segments
-    workers need socket pairs that keep messages apart, pidfd_open, by which a process notices that another
-    one has ended, and pidfd_send_signal, by which the parent ends workers that do not leave.
+    Once in each process, the function tries the system calls that a filter may refuse. Workers need shared
+    segments, socket pairs that keep messages apart, pidfd_open, which shows one process the end of another,
+    and pidfd_send_signal, by which the parent ends workers that do not leave.
     """
     reason = why_unsupported()
     if reason is not None:
@@ -43,7 +43,7 @@ def why_no_processes() -> str | None:
         try:
             trial()
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):  # the start of a worker says these itself
+            if error.errno not in (errno.EMFILE, errno.ENFILE):  # starting a worker reports these itself
                 return f"this system refuses {name}: {error}"
     return None
 
@@ -55,7 +55,7 @@ def _try_pidfd() -> None:
 def _try_signal() -> None:
     pidfd = os.pidfd_open(os.getpid())
     try:
-        signal.pidfd_send_signal(pidfd, 0)  # which sends none
+        signal.pidfd_send_signal(pidfd, 0)  # number 0 sends no signal
     finally:
         os.close(pidfd)
 
@@ -66,14 +66,19 @@ def _try_socket_pair() -> None:
 
 
 def check_start(job: Job, method: str) -> None:
-    """Say clearly what would otherwise fail in another process, or in the middle of a bootstrap."""
+    """Raise a clear error here for problems that would otherwise appear later, in another process.
+
+    Raises:
+        WorkerStartError: This process is itself being started, or workers cannot import the dataset's class.
+        AssertionError: This process is daemonic.
+    """
     if getattr(process.current_process(), "_inheriting", False):
         raise WorkerStartError(
             "workers were asked for while this process is itself being started. "
             "Put the code that iterates over the loader under `if __name__ == '__main__':`."
         )
     if process.current_process().daemon:
-        # multiprocessing asserts this itself, with less to go on.
+        # multiprocessing makes the same assertion later, where it is harder to understand.
         raise AssertionError("daemonic processes are not allowed to have children")
     if method == "fork":
         return
@@ -87,9 +92,9 @@ def check_start(job: Job, method: str) -> None:
 
 
 def preload_forkserver() -> None:
-    """Let a fork server that is not running yet import torch once, and the caches if there may be one."""
+    """Let a fork server that is not running yet import torch once, and the caches if they may be in use."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-        # The last of them freezes what was imported before it.
+        # The last module freezes the objects of all modules imported before it.
         caches = [name for name in ("fastload.cache.dataset",) if name in sys.modules]
         multiprocessing.set_forkserver_preload(["__main__", *caches, "fastload.workers.preload"])

@@ -1,4 +1,4 @@
-"""One batch on its way through a worker process or thread: the request and the answer."""
+"""The task class: the request for one batch to a worker process or thread, and the worker's answer."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """A task that a worker has been given, or will be as soon as a slot is free.
+    """A task that a worker has been given, or gets as soon as a slot is free.
 
     Args:
-        number: Of the batch in its epoch.
-        index: What the sampler gave.
-        draw: What the random streams of its samples follow from.
-        at: What replacements of its samples follow from.
+        number: The number of the batch in its epoch.
+        index: The index, or list of indices, from the sampler.
+        draw: The origin of the random streams of its samples.
+        at: The place from which replacements of its samples follow.
 
     Attributes:
-        serial: Of the message to a worker process; ascends over all epochs. 0 until it is sent.
-        slot: Where a worker process writes the batch.
-        reply: What a worker process has answered.
+        serial: The number of the message to a worker process; ascends over all epochs. 0 until it is sent.
+        slot: The slot into which a worker process writes the batch.
+        reply: The answer of a worker process.
         lease: Keeps the slot's memory while the batch is opened.
-        kind: What `payload` is; None until the answer is there and opened.
+        kind: The kind of `payload`; None until the answer has arrived and was opened.
         payload: The batch, or the error, until the caller takes it.
-        place: Of the error, in words; empty where the worker did not say.
-        notes: To be added to the error.
+        place: The place of the error, in words; empty if the worker did not report one.
+        notes: Notes to add to the error.
         failed: Samples that could not be read and were replaced.
-        dataset_state: Of the worker's stream, after this task.
-        is_stale: Whether it belongs to an epoch that was left; its answer is dropped.
+        dataset_state: The state of the worker's stream after this task.
+        is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
     """
 
     __slots__ = (

@@ -1,8 +1,9 @@
-"""A dataset of its own for each worker thread: everything shared, but for pipelines and what leads to them.
+"""Copy the dataset for each worker thread: copy the pipelines and the objects that hold them, share the rest.
 
-A pipeline keeps its generators and the parameters of the call at hand in its attributes, so that two threads
-must not call one. Copying the whole dataset would copy its images. So pipelines are copied deeply, the few
-objects that hold them shallowly, and the rest not at all. Called by `threads`, in the consumer's process.
+A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads must
+not call the same pipeline. A copy of the whole dataset would copy its images. Therefore pipelines are copied
+deeply, the few objects that hold them shallowly, and all other objects are shared. `threads` calls this in
+the consumer's process.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any
 
 from fastload.rng.pipelines import attributes, find_holders
 
-# Shared by all objects of a class, or with no way to put another value in.
+# Values of these types are shared by all objects of a class, or their contents cannot be replaced.
 _FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
 
 
 def copies_for_threads(dataset: Any, num_threads: int) -> list[Any]:
-    """``dataset`` with pipelines of its own, for each thread; ``dataset`` itself if it holds none.
+    """A copy of ``dataset`` with its own pipelines for each thread; ``dataset`` itself if it has none.
 
     Raises:
         ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
@@ -36,13 +37,13 @@ class _Copier:
         self._random_ones = {id(value) for value in random_ones}
         self._copies: dict[
             int, Any
-        ] = {}  # also deepcopy's memo: what two pipelines share, their copies share
+        ] = {}  # also deepcopy's memo: an object shared by two pipelines is shared by their copies
 
     def _holds(self, value: Any) -> bool:
         return id(value) in self._holders
 
     def copied(self, value: Any) -> Any:
-        """What stands for a value in the copy."""
+        """The counterpart of a value in the copy."""
         if not self._holds(value):
             return value
         if id(value) not in self._copies:
@@ -69,7 +70,7 @@ class _Copier:
                 f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
                 'use worker_method="process"'
             )
-        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may lead back to it
+        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may refer to it
         if isinstance(value, dict):
             twin.update({key: self.copied(part) for key, part in value.items()})
         elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques

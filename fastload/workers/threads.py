@@ -1,11 +1,11 @@
-"""Worker threads in place of worker processes: `worker_method="thread"`.
+"""Worker threads instead of worker processes: `worker_method="thread"`.
 
-The same interface as `pool`, for code that releases the GIL and for Python without one: nothing is pickled,
-and a batch is handed over, not sent. Rules:
+The interface is the same as in `pool`. Threads are for code that releases the GIL, and for Python without a
+GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
 1. Each thread has its own pipelines, buffers and queues; the rest of the dataset is shared.
-2. The generators of random, numpy and torch are the process's: nothing here seeds them.
-3. Threads cannot be killed. close() asks, and waits for the batch at hand only so long.
+2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
+3. Threads cannot be killed. close() asks them to end, and waits a limited time for their current batches.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("fastload")
 
 _GRACE_S = 5.0
-# The caller's batch, one that it turns to, and one that is being written.
+# One for the caller's batch, one for the batch it takes next, one for the batch being written.
 _BUFFERS_BEYOND_PREFETCH = 3
 
 
@@ -52,12 +52,12 @@ class ThreadPool:
     """The worker threads of one iterator.
 
     Args:
-        job: What they do.
-        prefetch_factor: Batches that each thread may be ahead.
-        ring_bytes: Upper bound for the memory that all of them keep.
-        finish: Called with each batch, in its thread; what it gives is handed over.
+        job: Their job.
+        prefetch_factor: How many batches each thread may be ahead.
+        ring_bytes: Upper bound for the memory that all threads keep.
+        finish: Called with each batch, in its thread; the caller gets the result.
         watches: Whether the first batch is fetched alone, to see if it draws from the process's generators.
-        timeout_s: For how long the first batch is watched; 0: until it is there.
+        timeout_s: How long to wait for that first batch; 0 waits without limit.
 
     Raises:
         ValueError: A pipeline cannot be copied for each thread.
@@ -95,17 +95,17 @@ class ThreadPool:
             raise
         for worker in self._workers:
             worker.has_begun.wait()
-        torch.set_num_threads(num_threads)  # threads that begin later take what was set last
+        torch.set_num_threads(num_threads)  # threads that begin later inherit the last setting
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the threads, and not one that was forked from it."""
+        """Whether this process started the threads; False in a process forked from it."""
         return os.getpid() == self._pid
 
     def submit(
         self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
     ) -> None:
-        """Give a worker its next task; waits for the first one, if that is watched."""
+        """Give a worker its next task; if the first batch is watched, wait for it."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
@@ -113,7 +113,7 @@ class ThreadPool:
         task = Task(number, index, draw, at)
         worker.sent.append(task)
         worker.tasks.put(task)
-        # No other thread of ours draws during this wait. A batch that takes too long is an error in `take`.
+        # No other worker thread draws during this wait. If the batch takes too long, `take` raises the error.
         if watches and worker.is_idle.wait(self._timeout_s or None):
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
@@ -123,7 +123,7 @@ class ThreadPool:
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: Of streams, which threads do not read.
+            dataset_states: Not used: threads do not read streams.
         """
         for worker in self._workers:
             worker.drop_tasks()
@@ -132,13 +132,13 @@ class ThreadPool:
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
         """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
 
-        Until the caller asks for a later task, it can ask for this one again, and takes the payload out
+        The caller may ask for the same task again until it asks for a later one, and takes the payload out
         itself.
 
         Args:
             worker_id: The worker whose answer is due.
-            number: Of the task; those before it are done with.
-            timeout_s: How long to wait; 0 waits for ever.
+            number: The number of the task; the caller no longer needs earlier tasks.
+            timeout_s: How long to wait; 0 waits without limit.
 
         Raises:
             TimeoutError: No answer came in time.
@@ -158,7 +158,7 @@ class ThreadPool:
                 raise TimeoutError from None
 
     def expect_open(self) -> None:
-        """Do nothing while answers may still come.
+        """Raise if no more answers can come.
 
         Raises:
             LoaderClosedError: The pool was closed.
@@ -169,17 +169,17 @@ class ThreadPool:
     def close(self) -> None:
         """End the threads; batches that the caller holds stay valid.
 
-        A thread that is in the middle of a batch is waited for up to five seconds, then left to end itself.
+        Waits up to five seconds for threads in the middle of a batch; after that they end on their own.
         """
         if self._is_closed:
             return
         self._is_closed = True
         if not self.is_ours:
-            return  # threads do not live on in a forked child
+            return  # a forked child does not have these threads
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(None)
-            worker.wakes.put(None)  # a caller may wait in another thread
+            worker.wakes.put(None)  # a caller may be waiting in another thread
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             if worker.thread is not threading.current_thread():
@@ -200,15 +200,15 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
-        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # an answer is there; the task holds it
-        self.sent: deque[Task] = deque()  # the consumer's, in the order of their answers
+        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # signals an answer; the task holds it
+        self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.has_begun = threading.Event()
         self.is_idle = threading.Event()  # set once the first task is answered
-        # A daemon, or an interpreter that exits with a live iterator would wait for ever.
+        # A daemon thread: else an interpreter that exits with a live iterator would wait without end.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{number}", daemon=True)
 
     def drop_tasks(self) -> None:
-        """Drop the tasks that are not answered yet: no caller waits for them any more."""
+        """Drop the unanswered tasks: no caller waits for them any more."""
         for task in self.sent:
             task.is_stale = True
         self.sent.clear()
@@ -228,12 +228,12 @@ class _Worker:
                     self._restart(task.epoch)
                 elif not task.is_stale:
                     self._answer(task)
-                    if self.wakes.empty():  # else the consumer will look, and finds this answer too
+                    if self.wakes.empty():  # else the consumer is already going to look
                         self.wakes.put(None)
                     self.is_idle.set()
-                del task  # or this frame would keep an index alive until the next one
+                del task  # else this frame would keep the index alive until the next task
         self._buffers.clear()
-        self.is_idle.set()  # another thread may wait for the first batch of a pool that was closed
+        self.is_idle.set()  # another thread may be waiting for the first batch of a closed pool
 
     def _begin(self, seed: int) -> None:
         job = self._job
@@ -246,7 +246,7 @@ class _Worker:
             sample_rng = SampleRng(
                 self._dataset, with_pipelines=job.seed_pipelines, is_guest=False, with_globals=False
             )
-        # No worker as torch has them: its get_worker_info() is None here, too.
+        # Not a worker in torch's sense: torch's get_worker_info() is None here.
         self._fetcher = Fetcher(
             job,
             self._dataset,
@@ -257,7 +257,7 @@ class _Worker:
         )
 
     def _restart(self, epoch: int | None) -> None:
-        # The loader has told its own dataset; this one may be a copy.
+        # The loader has called set_epoch() of its own dataset; this one may be a copy.
         if epoch is not None and self._dataset is not self._job.dataset:
             try:
                 if callable(getattr(self._dataset, "set_epoch", None)):
@@ -266,7 +266,7 @@ class _Worker:
                 self._init_error = self._wrap_error()
 
     def _answer(self, task: Task) -> None:
-        """Put the answer into the task; its kind comes last, because the consumer looks at that."""
+        """Put the answer into the task; its kind is set last, because the consumer checks the kind."""
         if self._init_error is not None or self._fetcher is None:
             task.payload = self._init_error
             task.kind = Kind.ERROR
@@ -299,8 +299,8 @@ def _generator_states() -> dict[str, Any]:
 def _warn(drawn: list[str]) -> None:
     if drawn:
         _log.warning(
-            "the first batch drew random numbers from %s, which worker threads share: these are in no order "
-            'and cannot be reproduced, not even with rng="sample". Draw from fastload.sample_generator() '
-            'with rng="sample", or use worker_method="process"',
+            "the first batch drew random numbers from %s, which worker threads share: these draws have no "
+            'fixed order and cannot be reproduced, not even with rng="sample". Draw from '
+            'fastload.sample_generator() with rng="sample", or use worker_method="process"',
             " and ".join(drawn),
         )

@@ -1,18 +1,18 @@
 """The worker process: receive indices, fetch, collate into a slot, reply.
 
-Everything here runs in the worker. It talks to the parent through one pipe and to nobody else:
+All code here runs in the worker. A worker communicates only with the parent, through one pipe:
 
     parent -> worker   Fetch(slot, ..., index) | Restart(epoch)
     worker -> parent   Reply(kind, ...) [+ the descriptor of new slot memory], one for each Fetch
 
-The order of what happens at start is torch's (torch/utils/data/_utils/worker.py), so that random streams
-and `get_worker_info()` are torch's too. Rules:
+The steps at the start come in torch's order (torch/utils/data/_utils/worker.py), so that random streams and
+`get_worker_info()` are the same as torch's. Rules:
 
 1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. A message that
-   comes twice is done once.
-2. Every Fetch is answered, if only by an error that fits into the pipe.
-3. A worker leaves when the parent hangs up or dies.
-4. No handler for signals that the parent installed runs in a worker.
+   arrives twice is handled once.
+2. Every Fetch gets a reply, at least an error that is short enough for the pipe.
+3. A worker exits when the parent hangs up or dies.
+4. The parent's signal handlers never run in a worker.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ class Fetch(NamedTuple):
     """Parent to worker: fetch the batch of ``index`` into ``slot``."""
 
     slot: int
-    has_memory: bool  # False: whatever memory the worker has for this slot is no longer to be used
-    num_slots: int  # memory of slots from this number on is given up
+    has_memory: bool  # False: the worker must not use its memory for this slot again
+    num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
     draw: Draw | None
     place: Place | None
 
     def to_plain(self) -> tuple[Any, ...]:
-        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        """This message as built-in types, which pickle faster: it is sent for each batch."""
         return tuple(self)
 
 
 class Restart(NamedTuple):
-    """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start anew."""
+    """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start over."""
 
-    epoch: int | None  # what the user set, for datasets that have a set_epoch()
-    dataset_state: StreamState | None  # where a stream goes on; None: at its beginning
+    epoch: int | None  # the number that the user set, for datasets that have a set_epoch()
+    dataset_state: StreamState | None  # the state from which a stream resumes; None: from its beginning
 
 
 class Kind(enum.IntEnum):
-    """What a reply brings."""
+    """The kind of a reply."""
 
     BATCH = 0
     ERROR = 1  # payload: a pickled ErrorParts
@@ -82,11 +82,11 @@ class Kind(enum.IntEnum):
 
 
 class ErrorParts(NamedTuple):
-    """An error on its way to the parent."""
+    """An error that is sent to the parent."""
 
     wrapper: ExceptionWrapper
-    place: str = ""  # in words; empty where it is not known
-    notes: tuple[str, ...] = ()  # those of ours; torch's text of the error has only the user's
+    place: str = ""  # in words; empty if unknown
+    notes: tuple[str, ...] = ()  # fastload's notes; torch's text of the error has only the user's notes
 
 
 class Reply(NamedTuple):
@@ -95,35 +95,35 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: bytes | None = None
-    dataset_state: StreamState | None = None  # of a stream that can tell
+    dataset_state: StreamState | None = None  # of a stream with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
     def to_plain(self) -> tuple[Any, ...]:
-        """The same as built-in types, which pickle faster: this message is sent for each batch."""
+        """This message as built-in types, which pickle faster: it is sent for each batch."""
         packed = None if self.packed is None else self.packed.to_plain()
         return int(self.kind), packed, *self[2:]
 
     @classmethod
     def of_plain(cls, plain: tuple[Any, ...]) -> Reply:
-        """What `to_plain` made plain."""
+        """Undo `to_plain`."""
         kind, packed, *rest = plain
         return cls(Kind(kind), None if packed is None else Packed.of_plain(packed), *rest)
 
 
 @dataclass
 class Setup:
-    """What one worker is started with."""
+    """The arguments with which one worker is started."""
 
     worker_id: int
     job: Job | PickledJob
     end: ChannelEnd
     parent_pid: int
-    inherited: list[Channel]  # the parent's ends, which a forked worker must not keep
-    signal_mask: set[Any] | None  # what a forked worker blocks, once its handlers are its own
+    inherited: list[Channel]  # the parent's ends, which a forked worker must close
+    signal_mask: set[Any] | None  # the signals a forked worker blocks, once it has its own handlers
 
 
 def main(setup: Setup) -> None:
-    """The worker's whole life."""
+    """Run the worker from start to end."""
     try:
         drop_signal_handlers()
         if setup.signal_mask is not None:
@@ -134,20 +134,20 @@ def main(setup: Setup) -> None:
         leave_with(setup.parent_pid)
         _Worker(setup, channel).serve()
     except KeyboardInterrupt:
-        pass  # the parent gets one too, and says so
+        pass  # the parent gets the signal too, and raises
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent hung up while we were replying
 
 
 def drop_signal_handlers() -> None:
-    """Answer signals as a new process does: what the parent installed is for the parent alone."""
+    """Remove the signal handlers that a fork copied from the parent; signals then act as in a new process."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, _SIGNALS_OF_A_WORKER.get(number, signal.SIG_DFL))
 
 
-# A batch system sends these to every process of a job; where the parent answers them, a worker must not die.
+# Batch systems send these to every process of a job. If the parent handles them, a worker must not die.
 _SIGNALS_OF_A_WORKER: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_IGN,
@@ -157,9 +157,9 @@ _SIGNALS_OF_A_WORKER: dict[int, Any] = {
 
 
 def leave_with(parent_pid: int) -> None:
-    """End this process as soon as the parent is gone, however busy it is.
+    """End this process as soon as the parent is gone, even if this process is busy.
 
-    PR_SET_PDEATHSIG would follow the thread that forked, not the process; a pidfd follows the process.
+    PR_SET_PDEATHSIG would watch the thread that forked; a pidfd watches the whole process.
     """
     try:
         pidfd = os.pidfd_open(parent_pid)
@@ -187,12 +187,12 @@ class _Worker:
         self._fetcher: Fetcher | None = None
         self._init_error: bytes | None = None
         self._job: Job | None = None
-        self._last_number = -1  # of the messages that were received
+        self._last_number = -1  # the number of the last message received
         try:
             _be_quiet()
             self._job = job = setup.job.load()
             seed = seeding.seed_libraries(job.base_seed, self._id)
-            # torch documents this function, and MONAI, timm and others read the real thing.
+            # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
             )
@@ -207,15 +207,15 @@ class _Worker:
             self._init_error = self._wrap_error()
 
     def serve(self) -> None:
-        """Answer until the parent hangs up."""
+        """Answer messages until the parent hangs up."""
         while (received := self._channel.peek()) is not None:
             if self._channel.is_hung_up():
-                return  # do not fetch what nobody waits for
+                return  # nobody waits for more batches
             number = received.number
             message = self._read(received)
             self._channel.take_out()
             if number <= self._last_number:
-                continue  # the parent was interrupted while it sent this, and sent it again
+                continue  # the parent was interrupted while sending this message, and sent it again
             self._last_number = number
             if isinstance(message, str):
                 parts = ErrorParts(_wrap_text(message, self._id))
@@ -226,12 +226,12 @@ class _Worker:
                 self._restart(message)
 
     def _read(self, received: Received) -> Fetch | Restart | str:
-        """The message, or in words why there is none."""
+        """The message, or the reason why it cannot be read."""
         if received.is_cut:
             return f"the index did not arrive in the worker, {too_many_files()}"
         try:
             message = received.load()
-        except Exception as error:  # noqa: BLE001  # indices may be objects of the user's
+        except Exception as error:  # noqa: BLE001  # indices may be the user's objects
             return f"the index could not be unpickled in the worker: {error!r}"
         return message if isinstance(message, Restart) else Fetch(*message)
 
@@ -285,7 +285,7 @@ class _Worker:
             self._channel.send(reply.to_plain(), fd, number=number)
         except (BrokenPipeError, ConnectionResetError):
             raise
-        except Exception as error:  # noqa: BLE001  # no memory or descriptor is left, or an index cannot be pickled
+        except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
             short = Reply(Kind.ERROR, error=short_error(reply, error, self._id))
             self._channel.send(short.to_plain(), number=number)
 
@@ -294,7 +294,7 @@ class _Worker:
             del self._slots[number]
         memory = self._slots.get(message.slot) if message.has_memory else None
         if memory is not None and memory.is_leased:
-            memory = None  # user code in this process still holds what the slot held: leave that alone
+            memory = None  # user code in this process still holds the slot's last batch: keep it unchanged
         self._new_segment = None
         self._arena.begin(memory)
 
@@ -307,13 +307,13 @@ class _Worker:
             if self._job is not None and self._job.is_iterable:
                 return Reply(Kind.ENDED)
             return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
-        except Exception as error:  # noqa: BLE001  # every error of the user's code goes to the parent
+        except Exception as error:  # noqa: BLE001  # every error of user code is sent to the parent
             return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
 
     def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
             return reply._replace(dataset_state=fetcher.dataset_state())
-        except Exception:  # noqa: BLE001  # it costs no batch: it is raised when the loader's state is asked for
+        except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
             return reply._replace(
                 dataset_state=StreamState("unknown", error=pickle.dumps(self._error_parts().wrapper))
             )
@@ -324,7 +324,7 @@ class _Worker:
             mapping = segment.map(writable=True)
             populate(mapping)
         except BaseException:
-            segment.close()  # or it would keep what pages there were
+            segment.close()  # frees the pages that were allocated
             raise
         if self._new_segment is not None:
             self._new_segment.close()
@@ -336,7 +336,7 @@ class _Worker:
         return pickle.dumps(self._error_parts(place))
 
     def _error_parts(self, place: str = "") -> ErrorParts:
-        """The current exception as torch sends it, or its text if it cannot be pickled; and its place."""
+        """The current exception as torch sends it (its text if it cannot be pickled), and its place."""
         notes = _take_own_notes(sys.exc_info()[1])
         wrapper = ExceptionWrapper(where=_where(self._id))
         try:
@@ -348,19 +348,19 @@ class _Worker:
 
 
 _SHORT_TEXT = 400  # characters; each takes four bytes at most
-_SHORT_BYTES = 3800  # leaves room in the pipe's message for what is around an error
+_SHORT_BYTES = 3800  # leaves room in the pipe's message for the rest of the reply
 
 
 def short_error(reply: Reply, error: Exception, worker_id: int) -> bytes:
-    """What stands for a reply that could not be sent: short enough for the pipe itself.
+    """A pickled error to send instead of a reply that could not be sent; short enough for the pipe.
 
     Args:
-        reply: What could not be sent.
-        error: Why not.
-        worker_id: Whose reply.
+        reply: The reply that could not be sent.
+        error: The error of sending it.
+        worker_id: The worker that replies.
     """
     if reply.error is None:
-        reason = str(error) or repr(error)  # a MemoryError of the interpreter's has no text
+        reason = str(error) or repr(error)  # a MemoryError raised by the interpreter has no text
         return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", worker_id)))
     wrapper, place, _ = pickle.loads(reply.error)
     text: str = wrapper.exc_msg
@@ -383,24 +383,24 @@ def _where(worker_id: int) -> str:
 
 
 def _wrap_text(text: str, worker_id: int) -> ExceptionWrapper:
-    """An error that has nothing but its text."""
+    """An error that has only a text, no traceback."""
     wrapper = ExceptionWrapper((RuntimeError, RuntimeError(text), None), _where(worker_id))
     wrapper.exc_msg = text
     return wrapper
 
 
 def _be_quiet() -> None:
-    """One thread for this worker: pools that fight for busy cores cost up to ten times the work."""
+    """Use one thread in this worker: thread pools that compete for busy cores are up to ten times slower."""
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
-    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
-    os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # for an import of OpenCV later on
+    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # else its import looks for a newer version on the network
+    os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # in case OpenCV is imported later
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
     for stream in (sys.stderr, sys.__stderr__):
         if stream is None or faulthandler.is_enabled():
             continue
-        # What a user or a notebook put in the place of stderr may have no descriptor, or be closed.
+        # A user's or a notebook's replacement of stderr may be closed or have no descriptor.
         with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
             faulthandler.enable(stream)

@@ -172,7 +172,7 @@ def test_a_dataset_without_any_good_sample_raises_its_own_error(num_workers: int
     with pytest.raises(ValueError, match="no sample 0") as caught:
         next(iter(loader))
 
-    assert "found no sample for its place" in str(caught.value) + str(caught.value.__notes__)
+    assert "found no readable sample" in str(caught.value) + str(caught.value.__notes__)
 
 
 def test_a_sampler_of_some_samples_is_given_no_others() -> None:
@@ -298,5 +298,5 @@ def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
     """It would raise the error all the same, or die."""
     loader = make_loader(datasets.Made(zoo.array, 4), num_workers=1, in_order=False, **options)
 
-    with pytest.raises(ValueError, match=r"is not for torch's own iterator, .*in_order=False"):
+    with pytest.raises(ValueError, match=r"does not work with torch's own iterator, .*in_order=False"):
         iter(loader)

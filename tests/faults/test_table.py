@@ -119,7 +119,7 @@ def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stag
     assert firsts in (BEFORE, BEFORE[:-1])  # the death may be seen while worker 1's batch is waited for
     assert isinstance(error, fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert "It was at batch 4" in str(error)
+    assert "It was working on batch 4" in str(error)
     assert take(iterator) == ([], None)
     assert_a_new_epoch_works(loader)
 
@@ -172,7 +172,7 @@ def test_a_death_after_a_reply_is_an_error_at_the_batch_after_it(name: str, stag
     assert firsts in (ALL[:3], ALL[:5], ALL[:6])
     assert isinstance(error, fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert f"It was at batch {4 if firsts == ALL[:3] else 6}" in str(error)
+    assert f"It was working on batch {4 if firsts == ALL[:3] else 6}" in str(error)
     assert take(iterator) == ([], None)
     assert_a_new_epoch_works(loader)
 
@@ -258,7 +258,7 @@ def test_a_death_between_two_epochs_is_an_error_of_the_second(name: str, stage: 
     assert firsts == []
     assert isinstance(error, fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert "It was at batch 0" in str(error)
+    assert "It was working on batch 0" in str(error)
     assert take(iterator) == ([], None)
     assert_a_new_epoch_works(loader)
     loader.close()

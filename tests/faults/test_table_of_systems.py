@@ -223,7 +223,7 @@ ROWS = {
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
         "read_two_epochs(multiprocessing_context='forkserver')",
         [],
-        ("WorkerStartError", "most often a limit on processes or memory is reached"),
+        ("WorkerStartError", "the usual cause is a limit on processes or memory"),
         left=("descriptors", "processes"),  # the resource tracker, which lives as long as the interpreter
     ),
     "no threads": Row(

@@ -237,7 +237,7 @@ def test_another_dataset_is_found_out() -> None:
     resumed = DataLoader(Numbers(8), 4)
     resumed.load_state_dict(loader.state_dict())
 
-    with pytest.raises(ResumeError, match="had at least 10 batches, now the sampler has 2"):
+    with pytest.raises(ResumeError, match="had at least 10 batches, but the sampler now has 2"):
         iter(resumed)
 
 
@@ -314,7 +314,7 @@ def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
 @pytest.mark.parametrize("state", [{}, {"version": 2}, None, 3])
 def test_other_dicts_are_refused(state: Any) -> None:
     """What is no state of this loader is refused when it is loaded."""
-    with pytest.raises(ResumeError, match=r"no state of a fastload\.DataLoader"):
+    with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
         make("in order").load_state_dict(state)
 
 
@@ -323,7 +323,7 @@ def test_later_versions_are_refused() -> None:
     loader = make("in order")
     state = loader.state_dict() | {"version": 99}
 
-    with pytest.raises(ResumeError, match="version 99, this release reads version 2"):
+    with pytest.raises(ResumeError, match="version 99, but this release reads version 2"):
         loader.load_state_dict(state)
 
 

@@ -354,7 +354,7 @@ def test_a_sampler_s_own_error_changes_nothing() -> None:
 
     with pytest.raises(KeyError, match="round") as caught:
         fresh.load_state_dict(state)
-    assert "raised by the sampler when it was given its part" in caught.value.__notes__[0]
+    assert "raised by the sampler when it got its part" in caught.value.__notes__[0]
     assert (generators_of(fresh), samplers_of(fresh), fresh.state_dict()) == before
 
 
@@ -365,7 +365,7 @@ def test_a_sampler_that_is_missing_within_an_epoch() -> None:
     resumed = make("in order")
     resumed.load_state_dict(loader.state_dict())
 
-    with pytest.raises(ResumeError, match="holds 'sampler', and this loader has no such sampler"):
+    with pytest.raises(ResumeError, match="has 'sampler', but this loader has no such sampler"):
         iter(resumed)
 
 
@@ -384,11 +384,11 @@ def test_a_state_of_the_release_before_is_refused_by_its_version() -> None:
     state = state_after(make("shuffle"), 2)
     old = state | {"version": 1, "generators": {"default": bytes(5056)}}
 
-    with pytest.raises(ResumeError, match="a state of version 1, this release reads version 2"):
+    with pytest.raises(ResumeError, match="the state has version 1, but this release reads version 2"):
         make("shuffle").load_state_dict(old)
 
 
 def test_a_later_version_may_have_other_keys() -> None:
     """The version is looked at before the keys."""
-    with pytest.raises(ResumeError, match="a state of version 7"):
+    with pytest.raises(ResumeError, match="the state has version 7"):
         make("shuffle").load_state_dict({"version": 7, "something": random.random()})
