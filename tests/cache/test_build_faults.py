@@ -222,9 +222,9 @@ def test_directory_that_is_not_there(tmp_path: Path) -> None:
         (OSError("something odd"), "something odd"),
         (
             lmdb.DiskError("mdb_txn_commit: No space left on device"),
-            "No space left on device: make room there",
+            "No space left on device: free more space there",
         ),
-        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: make room there"),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: free more space there"),
         (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
     ],
 )
