@@ -40,7 +40,10 @@ def writing_refused(error: Exception, path: str) -> str:
     if code == errno.ENOTDIR:
         return f"{reason}: a part of {directory} is a file; give another path"
     if code in _NO_ROOM:
-        return f"{reason}: {_free(directory)}free more space there (check quotas and `ulimit -f`), or give another path"
+        return (
+            f"{reason}: {_free(directory)}free more space there (check quotas and `ulimit -f`), "
+            "or give another path"
+        )
     return reason
 
 
