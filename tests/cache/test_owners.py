@@ -251,5 +251,5 @@ def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, capl
 
     assert found == (None, [], False)
     assert [record.getMessage() for record in caplog.records] == [
-        "cache: no registry of shared caches: /proc, which it needs, is not there"
+        "cache: no registry of shared caches: it needs /proc, which does not exist"
     ]
