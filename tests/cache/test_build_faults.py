@@ -174,7 +174,7 @@ def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         with pytest.raises(
-            CacheError, match=r"cannot write the cache .*No space left.* free in .* make room"
+            CacheError, match=r"cannot write the cache .*No space left.* free in .* free more space"
         ):
             build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
 

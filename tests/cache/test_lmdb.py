@@ -292,7 +292,7 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
     dataset = CachedDataset.from_cache(tmp_path / "cache")
     dataset.cache.close()
 
-    with pytest.raises(CacheError, match=r"sample 1 was asked of the cache at .* after its close"):
+    with pytest.raises(CacheError, match=r"sample 1 was requested from the cache .* after close"):
         dataset[1]
 
 

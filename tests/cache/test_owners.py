@@ -167,7 +167,7 @@ def test_a_descriptor_that_is_gone() -> None:
 def test_a_descriptor_of_other_memory_is_stale() -> None:
     """Only memory of a cache is opened, not a slot of batches or a library's."""
     slot = Segment.create(1, name="fastload-slot")
-    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is /memfd:fastload-slot"):
+    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is now /memfd:fastload-slot"):
         registered("a", slot.fd).attach()
 
 
