@@ -99,7 +99,7 @@ def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Pa
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
         build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
 
-    kept = f"What was built is kept at {tmp_path}/cache.partial: build again to go on"
+    kept = f"The finished part is kept at {tmp_path}/cache.partial: build again to resume"
     assert caught.value.__notes__ == [kept]
 
 
@@ -141,7 +141,7 @@ def build_under_limit(path: str, nbytes: int, num_workers: int) -> None:
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
         is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
         is_kept = os.path.exists(f"{path}.partial/00000-of-00001.lmdb")
-        os._exit(0 if is_clear and ("build again to go on" in said) == is_kept else 2)
+        os._exit(0 if is_clear and ("build again to resume" in said) == is_kept else 2)
     os._exit(1)
 
 
@@ -254,5 +254,5 @@ def test_a_build_that_leaves_out_more_than_its_budget_ends_and_keeps_what_was_bu
 
     cache = build_lmdb(dataset, tmp_path / "cache", **options)
 
-    assert "an earlier build left the others" in cache.reason
+    assert "an earlier build made the others" in cache.reason
     assert cache.num_cached == 8

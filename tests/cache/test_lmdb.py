@@ -171,7 +171,7 @@ def test_explain(path: Path) -> None:
     """A cache says why it is in use and what it was made of."""
     assert "opened by its path" in LMDBCache(path).explain()
     assert "20 of 20 samples" in LMDBCache(path).explain()
-    assert "sample 0 are those of the dataset" in build_lmdb(Images(20), path).explain()
+    assert "sample 0 match the dataset" in build_lmdb(Images(20), path).explain()
 
 
 def test_verify_finds_nothing(path: Path, directory: Path) -> None:
