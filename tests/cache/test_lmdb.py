@@ -105,7 +105,7 @@ def test_link_to_nothing(tmp_path: Path) -> None:
 def test_pipe_is_no_cache(tmp_path: Path) -> None:
     """A pipe raises, and is not waited for."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CacheMismatchError, match="pipe is no file"):
+    with pytest.raises(CacheMismatchError, match="pipe is not a file"):
         LMDBCache(tmp_path / "pipe")
 
 
@@ -130,7 +130,7 @@ def test_foreign_lmdb_file(tmp_path: Path) -> None:
     with environment, environment.begin(write=True) as transaction:
         transaction.put(b"key", b"value")
 
-    with pytest.raises(CacheCorruptError, match="no cache"):
+    with pytest.raises(CacheCorruptError, match="not a cache"):
         LMDBCache(tmp_path / "cache")
 
 
@@ -138,7 +138,7 @@ def test_other_format_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A cache of another format version raises, with both versions."""
     monkeypatch.setattr(lmdb_description, "FORMAT_VERSION", 2)
 
-    with pytest.raises(CacheMismatchError, match="format 1, this release reads 2"):
+    with pytest.raises(CacheMismatchError, match="format 1, but this release reads 2"):
         LMDBCache(path)
 
 
@@ -192,7 +192,7 @@ def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> 
 
     build_lmdb(Images(20), tmp_path / "other", num_workers=0, shards=3)
     os.rename(directory / names[1], tmp_path / "kept")
-    with pytest.raises(CacheMismatchError, match=r"number 1 .* is not there"):
+    with pytest.raises(CacheMismatchError, match=r"number 1 .* is missing"):
         LMDBCache(directory)
     shutil.copy(tmp_path / "other" / names[1], directory / names[1])
     with pytest.raises(CacheMismatchError, match="shards of two caches"):

@@ -137,7 +137,9 @@ def _opened(
 ) -> LMDBCache:
     cache = LMDBCache(path)
     if codec is not None and codec != cache.codec:
-        raise CacheMismatchError(f"{path} is a {cache.codec} cache, but codec {codec} was requested. {_WHAT_TO_DO}")
+        raise CacheMismatchError(
+            f"{path} is a {cache.codec} cache, but codec {codec} was requested. {_WHAT_TO_DO}"
+        )
     num_samples = len(dataset)
     first = None
     if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
