@@ -97,8 +97,7 @@ class CachedDataset(Dataset[Any]):
 
     Attributes:
         dataset: As given.
-        transform: As given; may be set. To change it, set a new pipeline; do not modify the pipeline in
-            place.
+        transform: As given; may be set. Set a new pipeline instead of modifying this one in place.
         prepare: As given.
         key: As given.
         cache: The cache in use; `cache.explain()` gives the reason why it is in use.
@@ -135,10 +134,7 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._pace = Pace()
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import (
-            Opener,
-            Request,
-        )  # brings Pillow and LMDB; not all workers need them
+        from fastload.cache.open_cache import Opener, Request  # here: it imports Pillow and LMDB
 
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
         self._source = opener.source

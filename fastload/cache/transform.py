@@ -7,7 +7,7 @@ Rules:
 2. Only an albumentations pipeline of which all code is known (see `zero_copy`) gets the cache's own read-only
    arrays. If it refuses them, or returns an object that may contain one, it is called again with copies, and
    gets copies from then on.
-3. No part of its output lies in the cache: arrays and tensors that do are copied.
+3. Its output shares no memory with the cache: arrays and tensors that lie in the cache's memory are copied.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TransformCaller:
         self.needs_copies = not keeps_read_only(transform)
 
     def __call__(self, fetch: Callable[[], Any], index: int) -> Any:
-        """The transform's output for the sample that `fetch()` returns; no part of it lies in the cache.
+        """The transform's output for the sample that `fetch()` returns; it shares no memory with the cache.
 
         Args:
             fetch: Returns the sample: read-only arrays, private tensors. Called again after a refusal,
