@@ -1,5 +1,6 @@
-"""Decode once: datasets behind caches.
+"""Datasets behind caches, which decode each sample once.
 
-Read in this order: `dataset` (what users hold), `open_cache` (which cache, and why), `protocol` (what a cache
-is), `ram` and `lmdb` (the caches), `build` (how they are filled), `record` and `columns` (a sample as bytes).
+Read in this order: `dataset` (the user's object), `open_cache` (chooses and opens a cache), `protocol` (the
+interface of caches), `ram` and `lmdb` (the caches), `build` (fills them), `record` and `columns` (samples as
+bytes).
 """

@@ -1,7 +1,7 @@
-"""Uniform samples as columns: for each leaf one contiguous `(rows, *shape)` array, and row = index.
+"""Stores uniform samples as columns: one contiguous `(rows, *shape)` array per leaf, with row = index.
 
 A column of str or bytes is `(rows, 4 + width) uint8`: the length in four little-endian bytes, then the text.
-A batch is one gather a column, in the structure that torch's default_collate would give it.
+A batch is one gather per column, in the structure that torch's default_collate would give it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 COLUMN_ALIGNMENT_BYTES = 64
 _LENGTH_BYTES = 4
 _LEAST_TEXT_BYTES = 64
-_TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts go elsewhere
+_TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts are stored elsewhere
 _PLAIN_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
 _INT64_BYTES = 8
 
 
 class Column(NamedTuple):
-    """One leaf's array: where it lies in the segment, and what a row is."""
+    """The array of one leaf: its place in the segment, and the dtype and shape of a row."""
 
     leaf: Leaf
     dtype: np.dtype[Any]
@@ -52,7 +52,7 @@ class Column(NamedTuple):
         return prod(self.row_shape) * self.dtype.itemsize
 
     def pack(self, value: Any) -> bytes | Array | None:
-        """The bytes of a row, or None if this value does not fit: a long text, an int beyond 64 bits."""
+        """The bytes of a row, or None if this value does not fit: a long text, or an int beyond 64 bits."""
         payload = to_bytes(self.leaf, value)
         if self.leaf.kind in TEXT_KINDS:
             room = self.row_shape[0] - _LENGTH_BYTES
@@ -68,11 +68,11 @@ def plan_columns(
     """Lay out the columns of samples of one spec.
 
     Args:
-        spec: Of all samples.
-        examples: The values of some samples; they tell how wide text columns must be.
+        spec: The structure of all samples.
+        examples: The values of some samples; they determine the width of text columns.
         rows_at: Offset of the first column.
-        budget_bytes: For all columns together; says how many rows there can be.
-        num_samples: The most rows that are of use.
+        budget_bytes: Limit for all columns together; it determines the number of rows.
+        num_samples: The most rows that are useful.
 
     Returns:
         The columns, the number of rows, and the offset behind the last column.
@@ -97,20 +97,20 @@ def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...
 
 
 def fixed_row(leaf: Leaf) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of one value of a leaf that is neither text nor none."""
+    """Dtype and shape of one value of a leaf that is not a text and not None."""
     if leaf.kind in _PLAIN_DTYPES:
         return _PLAIN_DTYPES[leaf.kind], ()
     return storage_dtype(leaf), leaf.shape
 
 
 class ColumnReader:
-    """Reads rows and batches through one process's mapping.
+    """Reads rows and batches through the mapping of one process.
 
     Args:
-        spec: Of the samples.
+        spec: The structure of the samples.
         columns: As `plan_columns` laid them out.
         rows: Number of rows.
-        mapping: The segment, read-only; what is read keeps it alive.
+        mapping: The segment, read-only; views that are read keep it alive.
     """
 
     def __init__(self, spec: Spec, columns: tuple[Column, ...], rows: int, mapping: Any) -> None:
@@ -123,13 +123,13 @@ class ColumnReader:
 
     @property
     def _readers(self) -> list[Callable[[int], Any]]:
-        """One for each column; made for the first sample, since those of tensors bring torch."""
+        """One reader per column; made at the first sample, because readers of tensors import torch."""
         if self._made_readers is None:
             self._made_readers = [_row_reader(leaf, array) for leaf, array in self._columns]
         return self._made_readers
 
     def sample(self, index: int) -> Any:
-        """The sample in a row: read-only views of arrays, private copies of tensors."""
+        """The sample in a row, with read-only views of arrays and private copies of tensors."""
         readers = self._made_readers or self._readers
         return self._spec.build([read(index) for read in readers])
 
@@ -137,8 +137,9 @@ class ColumnReader:
         """A batch of rows, `(len(indices), ...)` each, in the structure of torch's default_collate.
 
         Args:
-            indices: Of rows that are written; their bounds are the caller's care.
-            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+            indices: Of rows that are written; the caller checks the bounds.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
+                batch.
 
         Returns:
             None if default_collate would not make tensors or lists of such samples.
@@ -152,13 +153,13 @@ class ColumnReader:
                 batch.append([read(index) for index in indices.tolist()])
                 continue
             out = allocate((len(indices), *array.shape[1:]), array.dtype)
-            np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would go through a buffer
+            np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
             batch.append(make.batch_tensor(leaf, out))
         return build_batch(self._spec.node, iter(batch))
 
 
 def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
-    """A function from a row's number to its value."""
+    """A function that returns the value in a row, by the row's number."""
     if leaf.kind == "array":
         return lambda index: array[index, ...]
     if leaf.kind == "tensor":

@@ -1,15 +1,15 @@
-"""CachedDataset: a dataset, a cache of its samples, and the random transform that runs behind the cache.
+"""CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
-Made in the parent, used there and in workers of fastload's and of torch's loader, under every start method.
-It pickles as handles: all workers read and fill one cache. Rules:
+The parent makes it; the parent and the workers of fastload's or torch's loader use it, under every start
+method. It pickles as handles, so all workers read and fill one cache. Rules:
 
-1. The source is read at the first access to a sample, by whoever comes first; later accesses read the cache.
-   Where the machine provides memory so slowly that an epoch would take much longer for it, some samples are
-   stored in a later epoch (see `pace`).
-2. What the caller or the transform changes never reaches the cache.
-3. A hit and a miss give the same: same types, contiguous arrays.
-4. Attributes that the dataset inside has and this class does not are found here too, but for those that would
-   say something of this dataset that is true of the one inside alone (see `_NOT_FORWARDED`).
+1. The first access to a sample reads the source, in any process; later accesses read the cache. If the
+   machine provides memory so slowly that an epoch would take much longer, some samples are stored in a later
+   epoch (see `pace`).
+2. Changes that the caller or the transform makes to a sample never reach the cache.
+3. A hit and a miss return the same sample: same types, contiguous arrays.
+4. Attributes of the dataset inside that this class lacks are also attributes of this class, except for those
+   that are true only of the dataset inside (see `_NOT_FORWARDED`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.protocol import SampleCache
 
-# The samples here went through `prepare` and `transform`: under the fingerprint of the dataset inside, other
-# jobs would find a cache of them as that dataset's, and get wrong images. The state and the epoch of that
-# dataset say nothing of cached samples, and a new epoch must not change what is cached later.
+# Samples of a CachedDataset went through `prepare` and `transform`. If it had the fingerprint of the dataset
+# inside, other jobs would take a cache of these samples for a cache of that dataset, and get wrong images.
+# The state and the epoch of that dataset do not describe cached samples, and a new epoch must not change the
+# samples that are cached later.
 _NOT_FORWARDED = frozenset({"fingerprint", "state_dict", "load_state_dict", "set_epoch"})
 
 
@@ -49,11 +50,11 @@ class CacheInfo:
     """The state of a cache.
 
     Attributes:
-        num_samples: Of the dataset.
+        num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
         nbytes: Bytes that they take.
         budget_bytes: The most bytes that they may take; None for a finished file.
-        layout: How they lie: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
+        layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
     """
 
     num_samples: int
@@ -66,46 +67,47 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
-    Epochs fill a cache in RAM as they go, and none takes more than about 1.2 times as long for it: where
-    memory is slow to come, a sample may be decoded two or three times before it is stored. `fill` stores all
-    at once.
+    Epochs fill a cache in RAM as they run; this makes an epoch at most about 1.2 times as long. If the
+    machine provides memory slowly, a sample may be decoded two or three times before it is stored. `fill`
+    stores all samples at once.
 
-    Public attributes of the dataset inside (`classes`, `targets`, `class_to_idx`) are attributes of this one,
-    but for `fingerprint`, `state_dict`, `load_state_dict` and `set_epoch`.
+    Public attributes of the dataset inside (`classes`, `targets`, `class_to_idx`) are also attributes of this
+    dataset, except for `fingerprint`, `state_dict`, `load_state_dict` and `set_epoch`.
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
             numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these.
-        transform: The random part, run at every access: an albumentations pipeline (given the targets of a
-            dict sample, or the array that a sample is or starts with) or any callable (given the whole
-            sample). It is given private copies of the arrays, and may write to them; a pipeline that
-            consists of albumentations' own transforms is given the cached arrays, read-only, where that
-            saves the copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH is not there), `["ram", "lmdb:PATH"]` (what RAM lacks
-            is read from the file, and kept), or a cache.
-        prepare: The deterministic part, run once a sample, before it is cached; called as `transform` is.
-        key: A name that always means these samples, after `prepare`: ranks and jobs of this user that give
+        transform: The random part, run at every access: an albumentations pipeline (it gets the targets of a
+            dict sample, the sample if it is an array, or the array that the sample starts with) or any other
+            callable (it gets the whole sample). It gets private copies of the arrays, and may write to them.
+            A pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
+            copy.
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `["ram", "lmdb:PATH"]` (samples that
+            are not in RAM are read from the file, and kept in RAM), or a cache object.
+        prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
+            way as `transform`.
+        key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that give
             the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
-            torch's Subset of one) shares without a key.
-        budget: The most memory a cache in RAM may take: `"auto"` (80% of what is free), bytes, `"40GB"`, or a
-            share of what is free. Samples that do not fit are read from the dataset at every access. Whoever
-            makes a shared cache decides.
-        num_workers: Processes that build an LMDB cache; None for one for each CPU that may be used.
+            torch's Subset of one) is shared without a key.
+        budget: The most memory that a cache in RAM may take: `"auto"` (80% of free memory), bytes, `"40GB"`,
+            or a share of free memory. Samples that do not fit are read from the dataset at every access. The
+            process that creates a shared cache sets its budget.
+        num_workers: Processes that build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
 
     Attributes:
         dataset: As given.
-        transform: As given; may be set. Set another pipeline instead of putting parts into this one.
+        transform: As given; may be set. Set a new pipeline instead of modifying this one in place.
         prepare: As given.
         key: As given.
-        cache: The cache in use; `cache.explain()` says why it is this one.
+        cache: The cache in use; `cache.explain()` gives the reason why it is in use.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
             `prepare` cannot be called.
         RandomDatasetError: Two readings of one sample differ.
-        UnsupportedSampleError: A sample holds something that cannot be cached.
-        CacheMismatchError: The cache was made from something else.
+        UnsupportedSampleError: A value in a sample cannot be cached.
+        CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `key` or `budget` has none of the forms above.
     """
 
@@ -132,7 +134,7 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._pace = Pace()
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import Opener, Request  # Pillow and LMDB, which workers may not need
+        from fastload.cache.open_cache import Opener, Request  # here: it imports Pillow and LMDB
 
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
         self._source = opener.source
@@ -147,20 +149,21 @@ class CachedDataset(Dataset[Any]):
         ram: bool = False,
         budget: str | float = "auto",
     ) -> CachedDataset:
-        """A finished LMDB cache as the dataset itself: the source is not needed any more.
+        """A finished LMDB cache as a dataset of its own; the source is not needed any more.
 
-        Samples that could not be read when it was built are left out, and the others numbered anew. The
-        names of ImageFolder's classes are in `classes`.
+        Samples that could not be read during the build are left out, and the other samples are renumbered.
+        `classes` holds the names of ImageFolder's classes.
 
         Args:
             path: The file, or the directory of shards.
             transform: The random part, run at every access.
-            ram: Keep what was read once in RAM, shared with all that read the same file so.
-            budget: The most memory that may take.
+            ram: Keep samples in RAM once they were read, shared by all processes that read this file with
+                `ram=True`.
+            budget: The most memory that the cache in RAM may take.
 
         Raises:
             FileNotFoundError: There is no such file.
-            CacheMismatchError: It is no cache of this format, or shards are missing.
+            CacheMismatchError: It is not a cache of this format, or shards are missing.
             CacheCorruptError: A file is damaged.
         """
         samples = StoredSamples(LMDBCache(path))
@@ -170,7 +173,8 @@ class CachedDataset(Dataset[Any]):
         return self._num_samples
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks here for what it found nowhere else: for `dataset` too, while a copy is made.
+        # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a
+        # copy.
         inner = self.__dict__.get("dataset")
         if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -183,13 +187,13 @@ class CachedDataset(Dataset[Any]):
             ) from error
 
     def __getitem__(self, index: int) -> Any:
-        """The sample, transformed; without a transform a private, writable copy.
+        """The transformed sample; without a transform, a private, writable copy of the sample.
 
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
-            UnsupportedSampleError: The sample holds something that cannot be cached.
-            TypeError: `transform` was set to something that cannot be called.
-            Exception: What the transform raises, with a note that says what it was given.
+            UnsupportedSampleError: A value in the sample cannot be cached.
+            TypeError: `transform` was set to an object that cannot be called.
+            Exception: An error of the transform, with a note that describes its input.
         """
         transform = self.transform  # read once: another thread may set it
         if transform is None:
@@ -200,13 +204,13 @@ class CachedDataset(Dataset[Any]):
         return caller(lambda: self.view(index), index)
 
     def view(self, index: int) -> Any:
-        """The sample before the transform, without a copy where it is cached.
+        """The sample before the transform, without a copy if it is cached.
 
-        Arrays are read-only, and valid for as long as they are held; tensors are private copies.
+        Arrays are read-only, and valid for as long as they are referenced; tensors are private copies.
 
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
-            UnsupportedSampleError: The sample holds something that cannot be cached.
+            UnsupportedSampleError: A value in the sample cannot be cached.
         """
         position = operator.index(index)
         if not 0 <= position < self._num_samples:
@@ -222,13 +226,13 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def _read(self, index: int) -> Any:
-        """The sample from its source, stored if there is room and time."""
+        """Read the sample from its source, and store it if the budget and the pace allow it."""
         restore = mark()
         started_s = time.perf_counter()
         try:
             fresh = self._source[index]
         except Exception as error:
-            stored = getattr(self.cache, "slow", self.cache)  # the file behind a cache in RAM
+            stored = getattr(self.cache, "slow", self.cache)  # the file, if a cache in RAM is in front of it
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
                 error.add_note(
                     f"sample {index} could not be read when {stored.path} was built and was left out, so it "
@@ -237,7 +241,7 @@ class CachedDataset(Dataset[Any]):
                 )
             raise
         read_s = time.perf_counter() - started_s
-        restore()  # a sample that was cached before has drawn nothing either
+        restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:
@@ -247,16 +251,16 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
-        """A batch in one go: what `default_collate([self[i] for i in indices])` gives, if that is possible.
+        """A whole batch, equal to `default_collate([self[i] for i in indices])`, if it can be gathered.
 
         Args:
             indices: Of the samples, in the batch's order.
-            allocate: Called as `allocate(shape, dtype)` for each array, tensor or number of a sample; gives a
-                writable C-contiguous array, whose memory the batch's tensors use.
+            allocate: Called as `allocate(shape, dtype)` for each array, tensor or number of a sample; returns
+                a writable C-contiguous array, whose memory the batch's tensors use.
 
         Returns:
-            None if there is a transform, a sample is not cached in columns, or default_collate must decide;
-            the caller then fetches sample by sample.
+            None if there is a transform, a sample is not cached in columns, or the batch needs
+            default_collate; the caller then fetches sample by sample.
         """
         if self.transform is not None or not len(indices):
             return None
@@ -271,24 +275,24 @@ class CachedDataset(Dataset[Any]):
         return batch
 
     def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
-        """Read what is not cached yet, as far as the budget goes, now and not in the first epoch.
+        """Cache all missing samples that fit into the budget now, instead of in the first epoch.
 
         Args:
-            num_workers: Processes that read; None for one for each CPU that may be used, 0 for none.
+            num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
 
         Returns:
-            What is cached afterwards. Samples that others stored meanwhile count.
+            The state of the cache afterwards, including samples that other processes stored meanwhile.
 
         Raises:
-            UnsupportedSampleError: A sample holds something that cannot be cached.
-            Exception: What the dataset raises for a sample, with a note that names it.
+            UnsupportedSampleError: A value in a sample cannot be cached.
+            Exception: An error of the dataset, with a note that names the sample.
         """
         fill(self, self.cache, num_workers=num_workers, shown=progress)
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:
-        """How many samples are cached, and in how many bytes."""
+        """How many samples are cached, and how many bytes they take."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.budget_bytes, cache.layout)
 
@@ -296,8 +300,8 @@ class CachedDataset(Dataset[Any]):
 def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError(
-            f"{type(dataset).__name__} is an iterable-style dataset: its samples have no index to be cached "
-            "by. Give a map-style dataset, with __len__ and __getitem__"
+            f"{type(dataset).__name__} is an iterable-style dataset, but a cache needs samples with an "
+            "index. Give a map-style dataset, with __len__ and __getitem__"
         )
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if missing:

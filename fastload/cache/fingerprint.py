@@ -1,13 +1,12 @@
-"""What a cache was made of: named parts that can be compared, and the name by which others find it.
+"""Fingerprints: named parts that identify a cache's samples, and the name by which other processes find it.
 
-A wrong match would be a wrong image in somebody's training, so there is a fingerprint only where someone
-vouches for it:
+A wrong match would put wrong images into a training, so a fingerprint exists only in two cases:
 
-1. the dataset says what it is: `fingerprint()` gives a str, or a dict of str that names the parts;
-2. or the user does, by `key=`: a promise that this key always means these samples.
+1. The dataset has a method `fingerprint()`, which returns a str, or a dict of str with named parts.
+2. The user passes `key=`, which promises that this key always means these samples.
 
-torch's Subset of such a dataset has one too. Every other dataset has none: its cache is private. The code of
-a user's own `__getitem__` is no part of any fingerprint: an edit of it is not seen.
+torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and its cache is private.
+A fingerprint does not cover the code of a user's own `__getitem__`: it stays the same when that code changes.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What the samples of a cache were made of.
+    """Identifies the samples of a cache.
 
     Attributes:
-        parts: What each part is, by its name; equal parts mean equal samples.
-        key: The user's own name for it, if there is one.
+        parts: The value of each part, by the part's name; equal parts mean equal samples.
+        key: The user's key, if there is one.
     """
 
     parts: Mapping[str, str] = field(hash=False)
@@ -37,11 +36,11 @@ class Fingerprint:
 
     @property
     def name(self) -> str:
-        """Under which others find the cache: the digest of the key, or else of all parts."""
+        """The name by which other processes find the cache: a digest of the key, or else of all parts."""
         return digest_of(self.parts if self.key is None else ["key", self.key])
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs, one clause a part: `size is "256" here and "224" there`."""
+        """The differences, one clause per part: `size is "256" here and "224" there`."""
         found = []
         for part in sorted({*self.parts, *other.parts}):
             here, there = self.parts.get(part), other.parts.get(part)
@@ -51,16 +50,16 @@ class Fingerprint:
 
 
 def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None = None) -> Fingerprint | None:
-    """The fingerprint of a dataset's samples after `prepare`; None if nobody vouches for it.
+    """The fingerprint of a dataset's samples after `prepare`; None without a fingerprint() and a key.
 
     Args:
         dataset: Map-style.
         key: The user's name for the samples.
-        prepare: The deterministic part that runs before the cache: an albumentations pipeline, something
-            with a `fingerprint()` of its own, or any callable, which only `key` can vouch for.
+        prepare: The deterministic part that runs before the cache: an albumentations pipeline, an object with
+            a `fingerprint()` of its own, or any other callable, which requires `key`.
 
     Raises:
-        TypeError: `key` is no str, or a `fingerprint()` gives neither a str nor a dict of str.
+        TypeError: `key` is not a str, or a `fingerprint()` does not return a str or a dict of str.
         ValueError: `key` is empty.
     """
     if key is not None and not isinstance(key, str):
@@ -78,13 +77,13 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
 
 
 def digest_of(value: Any) -> str:
-    """A short digest of anything that JSON can hold; equal for equal dicts, whatever their order."""
+    """A short digest of any JSON value; the order of a dict's keys does not matter."""
     text = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
     return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _source_parts(dataset: Any) -> dict[str, str] | None:
-    from torch.utils.data import Subset  # here: reading a fingerprint does without torch
+    from torch.utils.data import Subset  # here: reading a fingerprint does not need torch
 
     if type(dataset) is Subset:
         inner = _source_parts(dataset.dataset)
@@ -103,7 +102,7 @@ def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
 
 
 def _given_parts(owner: Any, name: str) -> dict[str, str]:
-    """What a `fingerprint()` method says, as parts."""
+    """The result of a `fingerprint()` method, as parts."""
     given = owner.fingerprint()
     parts = dict(given) if isinstance(given, Mapping) else {name: given}
     for part, value in parts.items():
@@ -123,7 +122,7 @@ def _prepare_parts(prepare: Any) -> dict[str, str] | None:
         try:
             description = albumentations.to_dict(prepare)
             return {"prepare": f"{_qualified_name(type(prepare))}, digest {digest_of(description)}"}
-        except (NotImplementedError, TypeError, ValueError):  # it holds a function, which nobody can name
+        except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
             return None
     return None
 

@@ -1,7 +1,7 @@
-"""Advisory locks on an open file, never waited for.
+"""Advisory locks on open files, which never wait for long.
 
-flock(2) locks belong to the file description: a descriptor that was inherited or duplicated shares its lock,
-so open one for the purpose.
+flock(2) locks belong to the file description. An inherited or duplicated descriptor shares its lock, so open
+a descriptor for this purpose only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 
 
 def try_lock(fd: int, *, attempts: int = 1) -> bool:
-    """Take the exclusive lock, or say that another holds it; yields the core between attempts."""
-    import fcntl  # not on Windows, where nothing gets here
+    """Take the exclusive lock, or return False if another holder has it; yields the core between attempts."""
+    import fcntl  # does not exist on Windows, which never calls this function
 
     for attempt in range(attempts):
         if attempt:
@@ -25,7 +25,7 @@ def try_lock(fd: int, *, attempts: int = 1) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Give the lock back, for every copy of the descriptor."""
+    """Release the lock, for every copy of the descriptor."""
     import fcntl
 
     fcntl.flock(fd, fcntl.LOCK_UN)

@@ -1,12 +1,12 @@
-"""From what a user says about a cache to the cache: find it, build it, or make it, and say which.
+"""Opens the cache that a user asked for: finds it, builds it or makes it, and logs the decision.
 
 Rules:
 
-1. A dataset that nobody vouches for is examined before anything is stored: is it random, what do its samples
-   look like? One that has a fingerprint is examined by whoever makes its cache.
-2. Whoever attaches to a cache that others filled reads sample 0 from the source and compares: a promise that
-   was broken (a key used twice, a fingerprint that sees too little) is found here or never.
-3. What was decided is logged in one line, with numbers.
+1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
+   structure of its samples? A dataset with a fingerprint is examined by the process that makes its cache.
+2. A process that attaches to a cache that other processes filled reads sample 0 from the source and compares
+   it. Only this check can detect a key that is used twice or a fingerprint that covers too little.
+3. The decision is logged in one line, with numbers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _USAGE = 'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"] or a cache object'
 
 
 class Request(NamedTuple):
-    """What a user said about a cache; see CachedDataset."""
+    """The user's arguments for a cache; see CachedDataset."""
 
     dataset: Any
     prepare: Callable[..., Any] | None
@@ -59,12 +59,12 @@ class Opener:
     """Opens the caches of one dataset.
 
     Args:
-        request: What the user said.
+        request: The user's arguments.
 
     Attributes:
-        source: The samples as they are cached: the dataset, after its deterministic part.
-        fingerprint: Of these samples; None if nobody vouches for them.
-        examples: Samples that were read from the source, by index.
+        source: The dataset after its deterministic part; its samples are cached.
+        fingerprint: Of these samples; None without a fingerprint() and a key.
+        examples: Samples that were already read from the source, by index.
     """
 
     def __init__(self, request: Request) -> None:
@@ -82,9 +82,9 @@ class Opener:
 
         Raises:
             RandomDatasetError: Two readings of one sample differ.
-            UnsupportedSampleError: A sample holds something that cannot be cached.
-            CacheMismatchError: The cache was made from something else.
-            ValueError: `cache` names none.
+            UnsupportedSampleError: A value in a sample cannot be cached.
+            CacheMismatchError: The cache was made from other samples.
+            ValueError: `cache` is not a valid description of a cache.
         """
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
         for index, sample in self.examples.items():
@@ -94,10 +94,10 @@ class Opener:
 
     def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
-            raise ValueError(f"cache={tiers!r} is not a cache in RAM before one that is not: {_USAGE}")
+            raise ValueError(f"cache={tiers!r} is not a cache in RAM followed by one on disk: {_USAGE}")
         slow = self._open_one(tiers[1])
         if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
-            # The file vouches for its samples: ranks that read it share what they keep in RAM.
+            # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
             self.fingerprint = fingerprint_of(StoredSamples(slow))
         return TieredCache(self._open_ram(), slow)
 
@@ -115,8 +115,8 @@ class Opener:
             check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
         elif cache.num_samples != self._num_samples:
             raise CacheMismatchError(
-                f"the cache was made for {cache.num_samples} samples, the dataset has {self._num_samples}: "
-                "make a cache for this dataset"
+                f"the cache was made for {cache.num_samples} samples, but the dataset has "
+                f"{self._num_samples}: make a cache for this dataset"
             )
         return cache
 
@@ -132,8 +132,8 @@ class Opener:
         self._examine()
         budget_bytes = self._ram_bytes()
         log.warning(
-            "cache: no shared memory for it: %s. Each process decodes every sample and keeps its own copy, "
-            'of up to %s; cache="lmdb:PATH" is shared',
+            "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
+            'copy, of up to %s; cache="lmdb:PATH" is shared',
             reason,
             readable_size(budget_bytes),
         )
@@ -158,14 +158,14 @@ class Opener:
         kind = type(self._request.dataset).__name__
         samples = kind if self._request.prepare is None else f"{kind} with this prepare"
         cache.reason = (
-            f"private to this process and its workers, because nothing says what the samples of {samples} "
-            "are: add a fingerprint() to the dataset, or pass key='...', to share with other ranks and jobs"
+            f"private to this process and its workers, because {samples} has neither a fingerprint() nor a "
+            "key: add a fingerprint() to the dataset, or pass key='...', to share with other ranks and jobs"
         )
         self._warn_ranks(cache.reason)
         return cache
 
     def _warn_ranks(self, reason: str) -> None:
-        """Warn of a cache that is private where several ranks each decode all samples and keep a copy."""
+        """Warn that a cache is private, if several ranks would each decode all samples and keep a copy."""
         if ranks.are_several():
             log.warning("cache: %s", reason)
 
@@ -203,7 +203,7 @@ class Opener:
                     fingerprint=self.fingerprint,
                 )
             except CacheBusyError as error:
-                # Ranks start together and all ask for the same file: one builds it, the others wait.
+                # Ranks start together and all request the same file: one rank builds it, the others wait.
                 if not ranks.are_several():
                     raise
                 if str(error) != builder or time.monotonic() - said_at_s >= _BUSY_LOG_S:
@@ -214,7 +214,7 @@ class Opener:
     # --- both ---------------------------------------------------------------------------------------------
 
     def _examine(self) -> None:
-        """Read the first, the middle and the last sample, two of them twice, if that was not done yet."""
+        """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
         if self._is_examined or not self._num_samples:
             return
         last = self._num_samples - 1

@@ -1,16 +1,15 @@
-"""How fast epochs of training fill a cache in RAM: never so fast that an epoch takes much longer for it.
+"""Limits how fast epochs of training fill a cache in RAM, so that no epoch takes much longer.
 
-Memory that the machine has never touched can take longer to fill than a JPEG takes to decode: then an epoch
-that stored every sample would take twice as long as one without a cache. So the time that storing takes is
-taken from an account:
+On some machines, memory that was never touched takes longer to fill than a JPEG takes to decode. An epoch
+that stored every sample would then take twice as long as an epoch without a cache. So storing is paid from an
+account of time:
 
-1. A sample that is read from its source earns a fifth of the time that reading it took, or `CHEAP_S` if that
-   is more.
-2. A sample that is found in the cache earns what reading it would have cost, and that fifth.
-3. A sample is stored while the account is not overdrawn. What is not stored is read again in the next epoch.
+1. A sample that is read from its source earns a fifth of its reading time, or `CHEAP_S` if that is more.
+2. A sample that is found in the cache earns the time that reading it would have taken, plus a fifth.
+3. A sample is stored if the account is not negative. Otherwise it is read again in the next epoch.
 
-An epoch therefore takes at most about 1.2 times as long as without a cache, and later epochs store what the
-first one left. `CachedDataset.fill` stores everything at once.
+An epoch therefore takes at most about 1.2 times as long as without a cache, and later epochs store the
+remaining samples. `CachedDataset.fill` stores all samples at once.
 """
 
 from __future__ import annotations
@@ -24,20 +23,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastload")
 
-SHARE = 0.2  # of the time that reading takes
-CHEAP_S = (
-    0.0001  # storing that takes no longer is never put off: a batch is gathered only if all of it is there
-)
-_BEGIN_S = 0.2  # so that a small dataset is stored in its first epoch
-_MOST_S = 1.0  # what may be saved up, so that no later epoch pays for all of it
-_NEW_WEIGHT = 0.1  # of the last sample in the mean
+SHARE = 0.2  # of the reading time
+CHEAP_S = 0.0001  # samples that are stored faster are never deferred: only complete batches can be gathered
+_BEGIN_S = 0.2  # initial balance: a small dataset is stored in its first epoch
+_MOST_S = 1.0  # highest balance, so that no single epoch spends the savings of many
+_NEW_WEIGHT = 0.1  # weight of the newest sample in the running mean
 
 
 class Pace:
-    """Stores samples as far as the time for it goes.
+    """Stores samples as far as the account of time allows.
 
     Attributes:
-        hits: Samples that were found in the cache since the last one that was not; counted by the owner.
+        hits: Samples that were found in the cache since the last miss; the owner counts them.
     """
 
     __slots__ = ("_balance_s", "_cheap_s", "_has_logged", "_read_s", "_store_s", "hits")
@@ -46,12 +43,12 @@ class Pace:
         self.hits = 0
         self._cheap_s = CHEAP_S
         self._balance_s = _BEGIN_S
-        self._read_s = 0.0  # means of late
+        self._read_s = 0.0  # running means
         self._store_s = 0.0
         self._has_logged = False
 
     def put(self, cache: SampleCache, index: int, sample: Any, *, read_s: float) -> None:
-        """Store a sample that was read from its source in ``read_s`` seconds, if there is time."""
+        """Store a sample that took ``read_s`` seconds to read, if the account allows it."""
         self._read_s = _mean(self._read_s, read_s)
         hits, self.hits = self.hits, 0
         earned_s = max(SHARE * read_s, self._cheap_s) + hits * (1 + SHARE) * self._read_s

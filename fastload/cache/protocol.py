@@ -1,6 +1,6 @@
-"""What CachedDataset asks of a cache: SharedMemoryCache, LMDBCache, PrivateCache, or one of the user's.
+"""The interface that CachedDataset expects of SharedMemoryCache, LMDBCache, PrivateCache or a user's cache.
 
-A cache pickles as a handle, is shared by `copy.deepcopy`, and may be used in any process.
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SampleCache(Protocol):
 
     @property
     def num_cached(self) -> int:
-        """How many of them are stored now."""
+        """How many samples are stored now."""
 
     @property
     def nbytes(self) -> int:
@@ -32,33 +32,33 @@ class SampleCache(Protocol):
 
     @property
     def budget_bytes(self) -> int | None:
-        """The most bytes it takes; None if it has no limit of its own."""
+        """The most bytes that it takes; None if it has no limit of its own."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether what a worker process stores is there for all."""
+        """Whether all processes see the samples that a worker process stores."""
 
     @property
     def layout(self) -> str:
-        """In a word, how samples lie in it."""
+        """One word for how samples are stored."""
 
     def explain(self) -> str:
-        """Why this cache is the one in use, and what it was made of."""
+        """The reason why this cache is in use, and the parts of its fingerprint."""
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored and that `put` might take, ascending."""
+        """Indices of the samples that are not stored and that `put` may accept, ascending."""
 
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored now."""
 
     def get(self, index: int) -> Any | None:
-        """The sample, its arrays read-only and its tensors private, or None if it is not cached."""
+        """The sample, with read-only arrays and private tensors, or None if it is not cached."""
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit. Safe to repeat."""
+        """Store a sample; False if it does not fit. May be repeated."""
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that default_collate would make of these samples, None if it cannot."""
+        """The batch that default_collate would make of these samples, or None if it cannot be gathered."""
 
     def close(self) -> None:
-        """Give up what this process holds; samples that were handed out stay valid."""
+        """Release this process's resources; samples that were handed out stay valid."""

@@ -1,7 +1,7 @@
-"""The guard: read a sample twice under different seeds, and refuse to cache the dataset if it differs.
+"""Detects random datasets: reads a sample twice under different seeds, and raises if the readings differ.
 
-A cache would freeze one draw of a random dataset for ever, which trains worse and says nothing. All random
-state is put back afterwards.
+A cache would silently freeze one draw of a random dataset, which makes training worse. All random state is
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
-# 0.98: a coin tossed once a sample falls differently, however biased it is between these.
+# 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
 
 
 def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, Any]:
-    """Read the samples at `indices`, and those at `rechecked` once more, under another seed.
+    """Read the samples at `indices`, and read the samples at `rechecked` again, under another seed.
 
     Raises:
         RandomDatasetError: The second reading differs from the first; names the leaf.
-        UnsupportedSampleError: A sample holds something that cannot be cached.
+        UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
     transforms = [
@@ -41,15 +41,15 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
     ]
     with _random_state_kept(transforms):
         for index in indices:
-            # Through bytes: a dataset may hand out the same buffer again at its next access.
+            # Copied as bytes: a dataset may return the same buffer again at its next access.
             samples[index] = decode(encode(_read(dataset, index, transforms, _SEEDS[0])))
             if index in rechecked:
                 path = first_difference(samples[index], _read(dataset, index, transforms, _SEEDS[1]))
                 if path is not None:
                     raise RandomDatasetError(
                         f"{type(dataset).__name__}[{index}] gives another sample at each access: {path} "
-                        "differs. Caching would freeze one draw for ever. Move the random part out of the "
-                        "dataset, to CachedDataset(dataset, transform=...), which runs it at every access"
+                        "differs. A cache would freeze one draw. Move the random part out of the dataset, "
+                        "to CachedDataset(dataset, transform=...), which runs it at every access"
                     )
     return samples
 

@@ -1,7 +1,7 @@
-"""Whether several ranks of one training run share this host.
+"""Detects whether several ranks of one training run share this host.
 
-Each launcher says it in its own way; a wrong answer costs a warning, or the wait for a builder, and never a
-wrong sample.
+Each launcher indicates it in its own way. A wrong answer costs a warning, or waiting for a builder, but never
+causes a wrong sample.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import sys
 
-# Ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
+# Number of ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
 _COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def are_several() -> bool:
     """Whether torchrun, mpirun, srun or the script itself started several ranks.
 
-    SLURM_NTASKS_PER_NODE is set in the shell of a job too, where one process runs; SLURM_LOCALID is then not.
+    SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
+    there.
     """
     if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
         return True
@@ -24,7 +25,7 @@ def are_several() -> bool:
     tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
     if local_id and (local_id != "0" or tasks_per_node not in ("", "1")):
         return True
-    # A process whose script never imported torch.distributed is in no process group.
+    # If the script never imported torch.distributed, this process is not in a process group.
     distributed = sys.modules.get("torch.distributed")
     return (
         distributed is not None

@@ -1,4 +1,4 @@
-"""One sample as bytes: a closed, documented, versioned format that holds no pickle.
+"""Encodes one sample as bytes, in a closed, documented, versioned format without pickle.
 
 All numbers are little-endian:
 
@@ -6,18 +6,18 @@ All numbers are little-endian:
     0       4      magic, b"FLrc"
     4       2      format version, 1
     6       2      codec: 0 raw, 1 jpeg, 2 png, 3 webp; see `codecs` for which leaves it applies to
-    8       4      S, bytes of the spec
+    8       4      S, number of bytes of the spec
     12      4      L, number of leaves
-    16      8      bytes of the whole record
+    16      8      number of bytes of the whole record
     24      S      the spec: JSON as in `spec`, ASCII
-    ...     8 * L  bytes of each leaf's payload, at the next multiple of 8
+    ...     8 * L  number of bytes of each leaf's payload, at the next multiple of 8
     ...            the payloads in order, each at the next multiple of its alignment from the record's start:
-                   64 for arrays and tensors, 8 for all else; the gaps are zero
+                   64 for arrays and tensors, 8 for other leaves; the gaps are zero
 
 Payloads: a leaf that the codec applies to is an image file. Other arrays, tensors and NumPy scalars are their
-elements in C order and in the dtype's own byte order; int is two's complement in 8 bytes or more; float is
-IEEE 754 binary64; bool one byte; str is UTF-8 (lone surrogates as three bytes each); bytes are themselves;
-None has none. NumPy's own str and bytes, str_ and bytes_, are stored as str and bytes are.
+elements in C order and in the dtype's own byte order. An int is two's complement in 8 bytes or more, a float
+is IEEE 754 binary64, a bool is one byte, a str is UTF-8 (lone surrogates as three bytes each), bytes are
+stored unchanged, and None has no payload. NumPy's str_ and bytes_ are stored like str and bytes.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ def encode(sample: Any) -> bytes:
     """A sample as one record.
 
     Raises:
-        UnsupportedSampleError: Something in it is of no kind that is cached; names its path.
+        UnsupportedSampleError: A value in it cannot be cached; names its path.
     """
     return encode_values(*flatten(sample))
 
 
 def encode_values(spec: Spec, values: list[Any]) -> bytes:
-    """The record of a sample that `flatten` has taken apart."""
+    """The record of a sample that was taken apart by `flatten`."""
     return b"".join(record_parts(spec, values)[0])
 
 
 def record_parts(
     spec: Spec, values: list[Any], codec: str = "raw", quality: int = BEST_QUALITY
 ) -> tuple[list[Any], int]:
-    """The record as buffers to be written one after another, and its length in bytes.
+    """The record as buffers, to be written one after another, and its length in bytes.
 
     Args:
         spec: Of the sample.
-        values: As `flatten` gives them; arrays that stay raw are not copied.
+        values: As `flatten` returns them; raw arrays are not copied.
         codec: How images are written, one of `CODECS`.
-        quality: Of jpeg and webp, 1 to 100.
+        quality: Quality of jpeg and webp, 1 to 100.
     """
     payloads = [
         _payload(leaf, value, codec, quality) for leaf, value in zip(spec.leaves, values, strict=True)
@@ -87,14 +87,14 @@ def _payload(leaf: Leaf, value: Any, codec: str, quality: int) -> Any:
 
 
 class Outline(NamedTuple):
-    """Where the payloads of a record lie; records that begin with the same `prefix` have the same outline.
+    """The positions of the payloads in a record; records with the same `prefix` have the same outline.
 
     Attributes:
         spec: The structure of the sample.
-        codec: How its images are written.
-        prefix: All bytes in front of the payloads.
+        codec: How its images are encoded.
+        prefix: All bytes before the payloads.
         places: Start and number of bytes of each leaf's payload.
-        ways: How each leaf is written: `"raw"`, or the codec of an image.
+        ways: How each leaf is encoded: `"raw"`, or the codec of an image.
     """
 
     spec: Spec
@@ -105,32 +105,34 @@ class Outline(NamedTuple):
 
 
 def outline(record: bytes | memoryview) -> Outline:
-    """Where everything lies in a record, all checked against its length.
+    """The positions of all parts of a record, checked against its length.
 
     Raises:
-        CacheCorruptError: The bytes are no record of this format version.
+        CacheCorruptError: The bytes are not a record of this format version.
     """
     memory = memoryview(record)
     if len(memory) < _HEADER.size:
         raise CacheCorruptError(f"a record of {len(memory)} bytes is shorter than its header")
     magic, version, codec, spec_bytes, num_leaves, total = _HEADER.unpack_from(memory)
     if magic != _MAGIC or version != FORMAT_VERSION:
-        raise CacheCorruptError(f"no record of format {FORMAT_VERSION}: it starts with {bytes(memory[:6])!r}")
+        raise CacheCorruptError(
+            f"not a record of format {FORMAT_VERSION}: it starts with {bytes(memory[:6])!r}"
+        )
     if codec >= len(CODECS):
-        raise CacheCorruptError(f"a record names codec {codec}, there are {len(CODECS)}")
+        raise CacheCorruptError(f"a record names codec {codec}, but there are only {len(CODECS)}")
     payloads_at = round_up(_HEADER.size + spec_bytes, _WORD_BYTES) + _WORD_BYTES * num_leaves
     if not payloads_at <= total <= len(memory):
-        raise CacheCorruptError(f"a record claims {total:,} bytes, {len(memory):,} are there")
+        raise CacheCorruptError(f"a record states {total:,} bytes, but only {len(memory):,} are there")
     return _outline_of(bytes(memory[:payloads_at]))
 
 
-@lru_cache(maxsize=1024)  # samples of one shape differ in their payloads alone
+@lru_cache(maxsize=1024)  # samples of one shape differ only in their payloads
 def _outline_of(prefix: bytes) -> Outline:
     _, _, number, spec_bytes, num_leaves, total = _HEADER.unpack_from(prefix)
     codec = CODECS[number]
     spec = Spec.parse(prefix[_HEADER.size : _HEADER.size + spec_bytes])
     if len(spec.leaves) != num_leaves:
-        raise CacheCorruptError(f"a record describes {len(spec.leaves)} values and holds {num_leaves}")
+        raise CacheCorruptError(f"a record describes {len(spec.leaves)} values, but holds {num_leaves}")
     ways = [codec_of_leaf(codec, leaf) for leaf in spec.leaves]
     sizes = struct.unpack_from(f"<{num_leaves}Q", prefix, len(prefix) - _WORD_BYTES * num_leaves)
     places = []
@@ -140,7 +142,7 @@ def _outline_of(prefix: bytes) -> Outline:
         end = start + nbytes
         expected = fixed_nbytes(leaf) if way == "raw" else None
         if end > total or (expected is not None and expected != nbytes):
-            raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which cannot be")
+            raise CacheCorruptError(f"a record's {leaf.kind} states {nbytes:,} bytes, which is impossible")
         places.append((start, nbytes))
     return Outline(spec, codec, prefix, places, ways)
 
@@ -148,11 +150,11 @@ def _outline_of(prefix: bytes) -> Outline:
 def decode(record: bytes | memoryview) -> Any:
     """The sample of a record that starts at `record[0]`; bytes after it are ignored.
 
-    Arrays are views of `record`, read-only if it is, and keep it alive; decoded images are read-only arrays
-    of their own; all else is a copy.
+    Arrays are views of `record`, read-only if it is, and keep it alive. Decoded images are read-only arrays
+    of their own. All other values are copies.
 
     Raises:
-        CacheCorruptError: The bytes are no record of this format version.
+        CacheCorruptError: The bytes are not a record of this format version.
         CacheError: The class of a namedtuple is not imported in this process.
     """
     memory = memoryview(record)
@@ -170,13 +172,13 @@ def spec_of(record: bytes | memoryview) -> Spec:
     """The structure of the sample in a record.
 
     Raises:
-        CacheCorruptError: The bytes are no record of this format version.
+        CacheCorruptError: The bytes are not a record of this format version.
     """
     return outline(record).spec
 
 
 def spec_text(record: bytes | memoryview) -> bytes:
-    """The structure of the sample in a record, as the text that the record stores; it is not parsed.
+    """The structure of the sample in a record, as the record's own JSON text, which is not parsed.
 
     Raises:
         CacheCorruptError: The record is shorter than its header.

@@ -1,6 +1,6 @@
-"""Datasets that CachedDataset makes itself: one after its deterministic part, and a cache's content.
+"""Datasets that CachedDataset makes itself: a dataset after its deterministic part, and a finished cache.
 
-Made by `dataset` in the parent, read wherever a sample is missing in the cache.
+`dataset` makes them in the parent; any process reads them for samples that are missing in its cache.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 
 class PreparedDataset(Dataset[Any]):
-    """A dataset whose samples go through a deterministic function, once, before they are cached.
+    """A dataset whose samples pass through a deterministic function once, before they are cached.
 
     Args:
         dataset: Map-style.
-        prepare: An albumentations pipeline or any callable, as CachedDataset takes them; it is given the
+        prepare: An albumentations pipeline or any other callable, as CachedDataset takes them; it gets the
             dataset's own sample.
 
     Attributes:
-        classes: Those of the dataset, for a file that is built from this one; None if it has none.
+        classes: The dataset's classes, for a file that is built from this dataset; None if it has none.
 
     Raises:
         TypeError: `prepare` cannot be called.
@@ -50,22 +50,22 @@ class PreparedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         sample = self.dataset[index]
-        # A shallow copy for the note on an error: `prepare` may take the containers apart.
+        # A shallow copy for the note on an error, because `prepare` may modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
         return self._call(before, sample, index)
 
 
 class StoredSamples(Dataset[Any]):
-    """The samples of a finished LMDB cache as a dataset, numbered from 0 without those that are not stored.
+    """The stored samples of a finished LMDB cache as a dataset, numbered from 0.
 
-    It is also a cache of itself (see `protocol`), which is how its batches are read in one go.
+    It also implements the interface of a cache (see `protocol`), through which whole batches are read.
 
     Args:
         cache: The finished cache.
 
     Attributes:
         cache: The same.
-        classes: Names of the classes of the dataset that it was built from, if there were such.
+        classes: Names of the classes of the dataset that it was built from, or None.
     """
 
     is_shared = True
@@ -89,17 +89,17 @@ class StoredSamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if self.cache.is_closed:
             raise CacheError(
-                f"sample {index} was asked of the cache at {self.cache.path} after its close(): open it again"
+                f"sample {index} was requested from the cache {self.cache.path} after close(): open it again"
             )
         return private_copy(self.get(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """The build that the samples come from."""
+        """The id of the build that the samples come from."""
         return {**(self.cache.parts or {}), "build": self.cache.plan.build_id, "codec": self.cache.codec}
 
     @property
     def num_cached(self) -> int:
-        """All samples."""
+        """The number of samples: all are stored."""
         return self.num_samples
 
     @property
@@ -109,32 +109,32 @@ class StoredSamples(Dataset[Any]):
 
     @property
     def layout(self) -> str:
-        """How samples lie: `"lmdb"`."""
+        """How samples are stored: `"lmdb"`."""
         return self.cache.layout
 
     def explain(self) -> str:
-        """Why this cache is the one in use, and what it was made of."""
+        """The reason why this cache is in use, and the parts of its fingerprint."""
         return self.cache.explain()
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Nothing that `put` might take."""
+        """Empty: `put` accepts nothing."""
         return np.empty(0, np.intp)
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, (int, np.integer)) and 0 <= int(index) < self.num_samples
 
     def get(self, index: int) -> Any | None:
-        """The sample, its arrays read-only; None only after close()."""
+        """The sample, with read-only arrays; None only after close()."""
         return self.cache.get(index if self._indices is None else int(self._indices[index]))
 
     def put(self, index: int, sample: Any) -> bool:
-        """False: a finished cache takes nothing."""
+        """False: a finished cache stores nothing."""
         return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that torch's default_collate would make of these samples, as LMDBCache.gather()."""
+        """The batch that torch's default_collate would make of these samples; see LMDBCache.gather()."""
         return self.cache.gather(indices if self._indices is None else self._indices[indices], allocate)
 
     def close(self) -> None:
-        """Give up this object's hold on the files."""
+        """Release this object's files."""
         self.cache.close()

@@ -1,7 +1,7 @@
 """TieredCache: a cache in RAM in front of a finished cache on disk.
 
-`cache=["ram", "lmdb:PATH"]` makes one. A sample that the cache in RAM lacks is read from the file and kept in
-RAM, as far as the budget goes. A sample that neither holds is read from the dataset by the caller.
+`cache=["ram", "lmdb:PATH"]` makes one. A sample that is not in RAM is read from the file and kept in RAM, if
+it fits into the budget. If neither cache holds a sample, the caller reads it from the dataset.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class TieredCache:
-    """Two caches of the same samples, the fast one asked first.
+    """Two caches of the same samples; reads try the fast cache first.
 
     Args:
-        fast: Takes what was read from the other.
-        slow: Holds all samples, or nearly all.
+        fast: The cache in front; it stores samples that were read from the slow cache.
+        slow: The cache behind; it holds all samples, or nearly all.
     """
 
     def __init__(self, fast: SampleCache, slow: SampleCache) -> None:
@@ -60,27 +60,27 @@ class TieredCache:
 
     @property
     def is_shared(self) -> bool:
-        """Whether what a worker process stores in the fast cache is there for all."""
+        """Whether all processes see the samples that a worker process stores in the fast cache."""
         return self.fast.is_shared
 
     @property
     def layout(self) -> str:
-        """How samples lie in each: such as `"uniform over lmdb"`."""
+        """How each cache stores samples, such as `"uniform over lmdb"`."""
         return f"{self.fast.layout} over {self.slow.layout}"
 
     def explain(self) -> str:
-        """Why these caches are in use, and what they were made of."""
+        """The reasons why these caches are in use, and the parts of their fingerprints."""
         return f"first {self.fast.explain()}\nthen {self.slow.explain()}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that the fast cache lacks and might take."""
+        """Indices of the samples that the fast cache lacks and may accept."""
         return self.fast.missing()
 
     def __contains__(self, index: object) -> bool:
         return index in self.fast
 
     def get(self, index: int) -> Any | None:
-        """The sample from whichever holds it, or None."""
+        """The sample from the first cache that holds it, or None."""
         sample = self.fast.get(index)
         if sample is not None:
             self._pace.hits += 1
@@ -97,13 +97,13 @@ class TieredCache:
         return self.fast.put(index, sample)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch from the fast cache alone; what it lacks is read sample by sample, and kept."""
+        """The batch from the fast cache only; None if it lacks a sample (the caller then calls get())."""
         batch = self.fast.gather(indices, allocate)
         if batch is not None:
             self._pace.hits += len(indices)
         return batch
 
     def close(self) -> None:
-        """Give up what this process holds of both."""
+        """Release this process's resources of both caches."""
         self.fast.close()
         self.slow.close()

@@ -1,13 +1,13 @@
-"""Call the random part, or the deterministic one: conventions, private copies, and what an error is told.
+"""Calls the user's transform or prepare function: calling conventions, private copies, and notes on errors.
 
 Rules:
 
-1. The transform is given private copies of the sample's arrays: it may write to them, and torch would write
-   even to read-only memory, which ends the process.
-2. Only an albumentations pipeline of which all code is known (see `zero_copy`) is given the cache's own
-   read-only arrays. If it refuses them all the same, or returns an object that may hide one, it is called
-   again with copies, and is given copies from then on.
-3. No part of its output lies in the cache: arrays and tensors that do are copied.
+1. The transform gets private copies of the sample's arrays: it may write to them, and torch would write even
+   to read-only memory, which ends the process.
+2. Only an albumentations pipeline of which all code is known (see `zero_copy`) gets the cache's own read-only
+   arrays. If it refuses them, or returns an object that may contain one, it is called again with copies, and
+   gets copies from then on.
+3. Its output shares no memory with the cache: arrays and tensors that lie in the cache's memory are copied.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 # NumPy: "assignment destination is read-only", "cannot set WRITEABLE flag"; OpenCV: "NumPy array marked as
 # readonly", "Layout of the output array is incompatible with cv::Mat"; Python: "memoryview is read-only".
 _REFUSAL = re.compile(r"read-?only|writ(e)?able|cv::Mat", re.IGNORECASE)
-_MAX_KEYS = 12  # named in an error
+_MAX_KEYS = 12  # that an error lists
 _MAX_CHAIN = 16  # errors in one chain; a library wraps an error once or twice
 
 
 class Call:
-    """Calls a function of the user's by its convention, and tells its errors what it was given.
+    """Calls a user's function by its convention, and adds a note about its input to its errors.
 
     Args:
-        role: The name of the argument that the function was: `"transform"` or `"prepare"`.
+        role: The name of the function's argument: `"transform"` or `"prepare"`.
         function: An albumentations pipeline, or any callable that takes a sample.
 
     Raises:
@@ -55,12 +55,12 @@ class Call:
         """The function's output for `given`.
 
         Args:
-            sample: The sample, or the same without copies: what the note on an error describes.
-            given: The sample as the function gets it, which may change it.
+            sample: The sample, or the same sample without copies, for the note on an error.
+            given: The sample as the function gets it; the function may change it.
             index: The sample's index, for the note.
 
         Raises:
-            Exception: What the function raises, with a note that says what it was given.
+            Exception: An error of the function, with a note that describes its input.
         """
         try:
             if self._is_albumentations:
@@ -75,15 +75,15 @@ class Call:
 
 
 class TransformCaller:
-    """Calls one transform on samples of a cache.
+    """Calls one transform on cached samples.
 
     Args:
         transform: An albumentations pipeline, or any callable that takes a sample.
 
     Attributes:
         transform: The same.
-        needs_copies: Whether it is given private copies. It changes once at most, from False to True, so
-            that several threads may share a caller.
+        needs_copies: Whether the transform gets private copies. It changes at most once, from False to True,
+            so several threads may share a caller.
 
     Raises:
         TypeError: The transform cannot be called.
@@ -95,15 +95,15 @@ class TransformCaller:
         self.needs_copies = not keeps_read_only(transform)
 
     def __call__(self, fetch: Callable[[], Any], index: int) -> Any:
-        """The transform's output for the sample that `fetch()` gives; nothing in it lies in the cache.
+        """The transform's output for the sample that `fetch()` returns; it shares no memory with the cache.
 
         Args:
-            fetch: Gives the sample: read-only arrays, private tensors. Called again after a refusal, because
-                the transform may have changed its containers before.
+            fetch: Returns the sample: read-only arrays, private tensors. Called again after a refusal,
+                because the transform may have changed the containers.
             index: The sample's index, for the note on an error.
 
         Raises:
-            Exception: What the transform raises, with a note that says what it was given.
+            Exception: An error of the transform, with a note that describes its input.
         """
         if not self.needs_copies:
             sample = fetch()
@@ -117,20 +117,20 @@ class TransformCaller:
                 if is_seen_through(output):
                     return detached(output, arrays)
             self.needs_copies = True
-            rewind()  # this call has drawn some numbers; the next one begins where it began
+            rewind()  # this call drew random numbers; the next call starts from the same random state
         sample = fetch()
         return self._call(sample, private_copy(sample), index)
 
 
 def check_callable(role: str, function: Any) -> None:
-    """Refuse a `transform` or `prepare` that cannot be called.
+    """Check that a `transform` or `prepare` can be called.
 
     Raises:
-        TypeError: It is not callable, or is a class of albumentations in place of an object of that class.
+        TypeError: It is not callable, or is a class of albumentations instead of an instance.
     """
     if isinstance(function, type) and is_albumentations(function):  # by its metaclass
         raise TypeError(
-            f"{role} is the class {function.__name__}: give an object of it, such as "
+            f"{role} is the class {function.__name__}: give an instance of it, such as "
             f"{role}={function.__name__}(p=0.5)"
         )
     if not callable(function):
@@ -141,7 +141,7 @@ def check_callable(role: str, function: Any) -> None:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether an error, or one of those that led to it, says that memory is read-only."""
+    """Whether an error, or an error in its chain, says that memory is read-only."""
     link: BaseException | None = error
     for _ in range(_MAX_CHAIN):
         if link is None:
@@ -157,11 +157,11 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _call_albumentations(transform: Callable[..., Any], sample: Any) -> Any:
-    """The named targets of albumentations: a dict is these, an array is the image, a tuple starts with it.
+    """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
     Raises:
-        TypeError: The sample is none of these, a tuple whose mask would miss the transform, or a dict
-            without a target of the transform.
+        TypeError: The sample has none of these forms, is a tuple whose mask would not be transformed, or is a
+            dict without a target of the transform.
     """
     if isinstance(sample, dict):
         targets = getattr(transform, "available_keys", None)

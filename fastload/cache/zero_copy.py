@@ -1,13 +1,13 @@
-"""Which transforms may run on the cache's own read-only memory, without a copy.
+"""Decides which transforms may run on the cache's own read-only memory, without a copy.
 
 Rules:
 
 1. NumPy and OpenCV refuse to write to an array that is marked read-only. Other libraries ignore the mark and
-   write to the pages behind it, which ends the process: torch gives tensors that can be written to, and older
+   write to the pages, which ends the process: torch makes writable tensors of read-only arrays, and older
    releases of stringzilla write in place. So a transform gets private copies unless all of its code is known.
-2. Known is the code of one release of albumentations; the tests run each of its transforms on sealed memory.
-   A pipeline is known if it holds nothing but objects of that library and plain data: no subclass and no
-   function of the user's. What is put into a pipeline later is not looked at.
+2. The code of one release of albumentations is known: the tests run each of its transforms on sealed memory.
+   A pipeline is known if it holds only objects of that library and plain data, and no subclasses or functions
+   of the user. Parts that are put into a pipeline later are not checked.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _RELEASE = "2.0.8"
-# Both let stringzilla write to a grayscale image in place.
+# Both call stringzilla, which writes to a grayscale image in place.
 _WRITERS = frozenset({"AutoContrast", "Equalize"})
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, np.ndarray, np.random.Generator, random.Random}
@@ -36,13 +36,13 @@ _PLAIN = frozenset(
 def keeps_read_only(transform: Any) -> bool:
     """Whether a transform is an albumentations pipeline of which all code respects the read-only mark.
 
-    ToTensorV2 does not count as such: it gives a read-only array to torch.from_numpy, which warns.
+    ToTensorV2 is not accepted: it passes a read-only array to torch.from_numpy, which warns.
     """
     if getattr(sys.modules.get("albumentations"), "__version__", None) != _RELEASE:
         return False
     if not _is_known_class(type(transform)):
         return False
-    seen = {id(transform): transform}  # holds the objects, so that their ids stay theirs
+    seen = {id(transform): transform}  # keeps the objects alive, so that their ids stay unique
     queue = [transform]
     while queue:
         parts = _parts(queue.pop())
@@ -55,11 +55,11 @@ def keeps_read_only(transform: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """What an object holds, or None if it may run code that is not known."""
+    """The parts of an object, or None if it may run unknown code."""
     cls = type(value)
     if cls in _PLAIN or issubclass(cls, (np.generic, np.dtype)):
         return ()
-    if isinstance(value, type):  # such as the type of the labels that a pipeline was given last
+    if isinstance(value, type):  # such as the type of the labels that a pipeline got last
         return () if value.__module__ in ("builtins", "numpy") else None
     if cls is dict or cls is defaultdict:
         return list(value.values())

@@ -1,1 +1,1 @@
-"""Files to C-contiguous HWC uint8 RGB arrays."""
+"""Reads image files as C-contiguous HWC uint8 RGB arrays."""

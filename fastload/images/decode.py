@@ -1,14 +1,14 @@
-"""One image file to one C-contiguous ``(H, W, 3) uint8`` RGB array.
+"""Decodes one image file to one C-contiguous ``(H, W, 3) uint8`` RGB array.
 
-It keeps no state and no open file.
+The module keeps no state and no open file.
 
 Rules:
-1. One decoder, Pillow, on every machine: the same file gives the same pixels whatever else is installed.
-   OpenCV holds the same libjpeg-turbo; it decoded 500 x 375 JPEGs to identical pixels at 1.17x the rate
-   (1,350 against 1,150 a second on one core), which does not pay for a second path.
-2. What comes back is what a viewer shows: turned by its EXIF tag, first frame, alpha dropped.
-3. Every file that cannot be read raises :class:`ImageReadError` with its path, whatever the codec raised.
-4. Raise ``DECODE_VERSION`` when the same file gives other pixels: caches are keyed by it.
+1. Pillow is the only decoder, on every machine: the same file gives the same pixels, no matter which other
+   packages are installed. OpenCV uses the same libjpeg-turbo; it decoded 500 x 375 JPEGs to identical pixels
+   at 1.17x the rate (1,350 against 1,150 per second on one core), which does not justify a second decoder.
+2. The result is the image as a viewer shows it: turned by its EXIF tag, first frame, alpha dropped.
+3. Every file that cannot be read raises :class:`ImageReadError` with its path, for any error of the codec.
+4. Raise ``DECODE_VERSION`` when the same file gives other pixels: the fingerprints of caches contain it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 DECODE_VERSION = 1
 
-# How much larger than the result an image may be left for the last, exact step of a resize. Pillow's own
-# thumbnail() uses 2: the result is within a level or two of the exact one, for a fraction of the work.
+# A resize first shrinks the image coarsely to this multiple of the result's size, then resizes it exactly.
+# Pillow's thumbnail() also uses 2: values are within a level or two of an exact resize, at a fraction of the
+# work.
 REDUCING_GAP = 2.0
 
 _ORIENTATION = 0x0112  # the EXIF tag
@@ -44,9 +45,9 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_SIDEWAYS = {5, 6, 7, 8}  # width and height change places
+_SIDEWAYS = {5, 6, 7, 8}  # these turns swap width and height
 
-# A damaged tag in one of a million files is no news, and under ``-W error`` it must not lose the picture.
+# Warnings about damaged tags are not useful, and under ``-W error`` they would make the image unreadable.
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 
 
@@ -56,21 +57,21 @@ def read_image(
     """Read an image file as C-contiguous ``(H, W, 3) uint8`` RGB.
 
     Grey, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte,
-    an EXIF orientation is applied, and of an animation the first frame is read. Pillow's warnings about
-    damaged metadata are switched off in the process that calls this.
+    the EXIF orientation is applied, and the first frame of an animation is read. Calling this function
+    switches off Pillow's warnings about damaged metadata in this process.
 
     Args:
         path: The file.
-        size: None leaves the image as it is. An int resizes the shorter side to it and keeps the aspect,
-            the longer side rounded down; ``(height, width)`` resizes to just that. Both shrink and enlarge,
-            bilinear with antialiasing. A JPEG much larger than ``size`` is decoded at a half, a quarter or
-            an eighth of its size, which is faster and changes values by a level or two.
+        size: None keeps the image's size. An int resizes the shorter side to it and keeps the aspect ratio,
+            with the longer side rounded down; ``(height, width)`` resizes to exactly that. Both shrink and
+            enlarge, bilinear with antialiasing. A JPEG much larger than ``size`` is decoded at a half, a
+            quarter or an eighth of its size, which is faster and changes values by a level or two.
 
     Returns:
         A new, writable array that the caller owns.
 
     Raises:
-        ImageReadError: if the file is missing, empty, cut short, too large to be believed or no image.
+        ImageReadError: if the file is missing, empty, cut short, implausibly large or not an image.
         TypeError: if ``size`` is not of the types above.
         ValueError: if ``size`` is not positive.
     """
@@ -82,17 +83,17 @@ def read_image(
     except ImageReadError:
         raise
     except MemoryError:
-        raise  # says more about this process than about the file
-    except Exception as error:  # codecs raise what they like: SyntaxError, struct.error, IndexError ...
+        raise  # the cause is this process's memory, not the file
+    except Exception as error:  # codecs raise many types: SyntaxError, struct.error, IndexError ...
         raise ImageReadError(path, _reason(path, error)) from error
     return pixels
 
 
 def check_size(size: object) -> int | tuple[int, int] | None:
-    """``size`` as plain ints, or the error that says what it should be.
+    """Check ``size`` and return it as plain ints.
 
     Raises:
-        TypeError: if it is neither None, nor an int, nor a pair of ints.
+        TypeError: if it is not None, an int or a pair of ints.
         ValueError: if a side is not positive.
     """
     if size is None:
@@ -112,10 +113,10 @@ def check_size(size: object) -> int | tuple[int, int] | None:
 
 
 def _quieten() -> None:
-    """Have the warnings of Pillow's modules ignored from now on.
+    """Ignore the warnings of Pillow's modules from now on.
 
-    A filter set and reset around each image would make every other module's "warn once" start anew, and
-    is not safe between threads.
+    Setting and resetting the filter for each image would make other modules repeat their "warn once"
+    warnings, and is not thread-safe.
     """
     if _QUIET not in warnings.filters:
         warnings.filterwarnings("ignore", module=_QUIET[3].pattern)
@@ -124,11 +125,11 @@ def _quieten() -> None:
 def _read(image: Image.Image, size: int | tuple[int, int] | None) -> npt.NDArray[np.uint8]:
     target = box = None
     if size is not None and isinstance(image, JpegImageFile):
-        # The only format that can be decoded to a smaller size at once, and faster for it.
+        # Only JPEGs can be decoded directly to a smaller size, which is also faster.
         target = width, height = _stored_size(image, size)
         drafted = image.draft(None, (round(REDUCING_GAP * width), round(REDUCING_GAP * height)))
-        box = drafted[1] if drafted else None  # where the picture lies in the rounded-up small image
-    image.load()  # now: loading a TIFF turns it and takes its tag away
+        box = drafted[1] if drafted else None  # where the picture lies in the small image
+    image.load()  # before the tag is read: loading a TIFF applies and removes it
     if size is not None and target is None:
         target = _stored_size(image, size)
     orientation = _orientation(image)
@@ -143,7 +144,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None) -> npt.NDArray
 def _orientation(image: Image.Image) -> int:
     try:
         tag = image.getexif().get(_ORIENTATION, 1)
-    except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture itself is whole
+    except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture is intact
         return 1
     return tag if isinstance(tag, int) else 1
 
@@ -163,7 +164,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if mode == "RGB":
         return image
     if mode.startswith("I;16") or (mode == "I" and image.format in ("PNG", "PPM")):
-        # convert() would clip all above 255 to white. The high byte is what Pillow keeps of 16-bit RGB.
+        # convert() would clip values above 255 to white. For 16-bit RGB, Pillow also keeps the high byte.
         high = np.asarray(image).astype(np.int32) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F"):
@@ -172,15 +173,17 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         )
         raise ValueError(msg)
     if mode in ("P", "PA"):
-        return image.convert("RGBA").convert("RGB")  # straight to RGB a transparent colour may be replaced
-    image.info.pop("transparency", None)  # convert() would translate it, with a warning
+        return image.convert("RGBA").convert("RGB")  # P to RGB directly may replace a transparent colour
+    image.info.pop("transparency", None)  # convert() would convert it, with a warning
     return image.convert("RGB")
 
 
 def _reason(path: str | os.PathLike[str], error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return (
-            "the file is empty" if os.path.getsize(path) == 0 else "not an image of a kind that Pillow reads"
+            "the file is empty"
+            if os.path.getsize(path) == 0
+            else "not an image of a format that Pillow reads"
         )
     if isinstance(error, OSError) and error.strerror:
         return error.strerror  # "No such file or directory", "Is a directory", "Permission denied"

@@ -1,13 +1,13 @@
-"""A dataset of images in one folder per class, by torchvision's convention.
+"""ImageFolder: a dataset of images in one folder per class, by torchvision's convention.
 
-Runs wherever the dataset is indexed, mostly in workers.
+It runs in the process that indexes the dataset, which is mostly a worker.
 
 Rules:
-1. Classes, their numbers and the order of samples are torchvision's: a checkpoint or a list of indices made
-   with its ImageFolder means the same here.
-2. The list of files is three flat objects (the paths' bytes, their offsets, where each class starts).
-   A Python list of 1.2 million tuples would be copied page by page into every forked worker, as reading an
-   element writes its reference count.
+1. Classes, their numbers and the order of samples are the same as in torchvision's ImageFolder: a checkpoint
+   or a list of indices made with it has the same meaning here.
+2. The list of files is three flat objects (the paths' bytes, their offsets, and where each class starts).
+   Every forked worker would copy a Python list of 1.2 million tuples page by page, because reading an element
+   writes its reference count.
 3. The constructor lists folders and opens no file.
 """
 
@@ -39,22 +39,22 @@ _DIGEST_BYTES = 16
 class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     """Images in one folder per class: ``root/cat/1.jpg`` is a sample of class "cat".
 
-    ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array and an int. No
-    transform is applied here; :class:`fastload.CachedDataset` takes one.
+    ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array and an int. This
+    class applies no transform; :class:`fastload.CachedDataset` takes one.
 
     Args:
-        root: The folder that holds a folder for each class. Files are found at any depth below those, also
-            through symbolic links.
+        root: The folder that holds a folder for each class. Files are found at any depth below the class
+            folders, also through symbolic links.
         size: As for :func:`fastload.images.decode.read_image`: None, the shorter side, or (height, width).
-        extensions: What image files end in, with the dot, in any case.
-        allow_empty: Accept classes without a single image; they keep their numbers.
+        extensions: File name extensions of images, with the dot, in lower or upper case.
+        allow_empty: Accept classes without images; they keep their numbers.
 
     Attributes:
         root: As given.
         size: As given.
         extensions: In lower case.
-        classes: The class folders' names, sorted.
-        class_to_idx: From a class's name to its label.
+        classes: The names of the class folders, sorted.
+        class_to_idx: The label of each class, by the class's name.
 
     Raises:
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
@@ -112,7 +112,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """Every (path, label), as a view that makes them when asked."""
+        """Every (path, label), as a view that makes each pair on demand."""
         return SequenceView(self._sample, len(self))
 
     imgs = samples  # torchvision's second name
@@ -123,13 +123,13 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return TargetsView(self._label, self._class_starts)
 
     def fingerprint(self) -> dict[str, str]:
-        """What this dataset gives, in named parts: they change with any file, ``size`` and the classes.
+        """What the samples are made of, in named parts, which change with any file, ``size`` and the classes.
 
-        Covers the class names, and for each file its path below ``root``, length and time of change; not its
-        content. The file system is asked about every file, which takes seconds for a million.
+        Covers the class names, and for each file its path below ``root``, its length and its modification
+        time, but not its content. The method calls stat for every file, which takes seconds for a million.
 
         Raises:
-            ImageReadError: if a file has gone.
+            ImageReadError: if a file does not exist any more.
         """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for number in range(len(self)):
@@ -164,7 +164,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     def _label(self, index: int) -> int:
         number = _resolve(index, len(self))
-        # To the right: a class without images starts where the next one does.
+        # side="right": a class without images starts at the same place as the next class.
         return int(np.searchsorted(self._class_starts, number, side="right")) - 1
 
     def _relative_path(self, number: int) -> bytes:
@@ -173,7 +173,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
 
 class SequenceView(Sequence[T]):
-    """A list that makes its elements when they are asked for."""
+    """A read-only list that makes its elements on demand."""
 
     def __init__(self, get: Callable[[int], T], length: int) -> None:
         self._get = get
@@ -204,7 +204,7 @@ class SequenceView(Sequence[T]):
 
 
 class TargetsView(SequenceView[int]):
-    """The labels, which numpy reads without a step for each sample."""
+    """All labels; numpy converts them to an array without a Python step per sample."""
 
     def __init__(self, get: Callable[[int], int], class_starts: npt.NDArray[np.int64]) -> None:
         super().__init__(get, int(class_starts[-1]))
@@ -216,10 +216,10 @@ class TargetsView(SequenceView[int]):
 
 
 def _resolve(index: int, length: int) -> int:
-    """``index`` counted from the start, as a list would."""
+    """``index`` as a number from 0; negative indices count from the end, as in a list."""
     number = operator.index(index)
     if not -length <= number < length:
-        msg = f"sample {number} of a dataset of {length}"
+        msg = f"sample {number} is out of range: the dataset has {length} samples"
         raise IndexError(msg)
     return number % length
 
@@ -234,7 +234,7 @@ def _find_classes(root: str) -> list[str]:
 
 
 def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
-    """A class's image files as paths below ``root``: folder by folder, sorted, as torchvision lists them."""
+    """A class's image files as paths below ``root``: folder by folder, sorted, in torchvision's order."""
     found = []
     for folder, files in sorted(_walk(os.path.join(root, name))):
         below_root = os.path.relpath(folder, root)
@@ -247,7 +247,7 @@ def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Every folder below ``top`` and its files, through links, except one that leads back to a parent."""
+    """Every folder below ``top`` with its files; follows links, except those that lead back to a parent."""
     for folder, subfolders, files in os.walk(top, onerror=_raise, followlinks=True):
         here = os.path.realpath(folder) + os.sep
         subfolders[:] = [

@@ -1,13 +1,13 @@
-"""Memory that batches are laid out in, again and again: who holds it, and when it may be written.
+"""Memory that is reused for one batch after another, and the leases that protect it while it is in use.
 
 Rules:
 
-1. A view of a slot is made over a lease. The lease dies with the last tensor, array, memoryview or storage
-   alias made from it, in whichever order and thread; until then the memory is never written again.
-2. Nothing is called when a lease dies: whoever wants the memory looks (a weak reference), so there is no
-   finalizer that could run at a bad moment and no lock.
-3. Shared memory that was leased while this process forked is never written again at all: the child may
-   hold the same batch, and sees the same pages.
+1. Every view of a slot is made from a lease. The lease dies with the last tensor, array, memoryview or
+   storage alias made from it, in any order and on any thread; until then the memory is never written again.
+2. The death of a lease calls nothing: the code that wants the memory checks a weak reference. So no finalizer
+   runs at a bad moment, and no lock is needed.
+3. Shared memory that was leased while this process forked is never written again, because the child may
+   hold the same batch and sees the same pages.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fastload.memory.segment import PAGE_BYTES, populate, round_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ALIGNMENT_BYTES = 64  # a cache line, and what torch's own CPU allocator gives
-# A new slot has room for a little more than what is known when it is made: the labels beside the images.
+ALIGNMENT_BYTES = 64  # a cache line, and the alignment of torch's own CPU allocator
+# Extra bytes in a new slot, for data whose size is not known when the slot is made: labels beside images.
 SLACK_BYTES = 64 * 1024
 
-# Buffers of a loader without workers: the caller's batch, the next one, and a few in a prefetcher.
+# Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
 
 Bytes = npt.NDArray[np.uint8]
@@ -45,11 +45,11 @@ def _count_fork() -> None:
 
 
 class Memory:
-    """One writable mapping that is leased out, batch after batch.
+    """One writable mapping that is leased to one batch after another.
 
     Args:
-        mapping: The pages; kept alive by this object and by every lease.
-        shared: Whether a forked child would see this process's later writes.
+        mapping: The pages; this object and every lease keep them alive.
+        shared: Whether a forked child sees this process's later writes.
     """
 
     def __init__(self, mapping: mmap.mmap, *, shared: bool) -> None:
@@ -66,11 +66,11 @@ class Memory:
 
     @property
     def address(self) -> int:
-        """Where the pages are mapped in this process."""
+        """The address of the pages in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
 
     def lease(self) -> Any:
-        """A new buffer object over all of the memory; what is made from it keeps the memory leased."""
+        """A new buffer object over all of the memory; views made from it keep the memory leased."""
         lease = self._lease_type.from_buffer(self._mapping)
         self._lease = weakref.ref(lease)
         self._forks_at_lease = _forks
@@ -78,31 +78,32 @@ class Memory:
 
     @property
     def is_leased(self) -> bool:
-        """Whether anything made from the last lease is still alive."""
+        """Whether the last lease, or a view made from it, is still alive."""
         return self._lease is not None and self._lease() is not None
 
     @property
     def is_spent(self) -> bool:
-        """Whether the memory must be given up because a forked child may hold a view of it."""
+        """Whether the memory must not be reused because a forked child may hold a view of it."""
         return self._shared and self._lease is not None and self._forks_at_lease != _forks
 
 
 def private_memory(nbytes: int) -> Memory:
-    """Anonymous private pages, taken now; a forked child keeps its own copy of what it saw."""
+    """Anonymous private pages, allocated now; a forked child has a copy of its own."""
     nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
     if hasattr(mmap, "MAP_PRIVATE"):
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         populate(mapping)
     else:
-        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are taken as they are touched
+        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are allocated at the first touch
     return Memory(mapping, shared=False)
 
 
 class Arena:
-    """Lays one batch after another out in memory: aligned stretches, one behind the other.
+    """Places the arrays of one batch after another in memory, as aligned stretches in sequence.
 
     Args:
-        make: Gives new memory of at least so many bytes, when there is none or it is too small.
+        make: Returns new memory of at least the given number of bytes; called if there is no memory or it is
+            too small.
     """
 
     def __init__(self, make: Callable[[int], Memory]) -> None:
@@ -112,13 +113,13 @@ class Arena:
         self.used_bytes = 0
 
     def begin(self, memory: Memory | None) -> None:
-        """Start a batch in ``memory``, or in new memory once the first stretch is asked for."""
+        """Start a batch in ``memory``, or in new memory that is made at the first request for a stretch."""
         self.memory = memory
         self.lease = None
         self.used_bytes = 0
 
     def place(self, nbytes: int) -> int | None:
-        """The offset of a new aligned stretch, or None if the batch has begun and no more fits."""
+        """The offset of a new aligned stretch, or None if the memory of the current batch is full."""
         offset = round_up(self.used_bytes, ALIGNMENT_BYTES)
         if self.memory is None or offset + nbytes > self.memory.nbytes:
             if self.used_bytes:
@@ -131,23 +132,23 @@ class Arena:
         return offset
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A writable stretch of ``nbytes`` bytes; from the heap when the batch has outgrown the memory."""
+        """A writable stretch of ``nbytes`` bytes; from the heap if the batch does not fit into the memory."""
         offset = self.place(nbytes)
         if offset is None:
             return np.empty(nbytes, np.uint8)
         return np.frombuffer(self.lease, np.uint8, nbytes, offset)
 
     def end(self) -> None:
-        """Let go of the batch; what was made from it keeps it alive."""
+        """Drop this object's reference to the batch; views made from it keep it alive."""
         self.lease = None
 
 
 class Buffers:
-    """Private memories of one thread that fetches: one a batch, used again once nobody looks at it.
+    """Private buffers of one fetching thread: one per batch, reused when no view of the batch is left.
 
     Args:
-        limit_bytes: Upper bound for what is kept; a batch beyond it gets memory of its own.
-        max_buffers: How many are kept.
+        limit_bytes: Upper bound for the bytes of all kept buffers; a batch beyond it gets memory of its own.
+        max_buffers: The most buffers that are kept.
     """
 
     def __init__(self, limit_bytes: int, max_buffers: int = MAX_BUFFERS) -> None:
@@ -157,16 +158,16 @@ class Buffers:
         self._memories: list[Memory] = []
 
     def begin(self) -> None:
-        """Start a batch, in memory that is free once there is something to lay out."""
+        """Start a batch; its memory is chosen at the first request for a stretch."""
         self.arena.begin(None)
 
     def clear(self) -> None:
-        """Forget all memory; what the caller holds stays valid."""
+        """Forget all buffers; views that the caller holds stay valid."""
         self._memories.clear()
         self.arena.begin(None)
 
     def _make(self, nbytes: int) -> Memory:
-        """Memory that nobody looks at: what was used last if it is large enough, else new memory instead."""
+        """An unreferenced buffer: the one used last if it is large enough, else a new one in its place."""
         for memory in reversed(self._memories):
             if not memory.is_leased:
                 if memory.nbytes >= nbytes:

@@ -1,15 +1,16 @@
-"""The parent's books: which slot of which worker is free, being filled, ready, or lent to the caller.
+"""The parent's record of slots: which slot of which worker is free, being filled, ready, or lent.
 
-No I/O here; the memory behind a slot is made by its worker and arrives with the first batch in it. Rules:
+This module does no I/O. A worker makes the memory of a slot, and the parent receives it with the first batch
+in that slot. Rules:
 
-1. A slot belongs to one worker for life, so that each page is mapped by one worker and the parent.
-2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE when the batch was copied out or was an error.
-   LENT becomes FREE when nothing that was made from the lease is alive (see memory.py).
-3. Slots are made on demand, up to what batches in flight and lent ones need, and to `ring_bytes` in all.
-   Every worker may always have one slot, and has no more until the size of a batch is known.
-   Where batches grow later, free slots are given up until the rest keeps to the limit again.
-4. With nothing free a task waits, and never for ever: a slot is lent only while its worker keeps or may
-   have another to work with. Otherwise the caller gets a copy, and the slot goes back at once.
+1. A slot belongs to one worker for life, so that each page is mapped by one worker and the parent only.
+2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE if the batch was copied out or was an error.
+   LENT becomes FREE when no view made from the lease is alive (see `lease`).
+3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `ring_bytes`
+   in total. Every worker may always have one slot, and gets no more until the size of a batch is known.
+   If batches grow later, free slots are dropped until the total is within the limit again.
+4. Back-pressure without deadlock: with no free slot, a task waits. A slot is lent only if its worker keeps
+   another slot or may get one; otherwise the caller gets a copy, and the slot is free at once.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from fastload.system import budget
 if TYPE_CHECKING:
     from fastload.memory.lease import Memory
 
-# A training loop holds the batch it works on while it asks for the next; prefetchers hold a few more.
+# A training loop holds its current batch while it asks for the next one; prefetchers hold a few more.
 LENT_SLOTS = 4
 
 
-# Of the memory that is free when an epoch starts; several loaders and the caches need the rest.
+# Share of the memory that is free when an epoch starts; other loaders and the caches need the rest.
 _AUTO_SHARE = 0.25
 
 
@@ -37,13 +38,13 @@ def limit_bytes(ring_bytes: int | float | str) -> int:
     return budget.parse_budget(ring_bytes, name="ring_bytes")
 
 
-# Once so many batches held no bytes at all, such as lists of strings, a worker may have several under way
-# though nothing is known of their size. If larger ones follow, the first of them may exceed `ring_bytes`.
+# After this many batches without any bytes (such as lists of strings), a worker may have several in flight
+# although their size is unknown. If larger batches follow, the first ones may exceed `ring_bytes`.
 EMPTY_BATCHES = 8
 
 
 class SlotState(enum.Enum):
-    """Where a slot stands."""
+    """The state of a slot."""
 
     FREE = "free"
     FILLING = "filling"
@@ -59,7 +60,7 @@ class Slot:
         self.number = number
         self.state = SlotState.FREE
         self.memory: Memory | None = None
-        self.serial = 0  # of the task that it was given to last
+        self.serial = 0  # of the last task that used it
 
     def __repr__(self) -> str:
         size = "no memory" if self.memory is None else f"{self.memory.nbytes} bytes"
@@ -71,7 +72,7 @@ class Ring:
 
     Args:
         num_workers: How many workers there are.
-        slots_in_flight: Batches that a worker may have under way or waiting (the prefetch factor).
+        slots_in_flight: Batches that a worker may have in flight (the prefetch factor).
         ring_bytes: Upper bound for the memory of all slots together.
     """
 
@@ -80,18 +81,18 @@ class Ring:
         self._slots: list[list[Slot]] = [[] for _ in range(num_workers)]
         self._slots_in_flight = slots_in_flight
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
-        self._largest_bytes: int | None = None  # of a slot; None until a batch has brought memory
-        self._num_empty = 0  # batches before that
-        self.num_copies = 0  # batches that were copied out because slots were scarce
+        self._largest_bytes: int | None = None  # of a slot; None until a batch arrived with memory
+        self._num_empty = 0  # batches without bytes before that
+        self.num_copies = 0  # batches that were copied out because their slot could not be lent
 
     @property
     def nbytes(self) -> int:
-        """Memory that all slots hold now."""
+        """Bytes of memory of all slots."""
         return sum(slot.memory.nbytes for slots in self._slots for slot in slots if slot.memory is not None)
 
     @property
     def slots(self) -> list[Slot]:
-        """Every slot there is."""
+        """All slots of all workers."""
         return [slot for slots in self._slots for slot in slots]
 
     def acquire(self, worker: int) -> Slot | None:
@@ -112,19 +113,19 @@ class Ring:
         return slot
 
     def fill(self, slot: Slot, memory: Memory | None) -> None:
-        """The worker has answered (FILLING -> READY), in new memory if it brought some."""
+        """Record the worker's answer (FILLING -> READY), and the new memory if it made some."""
         self._expect(slot, SlotState.FILLING)
         if memory is not None:
             slot.memory = memory
         nbytes = 0 if slot.memory is None else slot.memory.nbytes
-        if nbytes:  # a batch of none says nothing of the next one
+        if nbytes:  # a batch without bytes does not tell the size of the next one
             self._largest_bytes = max(self._largest_bytes or 0, nbytes)
         elif self._largest_bytes is None:
             self._num_empty += 1
         slot.state = SlotState.READY
 
     def lend(self, slot: Slot) -> bool:
-        """Lend the slot to the caller (READY -> LENT), unless its worker could not go on without it."""
+        """Lend the slot to the caller (READY -> LENT); False if its worker would have no slot left."""
         self._expect(slot, SlotState.READY)
         self.reclaim(slot.worker)
         slots = self._slots[slot.worker]
@@ -132,18 +133,18 @@ class Ring:
             if not self._may_grow(slot.worker):
                 self.num_copies += 1
                 return False
-            # Taken at once: were it left for later, other workers might have used the room up by then.
+            # Reserve the next slot now: later, other workers might have used up the limit.
             slots.append(Slot(slot.worker, len(slots)))
         slot.state = SlotState.LENT
         return True
 
     def release(self, slot: Slot) -> None:
-        """Take a slot back whose batch was copied out or brought none (READY -> FREE)."""
+        """Take back a slot whose batch was copied out, or that holds no batch (READY -> FREE)."""
         self._expect(slot, SlotState.READY)
         slot.state = SlotState.FREE
 
     def reclaim(self, worker: int) -> None:
-        """Take back the worker's lent slots that nobody looks at any more (LENT -> FREE)."""
+        """Take back the worker's lent slots that have no view left (LENT -> FREE)."""
         for slot in self._slots[worker]:
             if slot.state is SlotState.LENT and slot.memory is not None and not slot.memory.is_leased:
                 slot.state = SlotState.FREE
@@ -151,20 +152,20 @@ class Ring:
                     slot.memory = None
 
     def num_slots(self, worker: int) -> int:
-        """How many slots the worker has: those with higher numbers are given up."""
+        """How many slots the worker has; slots with higher numbers were dropped."""
         return len(self._slots[worker])
 
     def forget(self, worker: int) -> None:
-        """Give up all slots of a worker; memory that is lent goes with its last view."""
+        """Drop all slots of a worker; lent memory is freed with its last view."""
         self._slots[worker] = []
 
     def clear(self) -> None:
-        """Forget all slots; memory that is lent goes with its last view."""
+        """Drop all slots; lent memory is freed with its last view."""
         for slots in self._slots:
             slots.clear()
 
     def _has_surplus(self, slots: list[Slot]) -> bool:
-        # The newest, so that numbers stay places in the list; and never the one to go on with.
+        # Only the newest slot is dropped, so that slot numbers stay list positions; the worker keeps a slot.
         is_idle = len(slots) > 1 and slots[-1].state is SlotState.FREE
         return is_idle and any(slot.state is not SlotState.LENT for slot in slots[:-1])
 
@@ -174,7 +175,7 @@ class Ring:
             return True
         if self._largest_bytes is None:
             return self._num_empty >= EMPTY_BATCHES and len(slots) < self._slots_in_flight
-        # Room is spoken for by slots whose memory is still to be made, and by workers without a slot.
+        # Bytes are reserved for slots whose memory is not made yet, and for workers without a slot.
         spoken_for = sum(slot.memory is None for slot in self.slots) + sum(
             not others for others in self._slots
         )

@@ -1,11 +1,11 @@
-"""Anonymous shared memory: create, attach, map, prefault, close.
+"""Anonymous shared memory: create, attach, map, prefault and close segments.
 
-A segment is a memfd: pages with a descriptor and no name, so no mount of 64 MB limits it and no SIGKILL
-leaks it; the kernel frees it with its last descriptor and mapping (memfd_create(2)).
+A segment is a memfd (memfd_create(2)): pages with a descriptor and no name. So no 64 MB limit of a mount
+applies, and SIGKILL leaks nothing: the kernel frees the pages with the last descriptor and mapping.
 
 Rules:
-1. Whoever creates or attaches a segment closes it; closing never touches what others hold.
-2. A mapping outlives its segment object: close() gives up the descriptor, not the pages in use.
+1. The code that creates or attaches a segment closes it; closing never affects other holders.
+2. A mapping outlives its segment object: close() gives up the descriptor, but not pages in use.
 3. A segment pickles as a handle (a descriptor to duplicate), never as bytes.
 """
 
@@ -33,26 +33,26 @@ except ImportError:  # Windows, where is_supported() is False
 
 PAGE_BYTES = mmap.PAGESIZE
 
-# Not named by Python 3.11's mmap module; values from linux/mman.h (kernel 5.14).
+# Python 3.11's mmap module has no name for it; the value is from linux/mman.h (kernel 5.14).
 _MADV_POPULATE_WRITE = 23
 
 
-# These refusals say that this process has used up something, not that the system lacks what segments need.
+# These errors mean that a resource is used up, not that the system lacks support for segments.
 _SCARCITIES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LIMITS = {errno.EFBIG: "RLIMIT_FSIZE", errno.ENOMEM: "RLIMIT_AS", errno.EMFILE: "RLIMIT_NOFILE"}
 
 
 def is_supported() -> bool:
-    """Whether segments can be made here: Linux with memfd_create, which no filter of system calls refuses."""
+    """Whether segments work here: on Linux with memfd_create, unless a system call filter refuses it."""
     return why_unsupported() is None
 
 
 @functools.cache
 def why_unsupported() -> str | None:
-    """Why no segment can be made here, in a clause for people; None if segments work.
+    """The reason why segments do not work here, as a readable clause; None if segments work.
 
-    The function makes, seals and maps a segment of one page, once in each process: containers often have
-    memfd_create by name and refuse the call.
+    The function makes, seals and maps a segment of one page, once per process: in containers memfd_create
+    often exists, but the call is refused.
     """
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         return "this platform has no anonymous shared memory (memfd_create)"
@@ -64,18 +64,18 @@ def why_unsupported() -> str | None:
             trial.close()
     except SegmentError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCITIES:
-            return None  # a later segment has its own answer
+            return None  # the next attempt to create a segment may succeed
         return f"this system refuses anonymous shared memory: {error}"
     return None
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is not below ``nbytes``."""
+    """``nbytes``, rounded up to a multiple of ``multiple``."""
     return -(-nbytes // multiple) * multiple
 
 
 class Segment:
-    """A piece of anonymous shared memory, known to this process by a descriptor.
+    """A piece of anonymous shared memory, which this process holds by a descriptor.
 
     Args:
         fd: An open memfd descriptor; the segment owns it from here on.
@@ -88,12 +88,12 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "fastload", sealed: bool = False) -> Segment:
-        """Make a segment of ``nbytes`` zero bytes; pages are taken when first touched.
+        """Make a segment of ``nbytes`` zero bytes; pages are allocated at the first touch.
 
         Args:
             nbytes: Size; rounded up to whole pages, at least one.
-            name: Shown in /proc/PID/maps only; needs not be unique.
-            sealed: Forbid every later change of the size, so that no mapping can ever fault with SIGBUS.
+            name: Shown in /proc/PID/maps only; need not be unique.
+            sealed: Forbid every later change of the size, so that no mapping can cause a SIGBUS.
 
         Raises:
             SegmentError: The system refused the memory or the descriptor.
@@ -106,7 +106,7 @@ class Segment:
                 f"cannot create a shared segment of {nbytes:,} bytes: {_refusal(error)}"
             ) from error
         try:
-            os.fchmod(fd, 0o600)  # a memfd is open to everyone who can reach its descriptor
+            os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor may open a memfd
             os.ftruncate(fd, nbytes)
             if sealed:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -119,21 +119,21 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int) -> Segment:
-        """The segment behind a descriptor that was received; owns ``fd`` from here on."""
+        """The segment behind a received descriptor; it owns ``fd`` from here on."""
         return cls(fd, os.fstat(fd).st_size)
 
     @property
     def is_sealed(self) -> bool:
-        """Whether its size can never change."""
+        """Whether the segment's size can never change."""
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
         try:
             return fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & seals == seals
-        except OSError:  # no memfd
+        except OSError:  # not a memfd
             return False
 
     @property
     def is_own(self) -> bool:
-        """Whether it belongs to this process's user, and is open to no other."""
+        """Whether the segment belongs to this process's user, and other users may not open it."""
         status = os.fstat(self.fd)
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
@@ -152,12 +152,13 @@ class Segment:
             ) from error
 
     def reopen(self) -> int:
-        """A new descriptor with a file description of its own, which the caller closes.
+        """A new descriptor with a file description of its own; the caller closes it.
 
-        flock(2) locks belong to the file description: one that was inherited or duplicated excludes nobody.
+        flock(2) locks belong to the file description: processes that share an inherited or duplicated one
+        do not exclude each other.
 
         Raises:
-            OSError: /proc is not there, or this process has no descriptor left.
+            OSError: There is no /proc, or this process has no descriptor left.
         """
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
@@ -170,14 +171,14 @@ class Segment:
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
             return _attach_inherited, (reduction.DupFd(self.fd),)
-        # Not on its way to a child process of ours: the reader must belong to the same user and open the
-        # descriptor while this process lives (proc(5), /proc/PID/fd).
+        # Pickled for another purpose than to start a child process: the reading process must belong to the
+        # same user, and must open the descriptor while this process lives (proc(5), /proc/PID/fd).
         status = os.fstat(self.fd)
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
 
 
 def _refusal(error: OSError) -> str:
-    """What the system said, and the limit of this process that can be behind it, if that limit is set."""
+    """The system's message, and the limit of this process that may have caused it, if that limit is set."""
     name = _LIMITS.get(error.errno or 0)
     if name is None:
         return str(error)
@@ -202,44 +203,42 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
 def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str], bool]) -> Segment:
     """The segment behind a descriptor of another process, with a file description of its own.
 
-    The descriptor can be anything by now, and to open a pipe, a device or a terminal would change it. An
-    O_PATH descriptor (open(2)) holds on to a file without opening it; the file is opened through that
-    descriptor, so nothing can take its place between the check and the opening.
+    The descriptor may refer to another file by now, and opening a pipe, a device or a terminal would change
+    it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and opened
+    through that descriptor, so no other file can take its place in between.
 
     Args:
-        pid: Of the process.
-        fd: The number of the descriptor there.
-        is_meant: Given the file's status and what the descriptor is linked to in /proc, whether it is the
-            segment that the caller means.
+        pid: The process.
+        fd: The number of the descriptor in that process.
+        is_meant: Takes the file's status and the target of the descriptor's link in /proc; returns whether
+            it is the segment that the caller wants.
 
     Raises:
-        OSError: The process or the descriptor is gone, or this process may not open descriptors there.
-        SegmentError: The descriptor is something else by now.
+        OSError: The process or the descriptor is gone, or this process may not open its descriptors.
+        SegmentError: The descriptor refers to another file by now.
     """
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
     try:
         own = f"/proc/self/fd/{found}"
         link = os.readlink(own)
         if not is_meant(os.fstat(found), link):
-            raise SegmentError(
-                f"descriptor {fd} of process {pid} is {link} by now, and no longer the segment"
-            )
+            raise SegmentError(f"descriptor {fd} of process {pid} is now {link}, and no longer the segment")
         return Segment.attach(os.open(own, os.O_RDWR | os.O_CLOEXEC))
     finally:
         os.close(found)
 
 
 def populate(mapping: mmap.mmap) -> None:
-    """Take all pages of a writable mapping now, in one call instead of one fault each.
+    """Allocate all pages of a writable mapping now, in one call instead of one page fault each.
 
     Raises:
-        SegmentError: There is not that much memory (instead of SIGBUS at the first touch).
+        SegmentError: There is not enough memory (instead of a SIGBUS at the first touch).
     """
     if sys.platform != "linux":
-        return  # pages come one fault at a time, slower and no less right
+        return  # pages are allocated at the first touch: slower, and just as correct
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
             raise SegmentError(f"cannot take {len(mapping):,} bytes of shared memory: {error}") from error
-        # EINVAL: a kernel before 5.14, which is as above.
+        # EINVAL: the kernel is older than 5.14; pages are allocated at the first touch.

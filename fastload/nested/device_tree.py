@@ -1,10 +1,10 @@
-"""Nested batches: visit the leaves that can move to a device, keep everything around them as it is.
+"""Walks over nested batches: visits the leaves that can move to a device, and keeps everything else as it is.
 
-Pure: containers are never changed in place. One in which no leaf was replaced comes back itself; any other
-comes back as a new one of the same type.
+The functions are pure: containers are never changed in place. A container in which no leaf was replaced is
+returned itself; any other container is returned as a new one of the same type.
 
 Leaves are tensors, and objects with a ``to(device)`` of their own (PackedSequence, TensorDict, a graph's
-batch), which know better than we do how to move what they hold.
+batch), because only these objects know how to move their content.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, memoryvi
 def map_leaves(
     value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """``value`` with ``function(leaf)`` in the place of each leaf.
+    """``value`` with each leaf replaced by ``function(leaf)``.
 
-    Walked are dicts, lists, tuples, namedtuples, dataclasses, and every other Mapping and Sequence. Leaves
-    that ``function`` returns as they are, and what is no leaf, stay the same objects. ``is_leaf`` can name
-    more leaves; it is asked about everything but tensors, containers before what is in them.
+    The walk enters dicts, lists, tuples, namedtuples, dataclasses, and every other Mapping and Sequence.
+    Leaves that ``function`` returns unchanged, and all other values, stay the same objects. ``is_leaf`` can
+    name more leaves; it is called for everything but tensors, and for a container before its content.
 
     Raises:
-        Exception: What ``function``, or the constructor of a container type, raised.
+        Exception: The error of ``function``, or of the constructor of a container type.
     """
     if isinstance(value, torch.Tensor) or (is_leaf is not None and is_leaf(value)):
         return function(value)
@@ -51,17 +51,17 @@ def map_leaves(
 
 
 def move_leaf(leaf: Any, device: torch.device) -> Any:
-    """``leaf.to(device)``, which does not wait for the device where ``to`` leaves that choice."""
+    """``leaf.to(device)``, with ``non_blocking=True`` if the leaf's ``to`` takes it."""
     if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf)):
         return leaf.to(device, non_blocking=True)
     return leaf.to(device)
 
 
 def _moves_itself(cls: type) -> bool:
-    """Whether objects of this class have torch's ``to``; many others have one that converts units or formats.
+    """Whether this class's ``to`` moves to a device; in many classes it converts units or formats.
 
-    Known by a ``non_blocking`` argument, by ``(self, *args, **kwargs)``, as torch's own classes have it, or
-    by a first argument ``device``.
+    A ``to`` that moves has a ``non_blocking`` argument, the signature ``(self, *args, **kwargs)`` (as in
+    torch's own classes), or a first argument ``device``.
     """
     parameters = _parameters_of_to(cls)
     return _takes_non_blocking(cls) or (bool(parameters) and parameters[0].name == "device")
@@ -78,7 +78,7 @@ def _takes_non_blocking(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _parameters_of_to(cls: type) -> list[inspect.Parameter]:
-    """Those of the class's method ``to`` behind ``self``; none if it has no such method."""
+    """The parameters of the class's method ``to`` after ``self``; empty if it has no such method."""
     method = inspect.getattr_static(cls, "to", None)
     return list(inspect.signature(method).parameters.values())[1:] if inspect.isfunction(method) else []
 
@@ -99,7 +99,7 @@ def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
         for key, mapped in changed.items():
             clone[key] = mapped  # some subclasses refuse update()
         return clone
-    # Not copy.copy: the copy of a class that keeps its data in an attribute shares that attribute.
+    # Not copy.copy: if a class keeps its data in an attribute, the copy shares that attribute.
     return _make_like(value, {**parts, **changed})
 
 
@@ -120,7 +120,7 @@ def _map_sequence(value: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def _make_like(value: Any, content: Any) -> Any:
-    """A container of the type of ``value``; ``content`` itself if that type is made in another way."""
+    """A container of the type of ``value``; ``content`` itself if the type's constructor does not take it."""
     try:
         return type(value)(content)
     except TypeError:
@@ -138,7 +138,7 @@ def _map_dataclass(value: Any, visit: Callable[[Any], Any]) -> Any:
             changed[field.name] = mapped
     if not changed:
         return value
-    clone = copy.copy(value)  # not replace(): __post_init__ has had its turn
+    clone = copy.copy(value)  # not replace(): it would run __post_init__ again
     for name, mapped in changed.items():
         object.__setattr__(clone, name, mapped)  # also where the dataclass is frozen
     return clone

@@ -1,4 +1,4 @@
-"""Dtypes by name: NumPy's as text and back, and what NumPy stores a tensor as."""
+"""Converts NumPy dtypes to text and back, and maps torch dtypes to the NumPy dtypes that store them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-# What NumPy stores tensors as, by torch's name of their dtype. A dtype that NumPy lacks is stored as integers
-# of the same width; `tensors` says which of these dtypes this release of torch has.
+# The NumPy dtype that stores a tensor, by torch's name of the tensor's dtype. A dtype that NumPy lacks is
+# stored as integers of the same width; `tensors` lists those of these dtypes that this release of torch has.
 TENSOR_STORAGE: dict[str, np.dtype[Any]] = {
     **{
         name: np.dtype(name)
@@ -31,10 +31,10 @@ TENSOR_STORAGE: dict[str, np.dtype[Any]] = {
 
 @lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """A NumPy dtype in text: `dtype.str`, or the field list of a structured one as .npy files spell it.
+    """A NumPy dtype as text: `dtype.str`, or for a structured dtype its field list as in .npy files.
 
     Raises:
-        ValueError: The dtype holds objects, has no fixed size, or does not survive the way there and back.
+        ValueError: The dtype holds objects, has no fixed size, or differs after conversion to text and back.
     """
     if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
         raise ValueError(f"dtype {dtype} has no fixed size in bytes")
@@ -46,16 +46,16 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype that `dtype_name` named.
+    """The dtype of a name that `dtype_name` returned.
 
     Raises:
-        ValueError: The text names no dtype of fixed size.
+        ValueError: The text is not the name of a dtype of fixed size.
     """
     try:
-        # literal_eval builds literals only, it calls nothing; .npy headers are read the same way.
+        # literal_eval builds literals only and calls no code; .npy headers are read in the same way.
         dtype = np.lib.format.descr_to_dtype(ast.literal_eval(name)) if name[:1] == "[" else np.dtype(name)
     except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError, KeyError, IndexError) as error:
-        raise ValueError(f"{name!r} names no dtype") from error
+        raise ValueError(f"{name!r} is not the name of a dtype") from error
     if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
         raise ValueError(f"dtype {name!r} has no fixed size in bytes")
     return dtype

@@ -1,13 +1,13 @@
-"""What may stand at the ends of a sample: dtypes by name, values to bytes and back.
+"""The leaf values that a cached sample may hold: their types, and their conversion to bytes and back.
 
 Rules:
 
-1. The kinds are closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, and str_ and
-   bytes_, which are NumPy's own. No pickle.
-2. Type, dtype and shape come back exactly; arrays and tensors come back C-contiguous.
-3. Arrays come back as views of the memory they were given; tensors always as private copies, because torch
-   knows no read-only memory: an in-place operation on a read-only mapping would end the process.
-4. torch is imported where a tensor is met (see `tensors`): the command line reads caches without it.
+1. The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, and str_
+   and bytes_, which are NumPy's own. Pickle is never used.
+2. Type, dtype and shape are restored exactly; restored arrays and tensors are C-contiguous.
+3. Restored arrays are views of the given memory. Restored tensors are always private copies, because torch
+   has no read-only memory: an in-place operation on a read-only mapping would end the process.
+4. torch is imported only when a tensor occurs (see `tensors`): the command line reads caches without it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fastload.nested.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
 
 Array = npt.NDArray[Any]
 
-TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # of any length
+TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # these have no fixed length
 _FLOAT = struct.Struct("<d")
 _MOST_BYTES = (1 << 63) - 1  # of an array
-_INT_BYTES = 8  # the least that an int takes; longer ones take what they need
+_INT_BYTES = 8  # the least that an int takes; larger ints take more
 
 
 class Leaf(NamedTuple):
@@ -37,8 +37,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         kind: One of the closed set above.
-        dtype: NumPy's or torch's dtype by name; empty where the kind says it all.
-        shape: Of an array or tensor; else empty.
+        dtype: Name of NumPy's or torch's dtype; empty if the kind determines it.
+        shape: Shape of an array or tensor; else empty.
     """
 
     kind: str
@@ -48,14 +48,14 @@ class Leaf(NamedTuple):
 
 @cache
 def torch_side() -> Any:
-    """The module `tensors`, imported when it is needed; a call takes less time than an import statement."""
+    """The module `tensors`, imported at the first call; later calls are faster than an import statement."""
     from fastload.nested import tensors
 
     return tensors
 
 
 def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
-    """What NumPy stores an array, tensor or scalar leaf as.
+    """The NumPy dtype that stores an array, tensor or scalar leaf.
 
     Raises:
         ValueError: The leaf's dtype is unknown.
@@ -63,7 +63,7 @@ def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
     if leaf.kind != "tensor":
         return numpy_dtype(leaf.dtype)
     if leaf.dtype not in TENSOR_STORAGE:
-        raise ValueError(f"torch.{leaf.dtype} is not a dtype that is cached")
+        raise ValueError(f"torch.{leaf.dtype} is not a dtype that can be cached")
     return TENSOR_STORAGE[leaf.dtype]
 
 
@@ -74,10 +74,10 @@ def describe(value: Any) -> tuple[Leaf, Any]:
     """The leaf of one value, and the value in its plain form: C-contiguous, detached.
 
     Raises:
-        UnsupportedSampleError: The value is of no kind that is cached. The caller adds the path.
+        UnsupportedSampleError: Values of this type cannot be cached. The caller adds the path.
     """
     kind = type(value)
-    if kind is np.ndarray or kind is np.memmap:  # a memory map comes back as an array: its file is read
+    if kind is np.ndarray or kind is np.memmap:  # a memory map is restored as an array: its content is cached
         try:
             name = dtype_name(value.dtype)
         except ValueError as error:
@@ -89,7 +89,7 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         return Leaf("none"), value
     if kind is np.str_ or kind is np.bytes_:
         return Leaf(kind.__name__), value
-    torch: Any = sys.modules.get("torch")  # where nothing has imported it, nothing is a tensor
+    torch: Any = sys.modules.get("torch")  # if torch is not imported, the value is not a tensor
     if torch is not None and kind is torch.Tensor:
         name, tensor = torch_side().describe_tensor(value)
         return Leaf("tensor", name, tuple(tensor.shape)), tensor
@@ -98,7 +98,7 @@ def describe(value: Any) -> tuple[Leaf, Any]:
             return Leaf("scalar", dtype_name(value.dtype)), value
         except ValueError as error:
             raise UnsupportedSampleError(f"{error}: return a plain number or str") from None
-    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} is not cached: {_advice(value)}")
+    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {_advice(value)}")
 
 
 def _advice(value: Any) -> str:
@@ -150,15 +150,15 @@ def _raw(array: Array) -> Array:
 
 
 def fixed_nbytes(leaf: Leaf) -> int | None:
-    """Bytes of the payload where the leaf alone tells; None for int, str and bytes.
+    """Bytes of the payload if the leaf alone determines them; None for int, str and bytes.
 
     Raises:
-        ValueError: The leaf's dtype is unknown, or no array can have its shape.
+        ValueError: The leaf's dtype is unknown, or its shape is too large for any array.
     """
     if leaf.kind in ("array", "tensor", "scalar"):
         itemsize = storage_dtype(leaf).itemsize
-        if prod(filter(None, leaf.shape)) * itemsize > _MOST_BYTES:  # NumPy leaves zeros out, too
-            raise ValueError(f"no array has the shape {leaf.shape}")
+        if prod(filter(None, leaf.shape)) * itemsize > _MOST_BYTES:  # NumPy also leaves zeros out
+            raise ValueError(f"the shape {leaf.shape} is too large for an array")
         return prod(leaf.shape) * itemsize
     return {"float": 8, "bool": 1, "none": 0}.get(leaf.kind)
 
@@ -169,7 +169,7 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     Arrays are views of `memory` and keep it alive; everything else is a copy.
 
     Raises:
-        CacheCorruptError: The payload is not one of this leaf.
+        CacheCorruptError: The payload does not belong to this leaf.
     """
     kind = leaf.kind
     if kind in TEXT_KINDS:
@@ -199,7 +199,7 @@ def text_value(kind: str, payload: bytes) -> Any:
     """The value of a text kind.
 
     Raises:
-        CacheCorruptError: The payload is no UTF-8 text.
+        CacheCorruptError: The payload is not UTF-8 text.
     """
     if kind in ("bytes", "bytes_"):
         return payload if kind == "bytes" else np.bytes_(payload)
@@ -213,7 +213,7 @@ def text_value(kind: str, payload: bytes) -> Any:
 
 
 def view_array(dtype: np.dtype[Any], shape: tuple[int, ...], memory: Any, offset: int) -> Array:
-    """A view of `memory`, read-only if the memory is; an empty array views nothing and is read-only."""
+    """A view of `memory`, read-only if the memory is; an empty array is read-only and not a view."""
     if 0 in shape:
         array: Array = np.empty(shape, dtype)
         array.flags.writeable = False

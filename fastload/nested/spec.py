@@ -1,12 +1,12 @@
-"""The structure of a sample without its values: nests of dict, list, tuple and namedtuple around leaves.
+"""Describes the structure of a sample without its values: dicts, lists, tuples and namedtuples around leaves.
 
-A spec is a nest of tuples, `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, so that it can be compared
-and hashed; equal specs are one object. Rules:
+A spec is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, so that specs can
+be compared and hashed; equal specs are one object. Rules:
 
-1. Only exact built-in containers and namedtuples; dict keys are str and keep their order.
+1. Only exact built-in containers and namedtuples are allowed; dict keys are str and keep their order.
 2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
-   the class is looked up in the modules that this process has already imported. Specs that travel to a
-   worker take their classes with them (pickled by reference), so that its process imports them too.
+   the class is looked up in the modules that this process has already imported. A spec that is sent to a
+   worker takes its classes along (pickled by reference), so that the worker imports them too.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 Node = tuple[Any, ...]
 
-MAX_DEPTH = 64  # nested containers; far above any sample, far below Python's recursion limit
+MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
 _PLAIN_LEAVES = ("int", "float", "bool", "none", *TEXT_KINDS)
 
 
 class Spec:
-    """A sample's structure, dtypes and shapes; made by `flatten` and `Spec.parse` only.
+    """A sample's structure, dtypes and shapes; only `flatten` and `Spec.parse` make specs.
 
     Attributes:
         node: The structure as a nest of tuples.
@@ -51,7 +51,7 @@ class Spec:
         """The spec that JSON text describes.
 
         Raises:
-            CacheCorruptError: The text describes none.
+            CacheCorruptError: The text is not a spec.
         """
         try:
             node = _parse_node(json.loads(text), 0)
@@ -62,7 +62,7 @@ class Spec:
         return _interned(node)
 
     def build(self, values: Iterable[Any]) -> Any:
-        """The sample made of one value per leaf, in order.
+        """The sample with these values, one per leaf, in order.
 
         Raises:
             CacheError: The class of a namedtuple is not imported in this process.
@@ -86,7 +86,7 @@ def _interned(node: Node) -> Spec:
 
 
 def _load(text: bytes, types: tuple[type, ...]) -> Spec:
-    """Unpickle; the classes are there to have their modules imported."""
+    """Unpickle; pickle imports the modules of the classes in `types`."""
     return Spec.parse(text)
 
 
@@ -94,10 +94,10 @@ def _load(text: bytes, types: tuple[type, ...]) -> Spec:
 
 
 def flatten(sample: Any) -> tuple[Spec, list[Any]]:
-    """A sample's spec and its plain values: C-contiguous arrays and tensors, not copied where they are so.
+    """A sample's spec and its plain values: C-contiguous arrays and tensors, copied only if they are not.
 
     Raises:
-        UnsupportedSampleError: Something in the sample is of no kind that is cached; names its path.
+        UnsupportedSampleError: A value in the sample cannot be cached; names its path.
     """
     values: list[Any] = []
     return _interned(_describe(sample, (), values)), values
@@ -112,7 +112,9 @@ def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
         _check_depth(path)
         for key in value:
             if type(key) is not str:
-                raise UnsupportedSampleError(f"{path_text(path)}: dict key {key!r} is no str: use str keys")
+                raise UnsupportedSampleError(
+                    f"{path_text(path)}: dict key {key!r} is not a str: use str keys"
+                )
         return "dict", tuple([(key, _describe(item, (*path, key), values)) for key, item in value.items()])
     if is_namedtuple(value):
         _check_depth(path)
@@ -135,7 +137,7 @@ def _leaf_node(leaf: Leaf) -> Node:
 def _check_depth(path: tuple[Any, ...]) -> None:
     if len(path) >= MAX_DEPTH:
         raise UnsupportedSampleError(
-            f"the sample is nested more than {MAX_DEPTH} deep: {path_text(path[:8])}…"
+            f"the sample is nested more than {MAX_DEPTH} levels deep: {path_text(path[:8])}…"
         )
 
 
@@ -182,7 +184,7 @@ def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any
     is_tuple_class = isinstance(found, type) and issubclass(found, tuple)
     if not is_tuple_class or getattr(found, "_fields", None) != fields:
         raise CacheError(
-            f"a cached sample is a namedtuple {module}.{qualname}{fields}, and no such class is imported in "
+            f"a cached sample is a namedtuple {module}.{qualname}{fields}, but no such class is imported in "
             f"this process: import {module} before you read the cache"
         )
     return found
@@ -196,9 +198,9 @@ def _find_class(module: str, qualname: str) -> Any:
 
 
 def build_batch(node: Node, values: Iterator[Any]) -> Any:
-    """The batch that torch's default_collate makes of such samples, of one batched value per leaf.
+    """The batch that torch's default_collate makes of such samples, from one batched value per leaf.
 
-    As `Spec.build`, but tuples become lists, and texts that stand in a sequence come as a tuple.
+    Like `Spec.build`, but tuples become lists, and texts in a sequence become a tuple.
     """
     kind = node[0]
     if kind == "dict":
@@ -222,7 +224,7 @@ def _batch_items(nodes: Iterable[Node], values: Iterator[Any]) -> list[Any]:
 
 
 def _children(node: Node) -> list[tuple[Any, Node]]:
-    """Keys and nodes under a container."""
+    """Keys and nodes of a container's children."""
     if node[0] == "dict":
         return list(node[1])
     return list(enumerate(node[4] if node[0] == "namedtuple" else node[1]))
@@ -257,7 +259,7 @@ def _namedtuple_types(node: Node) -> Iterator[type]:
 
 
 def _parse_node(data: Any, depth: int) -> Node:
-    """Lists back to tuples; every kind and every type checked, because a file may hold anything."""
+    """A node from JSON: lists become tuples; every kind and type is checked, as a file may hold anything."""
     if not isinstance(data, list) or not data or depth > MAX_DEPTH:
         raise ValueError("a node is neither a container nor a leaf")
     kind = data[0]
@@ -278,23 +280,23 @@ def _parse_node(data: Any, depth: int) -> Node:
     if kind in ("array", "tensor"):
         _, dtype, shape = data
         if not all(type(n) is int and 0 <= n < 1 << 48 for n in _list(shape)) or len(shape) > MAX_DEPTH:
-            raise ValueError(f"{shape!r} is no shape")
+            raise ValueError(f"{shape!r} is not a shape")
         return kind, _str(dtype), tuple(shape)
     if kind == "scalar":
         _, dtype = data
         return kind, _str(dtype)
     if kind in _PLAIN_LEAVES and len(data) == 1:
         return (kind,)
-    raise ValueError(f"{kind!r} is no kind of node")
+    raise ValueError(f"{kind!r} is not a kind of node")
 
 
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise TypeError(f"{value!r} is no list")
+        raise TypeError(f"{value!r} is not a list")
     return value

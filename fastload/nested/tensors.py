@@ -1,4 +1,4 @@
-"""Tensors over arrays, and over a batch of them: the memory of one as that of the other, without a copy."""
+"""Makes tensors over the memory of arrays and arrays over the memory of tensors, without a copy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-# Those that this release of torch has: each release adds some.
+# The dtypes that this release of torch has; newer releases add some.
 TENSOR_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name) for name in TENSOR_STORAGE if hasattr(torch, name)
 }
 _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
-# A torch dtype that NumPy lacks, and the dtype of the same width that it is stored as.
+# Each torch dtype that NumPy lacks, with the torch dtype of the same width that it is stored as.
 _REINTERPRETED: dict[torch.dtype, torch.dtype] = {
     dtype: getattr(torch, TENSOR_STORAGE[name].name)
     for name, dtype in TENSOR_DTYPES.items()
@@ -56,34 +56,34 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     """The name of a tensor's dtype, and the tensor in its plain form: C-contiguous, conjugated and negated.
 
     Raises:
-        UnsupportedSampleError: Such a tensor is not cached. The caller adds the path.
+        UnsupportedSampleError: Such a tensor cannot be cached. The caller adds the path.
     """
     if tensor.device.type != "cpu":
-        raise UnsupportedSampleError(f"a tensor on {tensor.device} is not cached: return tensor.cpu()")
+        raise UnsupportedSampleError(f"a tensor on {tensor.device} cannot be cached: return tensor.cpu()")
     if tensor.layout is not torch.strided:
-        raise UnsupportedSampleError(f"a {tensor.layout} tensor is not cached: return tensor.to_dense()")
+        raise UnsupportedSampleError(f"a {tensor.layout} tensor cannot be cached: return tensor.to_dense()")
     if tensor.requires_grad:
-        raise UnsupportedSampleError("a tensor that requires grad is not cached: return tensor.detach()")
+        raise UnsupportedSampleError("a tensor that requires grad cannot be cached: return tensor.detach()")
     name = _NAMES.get(tensor.dtype)
     if name is None:
-        raise UnsupportedSampleError(f"a tensor of {tensor.dtype} is not cached: return a plain dtype")
+        raise UnsupportedSampleError(f"a tensor of {tensor.dtype} cannot be cached: return a plain dtype")
     return name, tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
-    """The tensor that default_collate would make of the rows of a leaf, over the memory of `out`."""
+    """The tensor that default_collate would make of a leaf's rows, as a view of the memory of `out`."""
     if leaf.kind == "tensor":
         return array_tensor(out, leaf.dtype)
     tensor = torch.from_numpy(out)
     if leaf.kind == "scalar":
-        # default_collate calls as_tensor on the list of scalars, whose choice of dtype is torch's own affair.
+        # default_collate calls as_tensor on the list of scalars, and torch chooses the dtype.
         tensor = tensor.to(torch.as_tensor([out.dtype.type(0)]).dtype)
     return tensor
 
 
 @lru_cache(maxsize=256)
 def collates(leaf: Leaf) -> bool:
-    """Whether default_collate makes a tensor or list of such leaves; its errors are for it to raise."""
+    """Whether default_collate makes a tensor or list of such leaves; if not, it raises the error itself."""
     if leaf.kind in ("none", "bytes_"):
         return False
     if leaf.kind == "tensor":

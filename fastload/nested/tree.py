@@ -1,6 +1,6 @@
-"""Walks over nests of samples and of what transforms make of them: copies, read-only views, comparison.
+"""Walks over nested samples and over the outputs of transforms: copies, read-only views, comparison.
 
-A nest is made of dicts, lists, tuples and namedtuples, subclasses included; anything else is a leaf.
+A nest consists of dicts, lists, tuples and namedtuples, including subclasses; any other value is a leaf.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest with every leaf replaced by `change(leaf)`; containers in which nothing changes are kept."""
+    """The nest with every leaf replaced by `change(leaf)`; containers without a changed leaf are kept."""
     if isinstance(nest, dict):
         items = {key: map_leaves(value, change) for key, value in nest.items()}
         if all(items[key] is value for key, value in nest.items()):
             return nest
         if type(nest) is dict:
             return items
-        other = copy.copy(nest)  # keeps a subclass and what it knows, such as a default factory
+        other = copy.copy(nest)  # keeps a subclass and its attributes, such as a default factory
         other.update(items)
         return other
     if isinstance(nest, (list, tuple)):
@@ -63,11 +63,11 @@ def _collect(nest: Any, found: list[Any]) -> None:
 
 
 def private_copy(sample: Any) -> Any:
-    """The sample with writable, private, C-contiguous copies of its arrays; its tensors are private."""
+    """The sample with writable, private, C-contiguous copies of its arrays; its tensors are kept."""
     return map_leaves(sample, lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
-# Kinds of leaves whose memory is known: np.void may be a view, and any other object may hold one.
+# Types of leaves whose memory is known. np.void may be a view, and any other object may hold a view.
 _SEEN_THROUGH = (
     *(np.ndarray, np.number, np.bool_, np.character, torch.Tensor),
     *(bool, int, float, complex, str, bytes, type(None)),
@@ -75,7 +75,7 @@ _SEEN_THROUGH = (
 
 
 def is_seen_through(nest: Any) -> bool:
-    """Whether `detached` finds all memory that a nest refers to: no leaf is an object that may hold more."""
+    """Whether `detached` finds all memory that a nest refers to: no leaf is an object of another type."""
     for leaf in leaves(nest):
         if not isinstance(leaf, _SEEN_THROUGH) or (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject):
             return False
@@ -86,11 +86,11 @@ def detached(nest: Any, arrays: Iterable[Array]) -> Any:
     """The nest with private copies of the arrays and tensors that lie in the memory of the given arrays.
 
     Args:
-        nest: Any; `is_seen_through` says whether all its memory is found.
-        arrays: C-contiguous.
+        nest: Any nest; `is_seen_through` tells whether all of its memory is found.
+        arrays: C-contiguous arrays.
 
     Returns:
-        The strides of the copies are in the order of the originals' strides.
+        The nest; the strides of the copies have the same order as those of the originals.
     """
     ranges: list[tuple[int, int]] = []
 
@@ -117,10 +117,10 @@ def _starts_within(address: int, ranges: list[tuple[int, int]]) -> bool:
 
 
 def read_only(sample: Any) -> Any:
-    """A sample fresh from the dataset as a cache would give it: read-only arrays, private tensors.
+    """A new sample of the dataset in the form that a cache returns: read-only arrays, private tensors.
 
     Raises:
-        UnsupportedSampleError: Something in it is of no kind that is cached; names its path.
+        UnsupportedSampleError: A value in it cannot be cached; names its path.
     """
     spec, values = flatten(sample)
     return spec.build([_read_only_leaf(value) for value in values])
@@ -141,7 +141,7 @@ _OUTLINE_ITEMS = 8
 def outline(nest: Any) -> str:
     """The structure of a nest in a few words, such as "a tuple of (array (8, 8, 3) uint8, int)".
 
-    It names the keys, types, shapes and dtypes, no values; three containers deep, and eight items of each.
+    It names keys, types, shapes and dtypes, but no values; three containers deep, eight items of each.
     """
     text = _outline(nest, _OUTLINE_DEPTH)
     if isinstance(nest, (dict, list, tuple)):
@@ -178,7 +178,7 @@ def first_difference(one: Any, other: Any) -> str | None:
     NaN equals NaN.
 
     Raises:
-        UnsupportedSampleError: Something in a sample is of no kind that is cached.
+        UnsupportedSampleError: A value in a sample cannot be cached.
     """
     spec, values = flatten(one)
     other_spec, other_values = flatten(other)
@@ -202,7 +202,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _equal_with_nan(one: Any, other: Any) -> bool:
-    """Whether floats, arrays or tensors of one dtype and shape, differ in the bits of NaN alone."""
+    """Whether two floats, arrays or tensors of one dtype and shape differ only in the bits of NaN."""
     if isinstance(one, torch.Tensor):
         if not (one.is_floating_point() or one.is_complex()):
             return False

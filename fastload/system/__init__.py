@@ -1,1 +1,1 @@
-"""What the machine has, and what it refuses: CPUs and quotas, memory budgets, sizes for people."""
+"""Resources of the machine: CPUs and quotas, memory budgets, refusals by the system, readable sizes."""

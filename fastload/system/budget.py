@@ -1,8 +1,8 @@
-"""How many bytes a cache may take: what is really free, and what the user allows.
+"""Computes how many bytes a cache may take, from the free memory and the user's budget.
 
-Free is the least of MemAvailable; for this process's cgroup and each of its ancestors, the limit less the
-use, where page cache that the kernel would give back counts as free; and RLIMIT_AS less the address space in
-use, because every process maps the whole cache.
+Free memory is the least of three figures: MemAvailable; for this process's cgroup and each of its ancestors,
+the limit minus the usage, where page cache that the kernel can reclaim counts as free; and RLIMIT_AS minus
+the address space in use, because every process maps the whole cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-AUTO_SHARE = 0.8  # of what is free; the rest is for the model, the workers and the batches under way
+AUTO_SHARE = 0.8  # of the free memory; the rest is for the model, the workers and the batches in flight
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -32,15 +32,15 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _USAGE = (
     'give "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
 )
-_NO_LIMIT = 1 << 60  # cgroup v1 writes "none" as a number near 2**63
+_NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 class _Files(NamedTuple):
-    """Where a version of cgroups keeps its figures."""
+    """The files in which a version of cgroups keeps its figures."""
 
     limits: tuple[str, ...]
     used: str
-    reclaimable: str  # a line of memory.stat: what the kernel could give back
+    reclaimable: str  # the line of memory.stat that counts the memory that the kernel can reclaim
 
 
 _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
@@ -48,12 +48,12 @@ _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 
 
 def parse_budget(budget: str | float, *, name: str = "budget", available: int | None = None) -> int:
-    """Bytes that a budget stands for.
+    """Convert a budget to bytes.
 
     Args:
-        budget: `"auto"` (80% of what is free), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
-            40 * 2**30), or a float above 0 and up to 1 (a share of what is free).
-        name: Of the argument that the user gave, for the error.
+        budget: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
+            40 * 2**30), or a float above 0 and up to 1 (a share of free memory).
+        name: The name of the user's argument, for the error.
         available: Free bytes; read from the system if None.
 
     Raises:
@@ -84,10 +84,10 @@ def _parse_size(text: str, name: str) -> int:
 
 
 def available_bytes(root: str | Path = "/") -> int:
-    """Bytes that this process could still take.
+    """Bytes of memory that this process can still take.
 
     Args:
-        root: Where `proc` and `sys` are looked for; another one than `/` is for tests.
+        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
     """
     root = Path(root)
     if not sys.platform.startswith("linux"):
@@ -99,7 +99,7 @@ def available_bytes(root: str | Path = "/") -> int:
 
 
 def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
-    """The least limit of the cgroups that hold this process; None if none of them has one.
+    """The lowest memory limit among the cgroups of this process; None if no cgroup has a limit.
 
     Args:
         root: As for `available_bytes`.
@@ -114,18 +114,18 @@ def _meminfo_available(meminfo: str) -> int:
         return int(match[1]) * 1024
     try:
         return _psutil_available()
-    except OSError:  # /proc is not there; this figure leaves out page cache that the kernel would give back
+    except OSError:  # there is no /proc; this figure leaves out page cache that the kernel can reclaim
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _psutil_available() -> int:
-    import psutil  # slow to import, and Linux hardly ever needs it
+    import psutil  # imported here because it is slow to import, and Linux hardly ever needs it
 
     return int(psutil.virtual_memory().available)
 
 
 def _address_space_free(root: Path) -> Iterator[int]:
-    """RLIMIT_AS less what this process has mapped; nothing without that limit."""
+    """RLIMIT_AS minus the address space that this process has mapped; yields nothing without that limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         mapped_pages = _read(root / "proc/self/statm").partition(" ")[0]
@@ -133,7 +133,7 @@ def _address_space_free(root: Path) -> Iterator[int]:
 
 
 def _cgroup_free(root: Path) -> Iterator[int]:
-    """Limit less use of every cgroup that holds this process and has a limit."""
+    """Limit minus usage, for every cgroup of this process that has a limit."""
     for directory, files in _groups(root):
         free = _group_free(directory, files)
         if free is not None:
@@ -141,7 +141,7 @@ def _cgroup_free(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """Every cgroup that holds this process, v1 and v2, and where it keeps its figures."""
+    """The directory of every cgroup of this process, v1 and v2, and the files with its figures."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -158,10 +158,10 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The group and all groups above it up to the mount.
+    """The directories of the group and of all groups above it, up to the mount.
 
-    In a container the path may be the host's while the mount shows the container's own group as its root;
-    directories that are not there have no files and are passed over.
+    In a container the path may be the host's path, while the mount shows the container's own group as its
+    root. Some of these directories then do not exist, and count as groups without a limit.
     """
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):
@@ -182,7 +182,7 @@ def _group_free(directory: Path, files: _Files) -> int | None:
 
 
 def _number(text: str) -> int:
-    """The number in a cgroup file; `max`, and a file that is not there, count as no limit."""
+    """The number in a cgroup file; `max` and a missing file count as no limit."""
     text = text.strip()
     return int(text) if text.isdigit() else _NO_LIMIT
 
@@ -191,4 +191,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return ""  # not on this system, or hidden from this user
+        return ""  # the file does not exist on this system, or this user may not read it

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use: those that it may run on, and the share of time that cgroups grant."""
+"""Counts the CPUs that this process may use, from its CPU affinity and its cgroup quotas."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ if TYPE_CHECKING:
 
 
 def worthwhile_cpus() -> int:
-    """How many processes can compute at the same time: `usable_cpus()`, or a lower CPU quota, rounded up."""
+    """How many processes can compute at once: `usable_cpus()`, or the CPU quota, rounded up, if lower."""
     quota = cpu_quota()
     return usable_cpus() if quota is None else max(1, min(usable_cpus(), math.ceil(quota)))
 
 
 def usable_cpus() -> int:
-    """On how many CPUs this process may run; all of the machine where the system does not say (not Linux)."""
+    """The number of CPUs that this process may run on; outside Linux, the number of CPUs of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_quota(root: str | Path = "/") -> float | None:
-    """CPUs' worth of time that the tightest cgroup of this process grants; None without a limit.
+    """The lowest CPU quota among the cgroups of this process, in CPUs; None without a quota.
 
     Args:
-        root: Where `proc` and `sys` are looked for; another one than `/` is for tests.
+        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
     """
     return min(_quotas(Path(root)), default=None)
 
@@ -39,13 +39,13 @@ def _quotas(root: Path) -> Iterator[float]:
             continue
         mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):  # in a container the mount may show its own group as the root
+        for depth in range(len(parts) + 1):  # a container's mount may start at the container's group
             group = mount.joinpath(*parts[:depth])
             if controllers:
                 quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
             else:
                 quota, _, period = _read(group / "cpu.max").partition(" ")
-            if quota.strip().isdigit() and period.strip().isdigit():  # not "max", "-1" or no file
+            if quota.strip().isdigit() and period.strip().isdigit():  # skips "max", "-1" and missing files
                 yield int(quota) / int(period)
 
 
@@ -53,4 +53,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return ""  # not on this system, or hidden from this user
+        return ""  # the file does not exist on this system, or this user may not read it

@@ -1,4 +1,4 @@
-"""What the operating system refused, as a sentence without error numbers: what, where, and what to change."""
+"""Turns errors of the operating system into sentences: what failed, where, and what to change."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import shutil
 from fastload.system.sizes import readable_size
 
 _NO_PERMISSION = (errno.EACCES, errno.EPERM)
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # EIO: LMDB's word for a write cut short
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # EIO: LMDB's code for a short write
 
 
 def reading_refused(error: OSError) -> str:
-    """Why a file or directory could not be read, and what to change."""
+    """The reason why a file or directory could not be read, and what to change."""
     reason = error.strerror or str(error)
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     if error.errno in _NO_PERMISSION:
-        return f"{where}{reason}: change its permissions, or those of the directories above it"
+        return f"{where}{reason}: change its permissions, or the permissions of its parent directories"
     return f"{where}{reason}"
 
 
 def writing_refused(error: Exception, path: str) -> str:
-    """Why the file at an absolute path could not be written, and what to change.
+    """The reason why a file could not be written, and what to change.
 
     Args:
-        error: Of the system, or of a library that gives the system's own text.
-        path: The file.
+        error: The error of the system, or of a library whose error ends in the system's text.
+        path: Absolute path of the file.
     """
     directory = os.path.dirname(path)
     code = error.errno if isinstance(error, OSError) else _code_in(str(error))
@@ -41,13 +41,14 @@ def writing_refused(error: Exception, path: str) -> str:
         return f"{reason}: a part of {directory} is a file; give another path"
     if code in _NO_ROOM:
         return (
-            f"{reason}: {_free(directory)}make room there (mind quotas and `ulimit -f`), or give another path"
+            f"{reason}: {_free(directory)}free more space there (check quotas and `ulimit -f`), "
+            "or give another path"
         )
     return reason
 
 
 def _code_in(text: str) -> int | None:
-    """The number of the system error whose text ends this text."""
+    """The number of the system error whose message `text` ends in."""
     return next((code for code in errno.errorcode if text.endswith(os.strerror(code))), None)
 
 
@@ -55,4 +56,4 @@ def _free(directory: str) -> str:
     try:
         return f"{readable_size(shutil.disk_usage(directory).free)} are free in {directory}; "
     except OSError:
-        return ""  # the directory is gone or closed: the error before this one says enough
+        return ""  # the directory was removed or may not be read: omit the figure

@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them, in logs, reports of caches and the command line."""
+"""Formats byte counts for people: in logs, in reports about caches and on the command line."""
 
 
 def readable_size(nbytes: float) -> str:
@@ -10,5 +10,5 @@ def readable_size(nbytes: float) -> str:
 
 
 def readable_memory(nbytes: int) -> str:
-    """``nbytes`` of memory in powers of 1024, as torch's messages and nvidia-smi have them: ``1.50 GiB``."""
+    """``nbytes`` of memory in powers of 1024, as torch's messages and nvidia-smi show it: ``1.50 GiB``."""
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"

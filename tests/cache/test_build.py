@@ -206,7 +206,7 @@ def test_one_fingerprint_alone_is_not_compared(path: Path) -> None:
 def test_codec_is_compared_if_asked_for(tmp_path: Path) -> None:
     """A finished cache of another codec is refused, unless any will do; its sample 0 is known, if lossy."""
     build_lmdb(Images(3), tmp_path / "cache", num_workers=0, codec="jpeg")
-    with pytest.raises(CacheMismatchError, match="jpeg cache, raw was asked for"):
+    with pytest.raises(CacheMismatchError, match="jpeg cache, but codec raw was requested"):
         build_lmdb(Images(3), tmp_path / "cache", codec="raw")
 
     assert build_lmdb(Images(3), tmp_path / "cache").codec == "jpeg"

@@ -99,7 +99,7 @@ def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Pa
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
         build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
 
-    kept = f"What was built is kept at {tmp_path}/cache.partial: build again to go on"
+    kept = f"The finished part is kept at {tmp_path}/cache.partial: build again to resume"
     assert caught.value.__notes__ == [kept]
 
 
@@ -141,7 +141,7 @@ def build_under_limit(path: str, nbytes: int, num_workers: int) -> None:
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
         is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
         is_kept = os.path.exists(f"{path}.partial/00000-of-00001.lmdb")
-        os._exit(0 if is_clear and ("build again to go on" in said) == is_kept else 2)
+        os._exit(0 if is_clear and ("build again to resume" in said) == is_kept else 2)
     os._exit(1)
 
 
@@ -174,7 +174,7 @@ def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         with pytest.raises(
-            CacheError, match=r"cannot write the cache .*No space left.* free in .* make room"
+            CacheError, match=r"cannot write the cache .*No space left.* free in .* free more space"
         ):
             build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
 
@@ -222,9 +222,9 @@ def test_directory_that_is_not_there(tmp_path: Path) -> None:
         (OSError("something odd"), "something odd"),
         (
             lmdb.DiskError("mdb_txn_commit: No space left on device"),
-            "No space left on device: make room there",
+            "No space left on device: free more space there",
         ),
-        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: make room there"),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: free more space there"),
         (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
     ],
 )
@@ -254,5 +254,5 @@ def test_a_build_that_leaves_out_more_than_its_budget_ends_and_keeps_what_was_bu
 
     cache = build_lmdb(dataset, tmp_path / "cache", **options)
 
-    assert "an earlier build left the others" in cache.reason
+    assert "an earlier build made the others" in cache.reason
     assert cache.num_cached == 8

@@ -81,7 +81,7 @@ def test_a_lock_that_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
     before = look(tmp_path)
     dataset = Images(3)
 
-    with pytest.raises(CacheError, match=r"cache\.lock is no lock of fastload's.* move it away") as caught:
+    with pytest.raises(CacheError, match=r"cache\.lock is not a lock of fastload.* move it away") as caught:
         build_lmdb(dataset, tmp_path / "cache", num_workers=0)
     assert not isinstance(caught.value, CacheBusyError)
     assert look(tmp_path) == before

@@ -224,9 +224,9 @@ def test_interrupt_keeps_everything_so_far(tmp_path: Path) -> None:
     dataset = Images(40)
     cache = build(dataset, tmp_path / "cache", {})
 
-    kept = f"What was built is kept at {tmp_path}/cache.partial: build again to go on"
+    kept = f"The finished part is kept at {tmp_path}/cache.partial: build again to resume"
     assert caught.value.__notes__ == [kept]
-    assert "an earlier build left the others" in cache.explain()
+    assert "an earlier build made the others" in cache.explain()
     check(dataset, cache)
     assert sum(dataset.reads) < 40
 
@@ -267,8 +267,8 @@ def leave_unfinished(path: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"codec": "png"}, "codec was raw and is png"),
-        ({"shards": 2}, "num_shards was 1 and is 2"),
+        ({"codec": "png"}, "codec was raw and is now png"),
+        ({"shards": 2}, "num_shards was 1 and is now 2"),
         ({"fingerprint": Fingerprint({"size": "256"})}, 'size is "256" here and "224" there'),
     ],
 )

@@ -226,7 +226,7 @@ def test_cache_object() -> None:
     assert ds.cache is cache
     assert isinstance(cache, SampleCache)
     assert cache.num_cached == 3
-    with pytest.raises(CacheMismatchError, match="made for 20 samples, the dataset has 21"):
+    with pytest.raises(CacheMismatchError, match="made for 20 samples, but the dataset has 21"):
         CachedDataset(Images(21), cache=cache)
 
 

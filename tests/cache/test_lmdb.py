@@ -105,7 +105,7 @@ def test_link_to_nothing(tmp_path: Path) -> None:
 def test_pipe_is_no_cache(tmp_path: Path) -> None:
     """A pipe raises, and is not waited for."""
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CacheMismatchError, match="pipe is no file"):
+    with pytest.raises(CacheMismatchError, match="pipe is not a file"):
         LMDBCache(tmp_path / "pipe")
 
 
@@ -130,7 +130,7 @@ def test_foreign_lmdb_file(tmp_path: Path) -> None:
     with environment, environment.begin(write=True) as transaction:
         transaction.put(b"key", b"value")
 
-    with pytest.raises(CacheCorruptError, match="no cache"):
+    with pytest.raises(CacheCorruptError, match="not a cache"):
         LMDBCache(tmp_path / "cache")
 
 
@@ -138,7 +138,7 @@ def test_other_format_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """A cache of another format version raises, with both versions."""
     monkeypatch.setattr(lmdb_description, "FORMAT_VERSION", 2)
 
-    with pytest.raises(CacheMismatchError, match="format 1, this release reads 2"):
+    with pytest.raises(CacheMismatchError, match="format 1, but this release reads 2"):
         LMDBCache(path)
 
 
@@ -171,7 +171,7 @@ def test_explain(path: Path) -> None:
     """A cache says why it is in use and what it was made of."""
     assert "opened by its path" in LMDBCache(path).explain()
     assert "20 of 20 samples" in LMDBCache(path).explain()
-    assert "sample 0 are those of the dataset" in build_lmdb(Images(20), path).explain()
+    assert "sample 0 match the dataset" in build_lmdb(Images(20), path).explain()
 
 
 def test_verify_finds_nothing(path: Path, directory: Path) -> None:
@@ -192,7 +192,7 @@ def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> 
 
     build_lmdb(Images(20), tmp_path / "other", num_workers=0, shards=3)
     os.rename(directory / names[1], tmp_path / "kept")
-    with pytest.raises(CacheMismatchError, match=r"number 1 .* is not there"):
+    with pytest.raises(CacheMismatchError, match=r"number 1 .* is missing"):
         LMDBCache(directory)
     shutil.copy(tmp_path / "other" / names[1], directory / names[1])
     with pytest.raises(CacheMismatchError, match="shards of two caches"):
@@ -292,7 +292,7 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
     dataset = CachedDataset.from_cache(tmp_path / "cache")
     dataset.cache.close()
 
-    with pytest.raises(CacheError, match=r"sample 1 was asked of the cache at .* after its close"):
+    with pytest.raises(CacheError, match=r"sample 1 was requested from the cache .* after close"):
         dataset[1]
 
 

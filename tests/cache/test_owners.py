@@ -167,7 +167,7 @@ def test_a_descriptor_that_is_gone() -> None:
 def test_a_descriptor_of_other_memory_is_stale() -> None:
     """Only memory of a cache is opened, not a slot of batches or a library's."""
     slot = Segment.create(1, name="fastload-slot")
-    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is /memfd:fastload-slot"):
+    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is now /memfd:fastload-slot"):
         registered("a", slot.fd).attach()
 
 
@@ -251,5 +251,5 @@ def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, capl
 
     assert found == (None, [], False)
     assert [record.getMessage() for record in caplog.records] == [
-        "cache: no registry of shared caches: /proc, which it needs, is not there"
+        "cache: no registry of shared caches: it needs /proc, which does not exist"
     ]

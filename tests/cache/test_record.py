@@ -264,7 +264,7 @@ def test_other_format_version_is_refused() -> None:
     record = bytearray(encode(1))
     struct.pack_into("<H", record, 4, 2)
 
-    with pytest.raises(CacheCorruptError, match="no record of format 1"):
+    with pytest.raises(CacheCorruptError, match="not a record of format 1"):
         decode(bytes(record))
 
 

@@ -37,7 +37,7 @@ class Named(Images):
         ([A.NoOp()], "is of type list, which cannot be called"),
         (
             A.HorizontalFlip,
-            r"{} is the class HorizontalFlip: give an object of it, such as {}=HorizontalFlip\(",
+            r"{} is the class HorizontalFlip: give an instance of it, such as {}=HorizontalFlip\(",
         ),
     ],
 )

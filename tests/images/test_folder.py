@@ -168,7 +168,7 @@ class TestSamples:
         assert [folder[index][1] for index in last] == [1] * 4
         assert folder.samples[-3] == (str(tmp_path / "a" / "1.png"), 0)
         for index in (3, -4):
-            with pytest.raises(IndexError, match="of a dataset of 3"):
+            with pytest.raises(IndexError, match="out of range: the dataset has 3 samples"):
                 folder[index]
             with pytest.raises(IndexError):
                 folder.targets[index]

@@ -1,10 +1,10 @@
-"""Build an LMDB cache: decode a dataset in parallel, write it in one place, show it only when finished.
+"""Builds an LMDB cache: workers decode a dataset in parallel, the parent writes the file and publishes it.
 
 Rules:
 
-1. Everything is written below PATH.partial (see `unfinished`) under an exclusive lock, and renamed to PATH when
-   it is complete and on disk: whoever sees PATH sees all of it.
-2. A build that ended early, by an error, Ctrl-C or SIGKILL, is gone on with by the next one.
+1. All files are written below PATH.partial (see `unfinished`) under an exclusive lock. When the cache is
+   complete and on disk, it is renamed to PATH, so a process that sees PATH sees the complete cache.
+2. The next build resumes a build that ended early, by an error, Ctrl-C or SIGKILL.
 3. Workers decode and encode (see `tasks`); the parent only writes.
 """
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
-import PIL.Image  # not the package alone: workers that encode are forked from here, and inherit it
+import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastload")
 
 _WHAT_TO_DO = "Delete it to build it again, or give another path"
-_GUESSED_BYTES = 1 << 20  # of a sample, where sample 0 cannot be read
+_GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
 
 
 def build_lmdb(
@@ -64,32 +64,32 @@ def build_lmdb(
     error_budget: int | float = 1.0,
     fingerprint: Fingerprint | None = None,
 ) -> LMDBCache:
-    """The finished cache of a dataset at `path`: opened if it is there, else built, or built to its end.
+    """The finished cache of a dataset at `path`: opened if it exists, else built, or its build is resumed.
 
     Args:
         dataset: Map-style and deterministic.
         path: The file, or with `shards` the directory.
-        num_workers: Processes that decode; None for one a core, 0 for none.
+        num_workers: Processes that decode; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
-        probed: Samples that were read already, by index; they are not read again.
-        codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are written: `"raw"`; `"png"`, exact;
-            `"jpeg"` or `"webp"`, which change the pixels of those with three channels (one channel may be a
-            mask, and is written as png). None takes a finished cache of any codec, and builds a raw one.
-        quality: Of jpeg and webp, 1 to 100; webp of quality 100 is exact.
-        shards: Files that the cache consists of; with more than one `path` is a directory. Finished shards
-            outlive a power failure during the build.
-        on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves it out and
-            writes a line about it to PATH.errors.jsonl.
+        probed: Samples that were already read, by index; they are not read again.
+        codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
+            `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel may be a
+            mask, and is encoded as png). None accepts a finished cache of any codec, and builds a raw cache.
+        quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless.
+        shards: Number of files of the cache; with more than one, `path` is a directory. Finished shards
+            survive a power failure during the build.
+        on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
+            sample out and writes a line about it to PATH.errors.jsonl.
         error_budget: The most samples that may be left out: an int, or a share of all samples as a float.
-        fingerprint: Of the samples; a finished cache is compared by it, without reading a sample.
+        fingerprint: Of the samples; it identifies a finished cache without reading a sample.
 
     Raises:
-        CacheMismatchError: The cache at `path` was made from something else, or has another codec.
+        CacheMismatchError: The cache at `path` was made from other samples, or has another codec.
         CacheBusyError: Another process is building it.
-        UnsupportedSampleError: A sample holds something that cannot be cached.
+        UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written.
-        ErrorBudgetError: More samples could not be read than may be; what was built is kept.
-        ValueError: An argument is none of those above.
+        ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
+        ValueError: An argument has none of the forms above.
     """
     check_codec("raw" if codec is None else codec, quality)
     if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
@@ -101,7 +101,7 @@ def build_lmdb(
     probed = dict(probed or {})
     if not os.path.lexists(path):
         with only_builder(path) as lock:
-            if not os.path.lexists(path):  # else another builder finished between the look and the lock
+            if not os.path.lexists(path):  # else another builder finished before this one got the lock
                 build = _Build(
                     dataset,
                     path,
@@ -114,7 +114,7 @@ def build_lmdb(
                 resumed = build.prepare(codec or "raw", shards, fingerprint)
                 build.run(num_workers, progress)
                 cache = LMDBCache(path)
-                cache.reason = f"built now, as there was none{resumed}"
+                cache.reason = f"built now, as it did not exist{resumed}"
                 build.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
@@ -122,9 +122,9 @@ def build_lmdb(
 
 
 def _remove_leftovers(path: str) -> None:
-    """What a builder left that was killed after it had published the cache; only a nuisance."""
+    """Remove the harmless remains of a builder that was killed after it had published the cache."""
     if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
-        # Another builder may be about to remove the same, and this directory may be read-only.
+        # Another builder may remove the same files now, and this directory may be read-only.
         with contextlib.suppress(CacheError), only_builder(path):
             Partial(path).remove()
 
@@ -137,7 +137,9 @@ def _opened(
 ) -> LMDBCache:
     cache = LMDBCache(path)
     if codec is not None and codec != cache.codec:
-        raise CacheMismatchError(f"{path} is a {cache.codec} cache, {codec} was asked for. {_WHAT_TO_DO}")
+        raise CacheMismatchError(
+            f"{path} is a {cache.codec} cache, but codec {codec} was requested. {_WHAT_TO_DO}"
+        )
     num_samples = len(dataset)
     first = None
     if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
@@ -149,15 +151,15 @@ def _opened(
 def check_source(
     cache: LMDBCache, num_samples: int, first: Any, *, fingerprint: Fingerprint | None = None
 ) -> None:
-    """Check that a cache was made from these samples: by fingerprint if there are two, else by sample 0.
+    """Check that a cache was made from these samples: by both fingerprints, or else by sample 0.
 
     Raises:
-        CacheMismatchError: It was not; says what differs and what to do.
+        CacheMismatchError: It was not; the error says what differs and what to do.
     """
     differences = source_differences(cache.plan, fingerprint)
     if differences:
         raise CacheMismatchError(
-            f"{cache.path} was made from something else: {'; '.join(differences)} "
+            f"{cache.path} was made from other samples: {'; '.join(differences)} "
             f"(here: the dataset, there: the cache). {_WHAT_TO_DO}"
         )
     expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
@@ -171,13 +173,13 @@ def check_source(
                 f"{cache.path} was made from another dataset, or from an earlier state of this one: "
                 f"the {name} is {stored} in the cache and {wanted} in the dataset. {_WHAT_TO_DO}"
             )
-    cache.reason = "opened, as its number of samples and its sample 0 are those of the dataset"
+    cache.reason = "opened, as its number of samples and its sample 0 match the dataset"
     if differences is not None:
-        cache.reason = "opened, as it was made of the same parts as the dataset"
+        cache.reason = "opened, as its fingerprint matches the dataset"
 
 
 def _first_record(sample: Any) -> bytes:
-    """Sample 0 as it is before a codec changes it."""
+    """The record of sample 0 before a codec changes it."""
     try:
         return encode(sample)
     except UnsupportedSampleError as error:
@@ -194,7 +196,7 @@ def _identity(record: bytes) -> tuple[str, int]:
 
 
 class _Build:
-    """One build, from what lies there to the finished cache."""
+    """One build, from the files that exist to the finished cache."""
 
     def __init__(
         self,
@@ -221,7 +223,7 @@ class _Build:
         self._failed: Exception | None = None  # the error of a sample
 
     def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
-        """Decide what is written and where to begin; says what is gone on with, for people."""
+        """Choose the plan and where to start; returns a clause about a resumed build, or an empty string."""
         spec, crc32 = self._read_first()
         classes = getattr(self._dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -243,8 +245,8 @@ class _Build:
         self._partial.forget_from(self._position)
         if not self._position:
             return ""
-        log.info("building %s: goes on at sample %d of %d", self._path, self._position, self._num_samples)
-        return f" (the last {self._num_samples - self._position:,} samples; an earlier build left the others)"
+        log.info("building %s: resumes at sample %d of %d", self._path, self._position, self._num_samples)
+        return f" (the last {self._num_samples - self._position:,} samples; an earlier build made the others)"
 
     def _read_first(self) -> tuple[str | None, int | None]:
         if not self._num_samples:
@@ -265,7 +267,7 @@ class _Build:
         return _identity(record)
 
     def _find_position(self) -> tuple[int, int]:
-        """The first shard that is not finished, and the first index that is not in it."""
+        """The first unfinished shard, and the first index that is not in it."""
         plan = self._plan
         for shard in range(plan.num_shards):
             if self._partial.is_finished(plan, shard):
@@ -279,7 +281,7 @@ class _Build:
         return plan.num_shards, self._num_samples
 
     def run(self, num_workers: int | None, shown: bool) -> None:
-        """Write what is not there yet, and publish the cache."""
+        """Write the missing samples, and publish the cache."""
         plan = self._plan
         shards = range(self._shard, plan.num_shards)
         spans = [plan.indices_of(shard) for shard in shards]
@@ -297,7 +299,7 @@ class _Build:
             slots=slots,
             lock=self._lock,
         )
-        # Workers start before a file is open: they must not inherit its environment.
+        # Workers start before a file is opened, because they must not inherit LMDB environments.
         answers = processes.run(tasks, num_processes, ahead=TASKS_A_WORKER)
         try:
             title = f"building {self._path}"
@@ -356,7 +358,7 @@ class _Build:
         progress: BuildProgress,
     ) -> None:
         nbytes = 0
-        for index, value in zip(span, values, strict=False):  # fewer, if the last of them failed
+        for index, value in zip(span, values, strict=False):  # fewer values, if the last one failed
             if isinstance(value, Failed):
                 writer.commit()
                 raise self._explained(value)
@@ -377,13 +379,13 @@ class _Build:
         return ErrorBudgetError(
             f"{len(self._partial.skipped):,} samples could not be read, and the error budget allows "
             f"{self._most_left_out:,} of {self._num_samples:,}. The last one is {last.index}{where}: "
-            f"{last.type}: {last.reason:.200}. What was built is kept at {self._partial.path}, with a "
-            "line for each in errors.jsonl: raise the budget, or mend the files, and build again to go on"
+            f"{last.type}: {last.reason:.200}. The finished part is kept at {self._partial.path}, with a "
+            "line for each in errors.jsonl: raise the budget or repair the files, and build again to resume"
         )
 
     def report_shapes(self, cache: LMDBCache) -> None:
-        """Log that samples differ in shape, which training would meet at its first batch; note the number."""
-        self._shapes.add_stored(cache.path, self._position)  # by an earlier build
+        """Log if samples differ in shape, which would fail in the first training batch; store the number."""
+        self._shapes.add_stored(cache.path, self._position)  # samples of an earlier build
         cache.num_shapes = self._shapes.number
         explanation = self._shapes.explain()
         if explanation is not None:
@@ -399,6 +401,6 @@ class _Build:
 
     def _note_what_is_kept(self, error: BaseException) -> None:
         if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
-            return  # the dataset has to change, or there is nothing
+            return  # the dataset has to change, or nothing was kept
         way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
-        error.add_note(f"What was built is kept at {self._partial.path}: build again to go on{way_out}")
+        error.add_note(f"The finished part is kept at {self._partial.path}: build again to resume{way_out}")

@@ -1,11 +1,11 @@
-"""The lock for one builder a destination: DEST.lock, a file that holds the number of the builder's process.
+"""The lock that allows one builder per destination: DEST.lock, a file with the builder's process number.
 
-Taken by `build` and `inventory` in the parent. Rules:
+`build` and `inventory` take it in the parent. Rules:
 
-1. The lock is flock(2)'s, and goes with the process that holds it; the file says only which process that is.
-   It is removed when the lock is given back.
-2. Others may have put something there. Only a regular file of one name, which is empty or holds a decimal
-   number, is a lock of ours. Everything else is an error, and stays as it is.
+1. The lock is flock(2)'s, and ends with the process that holds it; the file's content only names that
+   process. The file is removed when the lock is released.
+2. Another program may have created a file with this name. Only a regular file with a single name, empty or
+   with a decimal number in it, is a lock of fastload. Any other file is an error, and is not changed.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 SUFFIX = ".lock"
 _MOST_DIGITS = 20
-# What stands there is opened only as it is: no link is followed, no pipe waited for.
+# The file is opened only if it is a lock file: no link is followed, and opening never waits for a pipe.
 _AS_IT_IS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 _KINDS = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket or a device"}
 
 
 class BuildLock:
-    """The exclusive lock on a destination; workers that inherit it let go of it.
+    """The exclusive lock on a destination; workers that inherit it close their copy.
 
     Args:
-        fd: Of the lock file, locked.
+        fd: The locked lock file.
     """
 
     def __init__(self, fd: int) -> None:
@@ -45,11 +45,11 @@ class BuildLock:
         self._file = status.st_dev, status.st_ino
 
     def leave_in_worker(self) -> None:
-        """Close what a fork copied: a worker that outlives a killed builder must not keep others out."""
+        """Close the inherited descriptor: a worker that outlives a killed builder must not block others."""
         if os.getpid() == self._pid or self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):  # a worker that was not forked has no such descriptor
+        with contextlib.suppress(OSError):  # a worker that was not forked does not have this descriptor
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) == self._file:
                 os.close(fd)
@@ -57,11 +57,11 @@ class BuildLock:
 
 @contextlib.contextmanager
 def only_builder(path: str) -> Iterator[BuildLock]:
-    """Hold PATH.lock, which is removed at the end; never waits.
+    """Hold PATH.lock and remove it at the end; never waits.
 
     Raises:
         CacheBusyError: Another builder holds it.
-        CacheError: The lock file cannot be made, or something else has its name.
+        CacheError: The lock file cannot be made, or another file has its name.
     """
     name = f"{path}{SUFFIX}"
     fd = _locked(path, name)
@@ -69,7 +69,7 @@ def only_builder(path: str) -> Iterator[BuildLock]:
         with writing(path):
             number = str(os.getpid()).encode("ascii")
             os.pwrite(fd, number, 0)
-            os.ftruncate(fd, len(number))  # a builder that was killed may have had a longer number
+            os.ftruncate(fd, len(number))  # the number of a killed builder may have been longer
         yield BuildLock(fd)
     finally:
         if _is_at(fd, name):
@@ -101,7 +101,7 @@ def _locked(path: str, name: str) -> int:
                 holder = os.pread(fd, _MOST_DIGITS, 0).decode("ascii")
                 builder = f"process {holder}" if holder else "another process"
                 raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")
-            if _is_at(fd, name):  # else its holder removed it between our open and our lock
+            if _is_at(fd, name):  # else its holder removed it after we opened it
                 taken, fd = fd, -1
                 return taken
         finally:
@@ -110,14 +110,14 @@ def _locked(path: str, name: str) -> int:
 
 
 def _opened(name: str) -> int:
-    """A descriptor of the lock file, made if there is none."""
+    """A descriptor of the lock file, which is created if missing."""
     while True:
         with contextlib.suppress(FileExistsError):
             return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o644)
         try:
             fd = os.open(name, os.O_RDWR | _AS_IT_IS)
         except FileNotFoundError:
-            continue  # its holder removed it between the two
+            continue  # its holder removed it between the two calls
         except OSError as error:
             if error.errno in _KINDS:
                 raise _foreign(name, _KINDS[error.errno]) from None
@@ -131,18 +131,18 @@ def _opened(name: str) -> int:
 
 def _foreign(name: str, what: str) -> CacheError:
     return CacheError(
-        f"{name} is no lock of fastload's, but {what}, and was left as it is: move it away, or give the "
+        f"{name} is not a lock of fastload, but {what}, and was not changed: move it away, or give the "
         "cache another path"
     )
 
 
 def _why_not_ours(fd: int) -> str | None:
-    """What an open file is, if it is no lock file of ours."""
+    """The kind of an open file, if it is not a lock file of fastload."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         return "a pipe or a device"
     if status.st_nlink > 1:
-        return "a file that has other names too"
+        return "a file with several names (hard links)"
     if not re.fullmatch(rb"\d*", os.pread(fd, _MOST_DIGITS + 1, 0)) or status.st_size > _MOST_DIGITS:
         return "a file with other content"
     return None

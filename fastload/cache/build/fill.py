@@ -1,7 +1,7 @@
-"""Fill a cache in RAM ahead of training: read in parallel whatever it lacks.
+"""Fills a cache in RAM before training: reads in parallel all samples that the cache lacks.
 
-Workers read samples through the dataset, store them, and answer with their number alone. Whoever else uses
-the cache meanwhile is not disturbed.
+Workers read samples through the dataset, store them, and return only how many they stored. Other users of the
+cache are not disturbed meanwhile.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastload")
 
-_MOST_CHUNK_SAMPLES = 64  # an answer costs some 50 us, so small samples are read by the dozen
-_CHUNKS_A_WORKER = 16  # at least, so that workers finish together
-_ENOUGH_REFUSED = 64  # samples in a row that the cache did not take: it is full
+_MOST_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
+_CHUNKS_A_WORKER = 16  # at least, so that workers finish at about the same time
+_ENOUGH_REFUSED = 64  # if the cache refuses this many samples in a row, it is full
 _MOST_IDLE_ROUNDS = 3
 
 
 class _Chunks(Dataset[int]):
-    """Reads chunks of samples; gives how many of them are stored."""
+    """Reads chunks of samples; each item is the number of samples of a chunk that are stored."""
 
     def __init__(self, dataset: Any, cache: SampleCache, chunks: Sequence[Sequence[int]]) -> None:
         self.dataset = dataset
@@ -44,7 +44,7 @@ class _Chunks(Dataset[int]):
         for index in chunk:
             try:
                 sample = self.dataset.view(index)
-                if index not in self.cache:  # `view` stores at its own pace (see `pace`)
+                if index not in self.cache:  # `view` may have deferred storing (see `pace`)
                     self.cache.put(index, sample)
             except Exception as error:
                 error.add_note(f"in sample {index} of the dataset")
@@ -53,14 +53,14 @@ class _Chunks(Dataset[int]):
 
 
 def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
-    """Read every sample that the cache lacks and may take; stops when it takes no more.
+    """Read every sample that the cache lacks and may accept; stop when it accepts no more.
 
-    If there is no such sample, nothing is read or drawn, and the log says so.
+    If there is no such sample, nothing is read, no random number is drawn, and the log says so.
 
     Args:
         dataset: Has `view(index)`, which stores what it reads in the cache.
-        cache: What is filled.
-        num_workers: Processes; None for one a core, 0 for none.
+        cache: The cache to fill.
+        num_workers: Processes; None for one per usable CPU, 0 for none.
         shown: Draw a bar, if standard error is a terminal.
     """
     missing = cache.missing().tolist()
@@ -68,7 +68,7 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
         _report_nothing_to_do(cache)
         return
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
-        # Workers that wanted room at the same moment went without: they get it in another round.
+        # Samples that were refused because workers wanted space at the same moment get another round.
         rounds_left = _MOST_IDLE_ROUNDS
         while missing and rounds_left:
             if _read(dataset, cache, missing, num_workers, progress):
@@ -94,7 +94,7 @@ def _held(cache: SampleCache) -> str:
 def _read(
     dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
 ) -> bool:
-    """Read these samples once; True, before the end, if the cache takes no more."""
+    """Read these samples once; returns True, before the end, if the cache accepts no more."""
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -1,6 +1,6 @@
-"""Processes that read samples to fill a cache: torch's own loader, set up to be quick and quiet.
+"""Runs worker processes that read samples to fill a cache, with torch's own loader, set up for this purpose.
 
-The order of answers is the order of tasks.
+Answers come in the order of tasks.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST_WORKERS = 16
-_WORTH_WORKERS = 64  # samples; fewer are read before workers have started
+_WORTH_WORKERS = 64  # samples; fewer samples are read before workers have started
 
 
 def choose_workers(num_workers: int | None, num_samples: int) -> int:
-    """As the user says, else one for each CPU's worth of time that this process may use.
+    """The user's number of workers, or by default one per CPU's worth of time that this process may use.
 
-    By default there are no workers where starting them takes longer than it saves, or is not allowed.
+    The default is no workers if starting them takes longer than it saves, or is not allowed.
     """
     if num_workers is not None:
         return num_workers
-    # A worker of torch's loader is a daemon, which may not have children.
+    # A worker of torch's loader is a daemon process, which may not have child processes.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
     return min(worthwhile_cpus(), _MOST_WORKERS)
 
 
 def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:
-    """`tasks[0]`, `tasks[1]` and so on, made by workers; workers start here, not at the first answer.
+    """`tasks[0]`, `tasks[1]` and so on, computed by workers; workers start now, not at the first answer.
 
     Args:
-        tasks: Map-style; one item a task.
+        tasks: Map-style; one item per task.
         num_workers: Processes; 0 for none.
-        ahead: Tasks that each of them is given before their answers are asked for.
+        ahead: Tasks that each worker gets ahead of the answers that are taken.
     """
     loader = torch.utils.data.DataLoader(
         tasks,
@@ -49,16 +49,16 @@ def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 
         prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,
         worker_init_fn=_quiet_worker if num_workers else None,
-        generator=torch.Generator(),  # leave torch's global random state alone
+        generator=torch.Generator(),  # keeps torch's global random state unchanged
     )
     return iter(loader)
 
 
 def stop(answers: Iterator[Any]) -> None:
-    """End the workers now.
+    """Stop the workers now.
 
-    After an error the traceback keeps torch's iterator alive, and the garbage collector, which takes the
-    queues before their owner, then waits five seconds for each worker (torch 2.13).
+    After an error the traceback keeps torch's iterator alive. The garbage collector would then free the
+    queues before their owner, and wait five seconds for each worker (torch 2.13).
     """
     shut_down = getattr(answers, "_shutdown_workers", None)
     if shut_down is not None:
@@ -70,5 +70,5 @@ def _unchanged(answer: Any) -> Any:
 
 
 def _quiet_worker(_: int) -> None:
-    if "cv2" in sys.modules:  # one thread a worker: pools that fight for cores cost far more than they give
+    if "cv2" in sys.modules:  # one thread per worker: thread pools that compete for cores are much slower
         sys.modules["cv2"].setNumThreads(0)

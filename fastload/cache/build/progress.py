@@ -1,10 +1,10 @@
-"""Progress of a build: a bar on a terminal, a log line now and then elsewhere.
+"""Shows the progress of a build: a bar on a terminal, occasional log lines elsewhere.
 
-It starts no thread: a build forks workers. Rules:
+It starts no thread, because a build forks workers. Rules:
 
-1. The counter, the rate and the time left are always whole. The title loses its middle, and the bar gets
-   shorter, where the terminal is narrow.
-2. A title holds a user's path: it is drawn as it is, not read as markup.
+1. The counter, the rate and the time left are always shown completely. On a narrow terminal, the title loses
+   its middle, and the bar gets shorter.
+2. A title contains a user's path: it is drawn as plain text, not parsed as markup.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ log = logging.getLogger("fastload")
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
 _LEAST_BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 40
-_LEAST_TITLE_COLUMNS = 20  # with less room the bytes are left out
+_LEAST_TITLE_COLUMNS = 20  # with less space the bytes are left out
 _TIME_COLUMNS = 8  # hh:mm:ss
-_GAP_COLUMNS = 3  # one between neighbours
+_GAP_COLUMNS = 3  # one between neighbouring parts
 
 
 class BuildProgress:
     """Counts samples and bytes, and shows them with the rate and the time left.
 
     Args:
-        title: What is built.
+        title: The name of what is built.
         total: Number of samples.
         shown: Draw a bar, if standard error is a terminal.
-        done: Samples that an earlier build has left; they do not count for the rate.
+        done: Samples of an earlier build; the rate does not include them.
     """
 
     def __init__(self, title: str, total: int, *, shown: bool, done: int = 0) -> None:
@@ -83,7 +83,7 @@ class BuildProgress:
             log.info("%s: finished: %s, %s", self._title, self._rate(), self._size())
 
     def advance(self, nbytes: int, count: int = 1) -> None:
-        """So many samples more, of so many bytes together, are done."""
+        """Count this many more samples, with this many bytes in total."""
         self._done += count
         self._bytes += nbytes
         now = time.monotonic()
@@ -116,7 +116,7 @@ class BuildProgress:
 
 
 def _may_be_terminal() -> bool:
-    """Whether it is worth asking rich, which looks at two variables of the environment first."""
+    """Whether standard error may be a terminal; with two environment variables, rich decides."""
     if "FORCE_COLOR" in os.environ or "TTY_COMPATIBLE" in os.environ:
         return True
     try:
@@ -129,7 +129,7 @@ def shortened(text: str, columns: int) -> str:
     """The text, without as much of its middle as it takes to fit into `columns` of a terminal."""
     if _columns(text) <= columns:
         return text
-    start = text[: (columns - 1) // 3]  # a path's end says more than its beginning
+    start = text[: (columns - 1) // 3]  # the end of a path says more than its start
     for first in range(len(start), len(text) + 1):
         candidate = f"{start}…{text[first:]}"
         if _columns(candidate) <= columns:

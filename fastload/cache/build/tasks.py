@@ -1,12 +1,12 @@
-"""Samples to the values of an LMDB file, in workers, handed over through shared memory that is used again.
+"""Turns samples into the values of an LMDB file, in workers, and passes them on in reused shared memory.
 
 Rules:
 
-1. Workers read, encode and compute checksums; the parent only copies values from memory to the file.
-2. Task k writes to slot k mod `num_slots`. torch's loader hands out task k + 4 W while it gives the answer to
-   task k to the parent, which has stored that to task k - 1 by then: 4 W + 2 slots never collide. Should
-   they, the checksum of the record tells at its first read.
-3. What does not fit into the slot travels in the answer, through torch's queue.
+1. Workers read, encode and compute checksums; the parent only copies values from shared memory to the file.
+2. Task k writes to slot k mod `num_slots`. When torch's loader returns the answer to task k to the parent, it
+   hands out task k + 4 W, and the parent has already stored the answer to task k - 1: with 4 W + 2 slots,
+   tasks never collide. If they did, the checksum of the record would show it at the first read.
+3. Values that do not fit into the slot are sent in the answer, through torch's queue.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastload")
 
-TASKS_A_WORKER = 4  # handed out ahead: workers go on while the parent waits for the disk
+TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _SPARE_SLOTS = 2
-_LEAST_SLOT_BYTES = 4 << 20  # taken as far as it is used; a task aims at half of it
+_LEAST_SLOT_BYTES = 4 << 20  # pages are allocated as they are used; a task aims at half a slot
 _MOST_SLOT_BYTES = 128 << 20
 _MOST_TASK_SAMPLES = 64
-_TASKS_EACH = 8  # at least, so that workers finish together
+_TASKS_EACH = 8  # at least, so that workers finish at about the same time
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Failed:
     trace: str
 
 
-# The bytes themselves, or their offset in the slot and how many they are.
+# The bytes themselves, or their offset in the slot and their number.
 Value = bytes | tuple[int, int] | FailedSample | Failed
 
 
@@ -59,8 +59,8 @@ class Slots:
     """Memory that workers write and the parent reads; pickles as a handle.
 
     Args:
-        num_slots: Of equal size.
-        slot_bytes: Size of each.
+        num_slots: Number of slots of equal size.
+        slot_bytes: Size of a slot.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Slots:
         return memoryview(self._mapping)[start : start + self.slot_bytes]
 
     def close(self) -> None:
-        """Give up this process's hold."""
+        """Release this process's mapping and segment."""
         self._mapping = None
         self._segment.close()
 
@@ -86,17 +86,17 @@ class Slots:
 
 
 class RecordTasks(Dataset[list[Value]]):
-    """Reads ranges of samples; gives their values, in order.
+    """Reads ranges of samples; returns their values, in order.
 
     Args:
         dataset: Map-style.
-        ranges: Of indices, one a task.
-        probed: Samples that were read already, by index.
-        codec: How images are written.
+        ranges: Ranges of indices, one per task.
+        probed: Samples that were already read, by index.
+        codec: How images are encoded.
         quality: Of a lossy codec.
         skips: Leave out samples that cannot be read.
-        slots: Where values are written; None to have them in the answer.
-        lock: Of the build; workers let go of it.
+        slots: Memory for the values; None to return them in the answer.
+        lock: The lock of the build, which workers close.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class RecordTasks(Dataset[list[Value]]):
         for index in self.ranges[task]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
-            except Exception as error:  # noqa: BLE001 - the user's own; reported or raised in the parent
+            except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self._skips:
                     values.append(_failed(index, error))
                     break
@@ -139,7 +139,7 @@ class RecordTasks(Dataset[list[Value]]):
                 continue
             try:
                 parts, _ = record_parts(*flatten(sample), self._codec, self._quality)
-            except UnsupportedSampleError as error:  # the dataset's fault, not that of a bad file
+            except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 values.append(_failed(index, error))
                 break
             parts = value_parts(index, parts)
@@ -155,7 +155,7 @@ class RecordTasks(Dataset[list[Value]]):
 
 
 def skipped(index: int, error: Exception) -> FailedSample:
-    """What the report says of a sample that could not be read in this process."""
+    """The report about a sample that could not be read in this process."""
     worker = get_worker_info()
     return FailedSample.of(index, error, None if worker is None else worker.id)
 
@@ -166,7 +166,7 @@ def _failed(index: int, error: Exception) -> Failed:
         return Failed(index, error, trace)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - then its text is brought, under the type that torch's loader gives
+    except Exception:  # noqa: BLE001 - send its text instead, with the type that torch's loader uses
         error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
     return Failed(index, error, trace)
 
@@ -174,12 +174,12 @@ def _failed(index: int, error: Exception) -> Failed:
 def plan_tasks(
     ranges: Sequence[range], example_bytes: int, num_workers: int
 ) -> tuple[list[range], Slots | None]:
-    """Cut ranges of indices into tasks, and make the memory that their values travel in.
+    """Cut ranges of indices into tasks, and make the shared memory for their values.
 
     Args:
-        ranges: Of indices; no task goes beyond the end of one.
-        example_bytes: What a sample may take.
-        num_workers: Processes; without any no memory is needed.
+        ranges: Ranges of indices; a task never crosses the end of a range.
+        example_bytes: Approximate size of a sample.
+        num_workers: Processes; without workers no memory is needed.
     """
     slot_bytes = min(max(_LEAST_SLOT_BYTES, 2 * example_bytes), _MOST_SLOT_BYTES)
     total = sum(map(len, ranges))
@@ -195,5 +195,5 @@ def plan_tasks(
     try:
         return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
     except SegmentError as error:
-        log.info("values travel through torch's queue, which is slower: %s", str(error))
+        log.info("values are sent through torch's queue, which is slower: %s", str(error))
         return tasks, None

@@ -1,18 +1,18 @@
-"""What an unfinished build leaves on disk, and when a later one goes on with it.
+"""The files of an unfinished build, and the conditions for resuming it.
 
-DEST.partial is a directory: `plan.json`, one LMDB file a shard, and `errors.jsonl`, a line for each sample
-that was left out. Rules:
+DEST.partial is a directory with `plan.json`, one LMDB file per shard, and `errors.jsonl`, with a line for
+each sample that was left out. Rules:
 
-1. One builder a destination: it holds the exclusive lock on DEST.lock for as long as it lives (see
-   `build_lock`). What others have put at DEST.partial is neither written nor removed.
-2. A later build goes on with it only if it would write the same: same source (fingerprint, or else number of
-   samples and sample 0), codec, quality and shards. Otherwise it starts anew, and says why.
-3. Commits are not synced, which would make decoding wait for the disk. They outlive the process that made
-   them, but after a power failure their pages may be there in part, and LMDB trusts what it reads. So the
-   plan names the boot of the machine: unfinished shards of another boot are written anew. Finished shards
-   were brought to the disk, and are kept: shards are what makes a long build outlive the machine.
-4. A line of `errors.jsonl` is written before the records that follow it: after a kill there may be lines too
-   many, never too few. Those of samples that are read again are dropped.
+1. There is one builder per destination: it holds the exclusive lock on DEST.lock while it lives (see
+   `build_lock`). Files of other programs at DEST.partial are not written and not removed.
+2. A later build resumes it only if it would write the same: same source (fingerprint, or else number of
+   samples and sample 0), codec, quality and shards. Otherwise it starts again, and logs the reason.
+3. Commits are not synced, because decoding would then wait for the disk. They survive the process that made
+   them, but after a power failure some of their pages may be missing, and LMDB trusts the pages that it
+   reads. So the plan names the boot of the machine: unfinished shards of another boot are written again.
+   Finished shards were synced to the disk and are kept: with shards, a long build survives a reboot.
+4. A line of `errors.jsonl` is written before the records that follow it: after a kill there may be too many
+   lines, never too few. Lines of samples that are read again are dropped.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ log = logging.getLogger("fastload")
 
 _PLAN_NAME = "plan.json"
 _ERRORS_NAME = "errors.jsonl"
-_REPORTED = ("index", "path", "type", "reason", "worker")  # of a sample that was left out
+_REPORTED = ("index", "path", "type", "reason", "worker")  # fields of a line for a sample that was left out
 NAMES = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def foreign_part(path: str) -> str | None:
-    """The path of something at PATH that no build left there; None if there is no such thing.
+    """The path of a foreign file or directory at PATH, which no build made; None if there is none.
 
-    A build leaves a directory of regular files, which have certain names and no others.
+    A build leaves a directory of regular files with certain names.
     """
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
@@ -65,10 +65,10 @@ def foreign_part(path: str) -> str | None:
 
 
 class Partial:
-    """The directory of an unfinished build, ours alone.
+    """The directory of an unfinished build; the caller holds the build lock.
 
     Args:
-        destination: What is being built.
+        destination: The path of the finished cache.
 
     Attributes:
         path: The directory.
@@ -81,17 +81,17 @@ class Partial:
         self._destination = destination
 
     def begin(self, plan: Plan, *, skips: bool) -> Plan:
-        """Go on with what lies there if it was to become the same, else start anew.
+        """Resume the build that left this directory if it has the same plan, else start again.
 
         Args:
-            plan: Of this build.
-            skips: Whether this build leaves out what cannot be read.
+            plan: The plan of this build.
+            skips: Whether this build leaves out samples that cannot be read.
 
         Returns:
-            The plan to follow: the one that lies there, if it is gone on with.
+            The plan to follow: the plan in the directory, if the build is resumed.
 
         Raises:
-            CacheError: Something that no build left lies there.
+            CacheError: The directory contains files that no build made.
         """
         boot_id = _boot_id()
         with writing(self.path):
@@ -107,7 +107,7 @@ class Partial:
                     if was["boot_id"] != boot_id or not boot_id:
                         self._remove_unfinished(plan)
                 else:
-                    log.info("%s was left by another build and is started anew: %s", self.path, why)
+                    log.info("%s is from another build and is started again: %s", self.path, why)
                     stored = None
             if stored is None:
                 self.remove()
@@ -120,8 +120,8 @@ class Partial:
         foreign = foreign_part(self.path)
         if foreign is not None:
             raise CacheError(
-                f"{foreign} is not of a build of fastload's, which keeps unfinished caches at {self.path}, "
-                "and was left as it is: move it away, or give the cache another path"
+                f"{foreign} is not from a build of fastload, which keeps unfinished caches at {self.path}, "
+                "and was not changed: move it away, or give the cache another path"
             )
 
     def _stored(self) -> tuple[Plan, dict[str, Any]] | None:
@@ -130,7 +130,7 @@ class Partial:
             check_version(fields)
             plan = parse_plan(fields.get("plan"))
         except (FileNotFoundError, ValueError):  # CacheMismatchError is a ValueError
-            return None  # killed before there was a plan, or of another release
+            return None  # the build was killed before it wrote a plan, or another release wrote it
         is_whole = isinstance(fields.get("boot_id"), str) and isinstance(fields.get("skips"), bool)
         return (plan, fields) if is_whole else None
 
@@ -138,10 +138,10 @@ class Partial:
         for shard in range(plan.num_shards):
             if not self.is_finished(plan, shard) and os.path.exists(self.shard_path(plan, shard)):
                 os.unlink(self.shard_path(plan, shard))
-                log.info("%s: the machine was started since: what was unfinished is written anew", self.path)
+                log.info("%s: the machine was rebooted: unfinished shards are written again", self.path)
 
     def shard_path(self, plan: Plan, shard: int) -> str:
-        """Where a shard is written."""
+        """The path of a shard in this directory."""
         return os.path.join(self.path, f"{shard:05d}-of-{plan.num_shards:05d}{SHARD_SUFFIX}")
 
     def is_finished(self, plan: Plan, shard: int) -> bool:
@@ -155,7 +155,7 @@ class Partial:
     # --- samples that are left out ------------------------------------------------------------------------
 
     def _error_lines(self) -> list[FailedSample]:
-        """What was reported so far; the last line may be cut off."""
+        """The samples that were reported so far; the last line may be cut off."""
         found = []
         with contextlib.suppress(FileNotFoundError):
             for line in Path(self.path, _ERRORS_NAME).read_text(errors="replace").splitlines():
@@ -166,14 +166,14 @@ class Partial:
         return found
 
     def forget_from(self, position: int) -> None:
-        """Drop what was reported of samples that are read again."""
+        """Drop the reports about samples that are read again."""
         self.skipped = {line.index: line for line in self._error_lines() if line.index < position}
         lines = "".join(map(_line, self.skipped.values()))
         with writing(self.path):
             _write_whole(os.path.join(self.path, _ERRORS_NAME), lines)
 
     def report(self, sample: FailedSample) -> None:
-        """Note that a sample is left out."""
+        """Report that a sample is left out."""
         self.skipped[sample.index] = sample
         with writing(self.path), open(os.path.join(self.path, _ERRORS_NAME), "a") as file:
             file.write(_line(sample))
@@ -183,12 +183,12 @@ class Partial:
     # --- the end ------------------------------------------------------------------------------------------
 
     def publish(self, plan: Plan) -> None:
-        """Let the finished cache be seen at its destination, the report of errors beside it first."""
+        """Move the finished cache to its destination, after the report of errors was placed beside it."""
         destination = self._destination
         report = f"{destination}.errors.jsonl"
         if os.path.lexists(destination):
             raise CacheError(
-                f"{destination} was made by another program while the cache was built, and was left alone. "
+                f"{destination} was made by another program while the cache was built, and was not changed. "
                 f"The finished cache is kept at {self.path}: move {destination} away, and build again"
             )
         with writing(destination):
@@ -197,7 +197,7 @@ class Partial:
                 _replace_whole(report, lines, os.path.join(self.path, f"{_ERRORS_NAME}.new"))
             else:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(report)  # of a cache that is no more
+                    os.unlink(report)  # the report of an older cache
             if plan.num_shards > 1:
                 os.rename(self.path, destination)
                 _sync_directory(os.path.dirname(destination))
@@ -210,10 +210,10 @@ class Partial:
                 self.remove()
 
     def remove(self) -> None:
-        """Remove what a build left there.
+        """Remove the files that a build made there.
 
         Raises:
-            CacheError: Something that no build left lies there too; nothing is removed.
+            CacheError: There are also files that no build made; nothing is removed.
         """
         self._check_ours()
         if os.path.lexists(self.path):
@@ -225,7 +225,7 @@ def _line(sample: FailedSample) -> str:
 
 
 def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[str] | None:
-    """Which parts of the fingerprints differ; None if there are not two to compare."""
+    """Which parts of the fingerprints differ; None if one of the two has no fingerprint."""
     if fingerprint is None or cached.parts is None:
         return None
     return fingerprint.differences(Fingerprint(cached.parts))
@@ -240,7 +240,7 @@ def _why_anew(found: Plan, plan: Plan) -> str | None:
     if differences is None:
         names += ["spec", "crc32"]
     changed = [
-        f"{name} was {getattr(found, name)} and is {getattr(plan, name)}"
+        f"{name} was {getattr(found, name)} and is now {getattr(plan, name)}"
         for name in names
         if getattr(found, name) != getattr(plan, name)
     ]
@@ -248,7 +248,7 @@ def _why_anew(found: Plan, plan: Plan) -> str | None:
 
 
 def _boot_id() -> str:
-    """Of this boot of this machine; empty if nobody says, and then every boot is another."""
+    """The id of this boot of this machine; if it is unknown, an empty string, which matches no boot."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -260,12 +260,12 @@ def _write_whole(path: str, text: str) -> None:
 
 
 def _replace_whole(path: str, text: str, new: str) -> None:
-    """Replace a file so that it is seen whole or not at all, also after a power failure.
+    """Replace a file atomically: it is seen with all of its content or not at all, also after power failure.
 
     Args:
         path: The file.
         text: Its content.
-        new: Where the content is written first; a file of ours is removed there, none is written through.
+        new: The path where the content is written first; an older file of ours there is removed, not reused.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(new)

@@ -1,11 +1,11 @@
-"""Write one LMDB file: keys in order, committed now and then, going on where a killed writer stopped.
+"""Writes one LMDB file: keys in order, with regular commits, continuing the file of a killed writer.
 
 Rules:
 
-1. Room in the map is made before a transaction begins, for all that it can need: a transaction that meets a
-   full map is lost, and the memory that its values came from may be in use for others by then.
-2. Commits are not synced: what is committed outlives the process, not the machine (see `unfinished`). A finished
-   file is brought to the disk once, at its end.
+1. Space in the map is reserved before a transaction begins, for all that it can need: a transaction that
+   meets a full map is lost, and the memory of its values may already be reused for other values.
+2. Commits are not synced: committed values survive the process, but not the machine (see `unfinished`). A
+   finished file is synced to the disk once, at its end.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _PY_LMDB_MAJOR = int(lmdb.__version__.partition(".")[0])
 _KEY_BYTES = 8
-_FIRST_MAP_BYTES = 64 << 20  # doubled, at least, whenever it does not suffice
-_COMMIT_BYTES = 8 << 20  # workers must not run dry while this is written
+_FIRST_MAP_BYTES = 64 << 20  # at least doubled whenever it is too small
+_COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks during a commit
 _COMMIT_RECORDS = 1024
-_PAGES_A_RECORD = 2  # beside its own bytes, at most: a leaf page, and the rest of its last page
+_PAGES_A_RECORD = 2  # at most, beside its own bytes: a leaf page, and the rest of its last page
 _PAGES_A_COMMIT = 128  # at most: new copies of the pages from the root down, and the list of free pages
 
 
@@ -41,13 +41,13 @@ class ShardWriter:
         path: The file.
 
     Attributes:
-        last_index: Of the last value that is in the file; None if there is none.
+        last_index: Index of the last value in the file; None if the file is empty.
     """
 
     def __init__(self, path: str) -> None:
         options: dict[str, Any] = {}
         if _PY_LMDB_MAJOR >= 3:
-            options["lib_version"] = 0  # LMDB 0.9's data format, which every release reads
+            options["lib_version"] = 0  # the data format of LMDB 0.9, which every release reads
         self._path = path
         self._map_bytes = max(_FIRST_MAP_BYTES, os.path.getsize(path) if os.path.exists(path) else 0)
         with writing(path):
@@ -57,7 +57,7 @@ class ShardWriter:
             self._page_bytes = int(self._environment.stat()["psize"])
             self.last_index = self._read_last_index()
         self._transaction: Any = None
-        self._pages_left = 0  # that the map has room for in this transaction
+        self._pages_left = 0  # pages that are still reserved for this transaction
         self._num_records = 0
         self._nbytes = 0
 
@@ -66,7 +66,7 @@ class ShardWriter:
             return int.from_bytes(cursor.key(), "big") if cursor.last() else None
 
     def put(self, index: int, value: Any) -> None:
-        """Append a value, any buffer, which is copied before this returns."""
+        """Append a value, which may be any buffer; it is copied before this method returns."""
         nbytes = len(value)
         pages = nbytes // self._page_bytes + _PAGES_A_RECORD
         with writing(self._path):
@@ -93,7 +93,7 @@ class ShardWriter:
         return int(self._environment.info()["last_pgno"]) + 1
 
     def commit(self) -> None:
-        """Let everything that was put outlive this process."""
+        """Commit all values so far, so that they survive this process."""
         transaction, self._transaction = self._transaction, None
         self._nbytes = self._num_records = 0
         if transaction is not None:
@@ -101,7 +101,7 @@ class ShardWriter:
                 transaction.commit()
 
     def finish(self, description: Description) -> None:
-        """Bring everything to the disk and describe it; the file is closed then."""
+        """Sync the file to the disk, write its description, and close it."""
         self.commit()
         with writing(self._path):
             self._environment.sync(True)
@@ -110,7 +110,7 @@ class ShardWriter:
             write_description(self._path, description, num_pages, self._page_bytes)
 
     def close(self) -> None:
-        """Give up the file; what was not committed is lost."""
+        """Close the file; values that were not committed are lost."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.abort()
@@ -119,7 +119,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Raise what goes wrong while writing as an error of ours that names the file."""
+    """Raise errors of writing as a CacheError that names the file."""
     try:
         yield
     except (lmdb.Error, OSError) as error:

@@ -1,1 +1,1 @@
-"""Finished cache files: their format, and how they are read."""
+"""Finished cache files: their format, and the code that reads them."""

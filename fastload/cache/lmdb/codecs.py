@@ -1,13 +1,14 @@
-"""How images are written in a record: as they are (`raw`), or as a jpeg, png or webp file, by Pillow.
+"""Encodes the images in a record: unchanged (`raw`), or as jpeg, png or webp files, by Pillow.
 
 Rules:
 
-1. A codec is a wish for the whole record; what is done with a leaf follows from the leaf alone: C-contiguous
-   arrays `(H, W, 3)`, `(H, W, 1)` and `(H, W)` of uint8 are encoded, everything else stays raw.
-2. jpeg and webp change pixels, so they take `(H, W, 3)` only. One channel may be a mask, whose numbers must
-   not change: it is written as png, which is exact. webp of quality 100 is exact, too.
-3. Pillow is imported where it is used: whoever looks at a cache without decoding images does without it.
-4. Decoding gives exactly the leaf's shape and dtype, or CacheCorruptError; half a file is never an image.
+1. A codec is requested for the whole record; the leaf alone determines whether it is encoded: C-contiguous
+   uint8 arrays `(H, W, 3)`, `(H, W, 1)` and `(H, W)` are, and all other leaves stay raw.
+2. jpeg and webp change pixels, so only `(H, W, 3)` uses them. One channel may be a mask, whose numbers must
+   not change: it is encoded as png, which is lossless. webp of quality 100 is lossless, too.
+3. Pillow is imported only when it is used: code that inspects a cache without decoding does not need it.
+4. Decoding returns exactly the leaf's shape and dtype, or raises CacheCorruptError; a truncated file is never
+   decoded as an image.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from fastload.nested.leaves import Array, Leaf
 
 CODECS = ("raw", "jpeg", "png", "webp")  # a record stores the position in this tuple
-LOSSY = ("jpeg", "webp")  # these take a quality
+LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
-_MOST_SIDE = 16383  # what webp can hold; jpeg could hold 65535
-_MOST_PIXELS = 1 << 26  # Pillow warns of a decompression bomb somewhat above that
-_PNG_LEVEL = 1  # zlib's fastest: a cache is built by busy cores
+_MOST_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
+_MOST_PIXELS = 1 << 26  # somewhat below the size at which Pillow warns of a decompression bomb
+_PNG_LEVEL = 1  # zlib's fastest level, because a build keeps all cores busy
 _ENDS = {"jpeg": b"\xff\xd9", "png": b"IEND\xaeB`\x82", "webp": b""}
-_RIFF_BYTES = 8  # in front of what a RIFF file's own length counts
+_RIFF_BYTES = 8  # at the start of a RIFF file, which the length in its header does not count
 
 
 def check_codec(codec: str, quality: int) -> None:
-    """Check what a user asks for.
+    """Check the codec and the quality that a user requests.
 
     Raises:
         ValueError: There is no such codec or quality.
@@ -46,7 +47,7 @@ def check_codec(codec: str, quality: int) -> None:
 
 
 def codec_of_leaf(codec: str, leaf: Leaf) -> str:
-    """How this leaf is written in a record of this codec; see the rules above."""
+    """The encoding of this leaf in a record of this codec; see the rules above."""
     if codec == "raw" or leaf.kind != "array" or leaf.dtype != "|u1" or len(leaf.shape) not in (2, 3):
         return "raw"
     height, width = leaf.shape[:2]
@@ -64,7 +65,7 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
     Args:
         codec: `"jpeg"`, `"png"` or `"webp"`.
         array: The pixels.
-        quality: Of jpeg and webp, 1 to 100; png has none.
+        quality: Quality of jpeg and webp, 1 to 100; png has none.
     """
     from PIL import Image
 
@@ -83,7 +84,7 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
     """The pixels of an image file, read-only, in exactly the leaf's shape.
 
     Raises:
-        CacheCorruptError: The payload is no whole image of that shape.
+        CacheCorruptError: The payload is not a complete image of that shape.
     """
     from PIL import Image
 
@@ -96,7 +97,7 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
             if (image.height, image.width) != leaf.shape[:2] or image.mode != mode:
                 raise ValueError(f"it is {image.height} x {image.width} of mode {image.mode}")
             pixels = image.tobytes()
-    except Exception as error:  # Pillow's readers raise whatever a broken byte leads them to
+    except Exception as error:  # Pillow raises many types of errors for broken files
         raise CacheCorruptError(
             f"a record's {codec} image of shape {leaf.shape} cannot be read: {error}"
         ) from error

@@ -1,10 +1,10 @@
-"""What a finished file says about itself, and the strict reading of it.
+"""Writes the description in a finished file, and reads it with strict checks.
 
-A file may come from anywhere, and its checksums protect it against accidents alone. Rules:
+A file may come from an untrusted source, and its checksums protect only against accidents. Rules:
 
-1. Every field has the type and the range that the attributes below state, or the text is refused.
-2. Runs of numbers ascend and never overlap: together they never count more than there is to be counted.
-3. Nothing takes memory or time in proportion to a number that the text states, only to the text itself.
+1. Every field must have the type and the range that the attributes below state; otherwise reading raises.
+2. Runs of numbers ascend and never overlap, so together they never count more numbers than exist.
+3. Memory and time depend only on the length of the text, not on the numbers in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 MOST_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
 
 _MOST_SAMPLES = 1 << 48
-_MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still show
+_MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
 _PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
 _NUM_META_PAGES = 2
 _32_BITS = 1 << 32
@@ -32,19 +32,19 @@ _32_BITS = 1 << 32
 
 @dataclass(frozen=True)
 class Plan:
-    """What all files of a cache say about it; known before the first sample is written.
+    """The facts about a cache that all its files state; known before the first sample is written.
 
     Attributes:
-        build_id: Made anew for each cache; tells its shards from another's.
-        num_samples: Of the dataset.
-        num_shards: Files that the cache consists of.
-        spec: Of sample 0, as JSON; None in a cache of nothing, or if that sample could not be read.
-        crc32: Of the record of sample 0 as it is before a codec changes it.
-        codec: How images are written, one of `codecs.CODECS`.
-        quality: Of a lossy codec, else None.
-        parts: Of the fingerprint of the samples; None if the dataset had no fingerprint.
-        classes: Names of the dataset's classes, if it has such.
-        libraries: Name to version: what wrote it.
+        build_id: New for each cache; distinguishes its shards from those of other caches.
+        num_samples: Number of samples of the dataset.
+        num_shards: Number of files of the cache.
+        spec: Structure of sample 0, as JSON; None if the cache is empty or sample 0 could not be read.
+        crc32: Checksum of the record of sample 0, before a codec changes it.
+        codec: How images are encoded, one of `codecs.CODECS`.
+        quality: Quality of a lossy codec, else None.
+        parts: Parts of the samples' fingerprint; None if the dataset had no fingerprint.
+        classes: Names of the dataset's classes, if it has any.
+        libraries: Versions of the libraries that wrote the cache, by name.
         created_s: When the build began, in seconds since 1970.
     """
 
@@ -61,17 +61,17 @@ class Plan:
     created_s: float
 
     def indices_of(self, shard: int) -> range:
-        """The indices of a shard; shards follow one another and differ by one sample at most."""
+        """The indices of a shard; shards follow one another, and their sizes differ by at most one sample."""
         first, stop = (n * self.num_samples // self.num_shards for n in (shard, shard + 1))
         return range(first, stop)
 
 
 @dataclass(frozen=True)
 class Description:
-    """What one finished file says about itself.
+    """The facts that one finished file states about itself.
 
     Attributes:
-        plan: Of the whole cache.
+        plan: The plan of the whole cache.
         shard: Number of this file.
         missing: Runs of indices that are left out: first index and number of indices.
     """
@@ -88,13 +88,13 @@ class Description:
 
 @dataclass(frozen=True)
 class TreePlace:
-    """Where LMDB's tree lies in a file.
+    """The place of LMDB's tree in a file.
 
     Attributes:
         page_bytes: Bytes of a page.
         num_pages: Pages of the environment.
-        runs: Pages that are no overflow pages: first page and number of pages.
-        crc32: Of these pages.
+        runs: Runs of pages that are not overflow pages: first page and number of pages.
+        crc32: Checksum of these pages.
     """
 
     page_bytes: int
@@ -104,7 +104,7 @@ class TreePlace:
 
 
 def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs: first number and how many follow one another from there."""
+    """Ascending numbers as runs: the first number, and how many consecutive numbers start there."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and number == sum(runs[-1]):
@@ -115,7 +115,7 @@ def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def description_text(description: Description, place: TreePlace) -> bytes:
-    """The description as it is written: JSON in ASCII."""
+    """The description as text: JSON in ASCII."""
     fields = {
         "version": FORMAT_VERSION,
         "plan": asdict(description.plan),
@@ -129,15 +129,15 @@ def description_text(description: Description, place: TreePlace) -> bytes:
 
 
 def parse_description(text: bytes, content_bytes: int) -> tuple[Description, TreePlace]:
-    """What the text says.
+    """Read the description from its text.
 
     Args:
-        text: As `description_text` made it, or anything else.
-        content_bytes: Bytes of the file in front of the text.
+        text: The result of `description_text`, or anything else.
+        content_bytes: Number of bytes of the file before the text.
 
     Raises:
-        ValueError: The text is no description of a file of that size; says why.
-        CacheMismatchError: It is one of another format version. The caller adds the path.
+        ValueError: The text does not describe a file of that size; the error gives the reason.
+        CacheMismatchError: The description has another format version. The caller adds the path.
     """
     fields = parse_json(text)
     check_version(fields)
@@ -160,10 +160,10 @@ def parse_description(text: bytes, content_bytes: int) -> tuple[Description, Tre
 
 
 def parse_plan(fields: Any) -> Plan:
-    """The plan in what was JSON.
+    """Read the plan from parsed JSON.
 
     Raises:
-        ValueError: It is none; says why.
+        ValueError: It is not a plan; the error gives the reason.
     """
     _check_names(fields, tuple(Plan.__dataclass_fields__), "the plan")
     num_samples = _int(fields, "num_samples", 0, _MOST_SAMPLES)
@@ -183,10 +183,10 @@ def parse_plan(fields: Any) -> Plan:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What JSON text says.
+    """Parse JSON text.
 
     Raises:
-        ValueError: It is no JSON.
+        ValueError: It is not valid JSON.
     """
     try:
         return json.loads(text)
@@ -195,17 +195,17 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def check_version(fields: Any) -> None:
-    """Check the format version, which decides on the meaning of all other fields.
+    """Check the format version, which determines the meaning of all other fields.
 
     Raises:
         ValueError: There is no version.
-        CacheMismatchError: The version is another than this release reads.
+        CacheMismatchError: This release does not read this version.
     """
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int:
         raise ValueError("it states no format version")
     if version != FORMAT_VERSION:
-        raise CacheMismatchError(f"is a cache of format {version}, this release reads {FORMAT_VERSION}")
+        raise CacheMismatchError(f"is a cache of format {version}, but this release reads {FORMAT_VERSION}")
 
 
 # --- fields ----------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _refusal(fields: dict[str, Any], name: str, expected: str) -> ValueError:
 
 def _int(fields: dict[str, Any], name: str, least: int, stop: int) -> int:
     value = fields[name]
-    if type(value) is not int or not least <= value < stop:  # a bool is no number here
+    if type(value) is not int or not least <= value < stop:  # a bool does not count as a number
         raise _refusal(fields, name, f"an int from {least:,} to {stop - 1:,}")
     return value
 
@@ -263,7 +263,7 @@ def _seconds(fields: dict[str, Any], name: str) -> float:
 
 
 def _runs(fields: dict[str, Any], name: str, first: int, stop: int) -> list[tuple[int, int]]:
-    """Runs of numbers in `first <= number < stop`, each of them not empty, ascending, and apart."""
+    """Runs of numbers in `first <= number < stop`; no run is empty, and they ascend without overlap."""
     found = []
     end = first
     for run in _typed(fields, name, list):

@@ -1,7 +1,6 @@
-"""Which files a cache consists of, and the files that this process has open, whoever opened them.
+"""Finds the files of a cache, and keeps the table of files that this process has open.
 
-A file is opened once a process, under all its names; a forked child goes on with the open files of its
-parent.
+A process opens a file once, under all its names; a forked child uses the open files of its parent.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheMismatchError
 
 SHARD_SUFFIX = ".lmdb"
-_MOST_NAMED = 10  # of lost shards, in an error
+_MOST_NAMED = 10  # missing shards that an error lists
 
-# By device and inode; a forked child shares those of its parent.
+# By device and inode; a forked child inherits its parent's open files.
 _open_files: weakref.WeakValueDictionary[tuple[int, int], OpenFile] = weakref.WeakValueDictionary()
-# By process: a lock that was held at the time of a fork is never released in the child.
+# By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
 
@@ -28,7 +27,7 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        CacheMismatchError: It is no cache of this format, or its shards do not belong together.
+        CacheMismatchError: It is not a cache of this format, or its shards do not belong together.
         CacheCorruptError: A file is damaged.
     """
     if not os.path.isdir(path):
@@ -39,7 +38,7 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
     names = sorted(name for name in os.listdir(path) if name.endswith(SHARD_SUFFIX))
     if not names:
         raise CacheMismatchError(
-            f"{path} is no cache: neither a file nor a directory of {SHARD_SUFFIX} files{_hint(path)}"
+            f"{path} is not a cache: neither a file nor a directory of {SHARD_SUFFIX} files{_hint(path)}"
         )
     shards: dict[int, OpenFile] = {}
     for name in names:
@@ -59,7 +58,7 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
         if num_shards - len(shards) > len(named):
             named.append("...")
         raise CacheMismatchError(
-            f"{path}: of {num_shards} shards, number {', '.join(named)} (from 0) is not there: put it back, "
+            f"{path}: of {num_shards} shards, number {', '.join(named)} (from 0) is missing: put it back, "
             "or delete the directory and build it again"
         )
     return tuple(shards[number] for number in range(num_shards))
@@ -69,9 +68,10 @@ def _check_same_cache(file: OpenFile, first: OpenFile) -> None:
     plan, other = file.description.plan, first.description.plan
     if plan.build_id != other.build_id:
         raise CacheMismatchError(
-            f"{file.path} and {first.path} are shards of two caches: take out what does not belong here"
+            f"{file.path} and {first.path} are shards of two caches: take out the shards that do not "
+            "belong here"
         )
-    # A build that is gone on with writes the names of the classes anew.
+    # The names of the classes are left out: a resumed build writes them again.
     if replace(plan, classes=None) != replace(other, classes=None):
         raise CacheCorruptError(
             f"{file.path} and {first.path} are shards of one cache, but their descriptions of it differ: "
@@ -88,12 +88,12 @@ def _hint(path: str) -> str:
     partial = f"{path}.partial"
     if not os.path.exists(partial):
         return ""
-    return f"; an unfinished build lies at {partial}: run the build again, and it goes on from there"
+    return f"; an unfinished build lies at {partial}: run the build again to resume it"
 
 
 def _open_file(path: str) -> OpenFile:
     if os.path.exists(path) and not os.path.isfile(path):
-        raise CacheMismatchError(f"{path} is no file: a cache is a file or a directory of files")
+        raise CacheMismatchError(f"{path} is not a file: a cache is a file or a directory of files")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

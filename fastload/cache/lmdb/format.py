@@ -1,19 +1,19 @@
-"""What a finished LMDB file looks like, byte by byte, and whether a file is one.
+"""Defines the format of a finished LMDB file, byte by byte, and checks whether a file has it.
 
-Written by `build`, read by `files`. A cache is one such file, or a directory of them, its shards, which
-hold ranges of indices one after another. The file is one LMDB environment in the data format of LMDB 0.9,
-followed by a description that LMDB does not see:
+`build` writes it, `files` reads it. A cache is one such file, or a directory of them (its shards), which hold
+consecutive ranges of indices. The file is one LMDB environment in the data format of LMDB 0.9, followed by a
+description that LMDB does not see:
 
-* key: the index in 8 big-endian bytes; value: magic b"FLrd", crc32 of all that follows (4 little-endian
+* key: the index in 8 big-endian bytes; value: magic b"FLrd", crc32 of all following bytes (4 little-endian
   bytes), the index again (8 little-endian bytes), the record (see `record`);
-* the description, in JSON: format version, the fields of `Plan` and `Description`, and where LMDB's tree
-  lies, with its crc32;
+* the description, in JSON: format version, the fields of `Plan` and `Description`, and the place of LMDB's
+  tree, with its crc32;
 * at the end of the file: crc32 and length of the description (4 and 8 little-endian bytes), the 7 letters
   "FLlmdb1" and a zero byte.
 
-LMDB trusts its tree: a flipped bit in it ends a process that reads through LMDB. So fastload compares the
-tree with its checksum first, and then reads it by itself (see `tree`). The tree is what remains without the
-overflow pages, which hold the records that are longer than half a page; these have checksums of their own.
+LMDB trusts its tree: a flipped bit in it ends a process that reads through LMDB. So fastload first compares
+the tree with its checksum, and then reads it itself (see `tree`). The tree is all pages except the overflow
+pages, which hold the records that are longer than half a page; these records have checksums of their own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KEY = struct.Struct(">Q")
 _FRAME = struct.Struct("<4sIQ")  # magic, crc32 of index and record, index
 VALUE_HEADER_BYTES = _FRAME.size
 _FRAME_MAGIC = b"FLrd"
-_CHECKED_FROM = 8  # bytes of the value in front of what the checksum covers
+_CHECKED_FROM = 8  # number of bytes of the value that the checksum does not cover
 _TRAILER = struct.Struct("<IQ8s")
 TRAILER_MAGIC = b"FLlmdb1\0"
 _CHUNK_BYTES = 1 << 20
@@ -51,12 +51,12 @@ _CHUNK_BYTES = 1 << 20
 
 
 def pack_key(index: int) -> bytes:
-    """The key of a sample; keys sort as the indices do."""
+    """The key of a sample; keys sort in the order of the indices."""
     return _KEY.pack(index)
 
 
 def value_parts(index: int, record: Sequence[Any]) -> list[Any]:
-    """The value of a sample as buffers, from those of its record."""
+    """The value of a sample as buffers, made of the buffers of its record."""
     crc = zlib.crc32(index.to_bytes(8, "little"))
     for part in record:
         crc = zlib.crc32(part, crc)
@@ -64,10 +64,10 @@ def value_parts(index: int, record: Sequence[Any]) -> list[Any]:
 
 
 def unpack_value(value: bytes, index: int) -> memoryview:
-    """The record in the value of a sample, after it was compared with its checksum.
+    """The record in the value of a sample, after comparison with its checksum.
 
     Raises:
-        CacheCorruptError: The value is not that of this sample, or is damaged.
+        CacheCorruptError: The value does not belong to this sample, or is damaged.
     """
     if len(value) < VALUE_HEADER_BYTES:
         raise CacheCorruptError(f"its record has {len(value)} bytes")
@@ -83,13 +83,13 @@ def unpack_value(value: bytes, index: int) -> memoryview:
 
 
 def write_description(path: str, description: Description, num_pages: int, page_bytes: int) -> None:
-    """Put the description behind a complete environment, and bring the file to the disk.
+    """Append the description to a complete environment, and sync the file to the disk.
 
     Args:
-        path: The file.
-        description: Of it.
-        num_pages: Pages of the environment; what a killed builder left behind them is cut off.
-        page_bytes: Bytes of a page.
+        path: Path of the file.
+        description: Its description.
+        num_pages: Pages of the environment; remains of a killed builder after these pages are cut off.
+        page_bytes: Size of a page.
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -100,8 +100,8 @@ def write_description(path: str, description: Description, num_pages: int, page_
         text = description_text(description, place)
         if len(text) > MOST_TEXT_BYTES:
             raise CacheError(
-                f"the description of {path} would take {len(text):,} bytes, and {MOST_TEXT_BYTES:,} are the "
-                "most that is read back: build the cache with more shards"
+                f"the description of {path} would take {len(text):,} bytes, but at most {MOST_TEXT_BYTES:,} "
+                "can be read back: build the cache with more shards"
             )
         os.lseek(fd, content_bytes, os.SEEK_SET)
         with open(fd, "wb", closefd=False) as file:
@@ -113,12 +113,12 @@ def write_description(path: str, description: Description, num_pages: int, page_
 
 @dataclass(frozen=True)
 class Stored:
-    """What stands at the end of a finished file.
+    """The data at the end of a finished file.
 
     Attributes:
-        text: The description as the file has it.
-        description: What it says.
-        place: Where the tree lies, of which the description says so; not compared yet.
+        text: The text of the description.
+        description: The parsed description.
+        place: The place of the tree, according to the description; the tree is not compared yet.
     """
 
     text: bytes
@@ -127,10 +127,10 @@ class Stored:
 
 
 def read_stored(fd: int, path: str) -> Stored:
-    """What a file says about itself; compare its tree with `check_tree` before use.
+    """Read a file's description; compare its tree with `check_tree` before use.
 
     Raises:
-        CacheCorruptError: The file is damaged, cut short, or no cache.
+        CacheCorruptError: The file is damaged, cut short, or not a cache.
         CacheMismatchError: It has another format version.
     """
     text, content_bytes = _read_text(fd, path)
@@ -148,11 +148,13 @@ def read_stored(fd: int, path: str) -> Stored:
 
 
 def _read_text(fd: int, path: str) -> tuple[bytes, int]:
-    """The description's text, and the number of bytes in front of it."""
+    """The description's text, and the number of bytes before it."""
     nbytes = os.fstat(fd).st_size
     trailer = os.pread(fd, _TRAILER.size, max(0, nbytes - _TRAILER.size))
     if len(trailer) < _TRAILER.size or not trailer.endswith(TRAILER_MAGIC):
-        raise CacheCorruptError(f"{path} is cut short, or no cache: it does not end as fastload's caches do")
+        raise CacheCorruptError(
+            f"{path} is cut short, or not a cache: it does not end as fastload's caches do"
+        )
     crc, length, _ = _TRAILER.unpack(trailer)
     content_bytes = nbytes - _TRAILER.size - length
     is_possible = length <= MOST_TEXT_BYTES and content_bytes >= 0
@@ -173,10 +175,10 @@ def check_tree(fd: int, path: str, place: TreePlace) -> None:
 
 
 def read_description(path: str) -> Description:
-    """What a file says about itself, after its tree was compared with its checksum.
+    """Read a file's description, after its tree was compared with its checksum.
 
     Raises:
-        CacheCorruptError: The file is damaged, cut short, or no cache.
+        CacheCorruptError: The file is damaged, cut short, or not a cache.
         CacheMismatchError: It has another format version.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -189,7 +191,7 @@ def read_description(path: str) -> Description:
 
 
 def _tree_runs(fd: int, num_pages: int, page_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of pages that are no overflow pages: first page and number of pages."""
+    """Runs of pages that are not overflow pages: first page and number of pages."""
     page = start = 0
     while page < num_pages:
         _, _, flags, run = PAGE_HEADER.unpack(os.pread(fd, PAGE_HEADER.size, page * page_bytes))
@@ -211,7 +213,7 @@ def _crc_of_runs(fd: int, runs: list[tuple[int, int]], page_bytes: int) -> int:
         while offset < end:
             chunk = os.pread(fd, min(_CHUNK_BYTES, end - offset), offset)
             if not chunk:
-                break  # cut short: the checksum will differ
+                break  # the file is cut short: the checksum will differ
             crc = zlib.crc32(chunk, crc)
             offset += len(chunk)
     return crc

@@ -1,7 +1,7 @@
-"""A batch of raw records, copied straight from the page cache to where the batch lies.
+"""Makes a batch of raw records by copying them directly from the page cache to the memory of the batch.
 
-All of it runs within a read transaction: the memory that it is given is valid no longer. Records are looked
-at first, and memory is asked for only when all of them make one batch.
+The given memory is valid only while the caller holds the files. All records are checked before memory is
+requested: it is requested only if all records make one batch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
 
     Args:
         records: Verified; not empty.
-        allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+        allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the batch.
 
     Returns:
         None if the samples differ in structure, hold encoded images, or default_collate would not make
@@ -45,7 +45,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     end = max((sum(place) for place in first.places), default=size)
     places = []
     for record in records:
-        if len(record) >= end and bytes(record[:size]) == first.prefix:  # usually all begin alike
+        if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
             places.append(first.places)
             continue
         found = outline(record)

@@ -1,7 +1,7 @@
-"""Which indices of a file are stored, and the position of each among them.
+"""Maps the indices of a file to the positions of its stored samples.
 
-Samples that were left out are known as runs, and there may be far more of them than samples that are stored:
-nothing here takes memory or time in proportion to their number.
+Left-out samples are kept as runs, and there may be far more of them than stored samples: no function here
+takes memory or time in proportion to their number.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _AT_ONCE = 4096
 
 
 class StoredIndices:
-    """The indices of a file less those that are left out; position p holds the p-th of them.
+    """The indices of a file without the left-out ones; position p holds the p-th of them.
 
     Args:
-        indices: Of the file.
-        missing: Runs that are left out, ascending and apart, within `indices`: first index and number.
+        indices: Indices of the file.
+        missing: Runs of left-out indices, ascending and apart, within `indices`: first index and number.
     """
 
     def __init__(self, indices: range, missing: Sequence[tuple[int, int]]) -> None:
         self._start = indices.start
         runs = np.array(missing, np.int64).reshape(-1, 2)
-        self._left_out = np.concatenate(([0], np.cumsum(runs[:, 1])))  # in front of run k
-        self._ends = runs.sum(1)  # of the runs
+        self._left_out = np.concatenate(([0], np.cumsum(runs[:, 1])))  # indices before run k
+        self._ends = runs.sum(1)  # ends of the runs
         self._end_list: list[int] = self._ends.tolist()
         self._first_list: list[int] = runs[:, 0].tolist()
-        # A run lies in front of the position that follows it.
+        # A run lies before the position that follows it.
         self._positions = runs[:, 0] - self._start - self._left_out[:-1]
         self._count = indices.stop - indices.start - int(self._left_out[-1])
 
@@ -51,16 +51,16 @@ class StoredIndices:
         return not self._end_list
 
     def position(self, index: int) -> int | None:
-        """The position of an index of the file; None if it is left out."""
+        """The position of an index of the file; None if the index is left out."""
         if not self._end_list:
             return index - self._start
-        run = bisect_right(self._end_list, index)  # the first one that ends behind the index
+        run = bisect_right(self._end_list, index)  # the first run that ends after the index
         if run < len(self._end_list) and index >= self._first_list[run]:
             return None
         return index - self._start - int(self._left_out[run])
 
     def positions(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.int64] | None:
-        """The positions of indices of the file, `(n,)`; None if one of them is left out."""
+        """The positions of indices of the file, `(n,)`; None if one of the indices is left out."""
         if not self._end_list:
             return indices - self._start
         positions = indices - self._start - self._left_out[np.searchsorted(self._ends, indices, "right")]

@@ -1,11 +1,11 @@
-"""What lies on disk: finished caches and unfinished builds, and which files belong to each.
+"""Lists the caches and unfinished builds on disk, and finds the files that belong to each.
 
 Rules:
 
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and DEST.lock (see `build` and `unfinished`).
-2. A file is ours if it ends as fastload's caches do, a directory if all that lies in it has the names that
-   a build gives. Nothing else is removed, and nothing at all where a foreign file lies between ours.
-3. Whoever removes holds the builder's lock.
+2. A file is ours if it ends as fastload's caches do. A directory is ours if all names in it are names that a
+   build gives. Other files are never removed, and nothing is removed if a foreign file is among ours.
+3. Removing files requires the builder's lock.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PARTIAL, REPORT = ".partial", ".errors.jsonl"
 
 @dataclass(frozen=True)
 class Found:
-    """A cache, or what is there of one.
+    """A cache, or an unfinished build of one.
 
     Attributes:
-        path: The cache's own path, also where only DEST.partial is there.
+        path: The cache's own path, even if only DEST.partial exists.
         state: `"finished"`, `"damaged"`, `"unfinished"`, or `"building"` while a builder is at work.
         nbytes: Size of all its files.
-        cache: Opened; None unless it is finished.
-        problem: What is wrong with a damaged one.
+        cache: The opened cache; None unless it is finished.
+        problem: The reason why a damaged cache is damaged.
     """
 
     path: str
@@ -45,14 +45,14 @@ class Found:
 
 
 def list_caches(directory: str) -> list[Found]:
-    """The caches and unfinished builds that lie in a directory, not below it, sorted by path.
+    """The caches and unfinished builds in a directory, but not in its subdirectories, sorted by path.
 
-    A directory of shards is one cache, and is listed as that alone. What this user may not read is passed
-    over, and a log line tells how many files and directories these were.
+    A directory of shards is listed as one cache. Files and directories that this user may not read are
+    skipped, and a log line gives their number.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        NotADirectoryError: It is something else.
+        NotADirectoryError: The path is not a directory.
         PermissionError: It may not be read.
     """
     directory = os.path.abspath(directory)
@@ -67,7 +67,7 @@ def list_caches(directory: str) -> list[Found]:
         except PermissionError:
             closed.append(path)
         except FileNotFoundError:
-            continue  # removed since the directory was listed
+            continue  # it was removed after the directory was listed
     if closed:
         log.warning(
             "%s: %d files or directories may not be read by this user and are not listed, such as %s",
@@ -79,11 +79,11 @@ def list_caches(directory: str) -> list[Found]:
 
 
 def files_of(path: str) -> list[str]:
-    """Every file and directory of the cache at `path`, each directory after what lies in it.
+    """Every file and directory of the cache at `path`, each directory after its content.
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
-        CacheMismatchError: What lies there is something else.
+        CacheMismatchError: There is something else at the path.
     """
     found = []
     for place, is_ours in ((path, _is_finished), (path + PARTIAL, _is_partial)):
@@ -91,8 +91,8 @@ def files_of(path: str) -> list[str]:
             continue
         if not is_ours(place):
             raise CacheMismatchError(
-                f"{place} is no cache of fastload, or holds other files too: nothing was removed. "
-                "If it was a cache and is cut short, delete it by hand"
+                f"{place} is not a cache of fastload, or holds other files too: nothing was removed. "
+                "If it is a truncated cache, delete it by hand"
             )
         if os.path.isdir(place):
             found += [os.path.join(place, name) for name in sorted(os.listdir(place))]
@@ -103,18 +103,18 @@ def files_of(path: str) -> list[str]:
 
 
 def remove(path: str) -> tuple[list[str], int]:
-    """Remove the cache at `path` with all that belongs to it; processes that have it open can go on.
+    """Remove the cache at `path` with all its files; processes that have it open can still use it.
 
     Returns:
-        What was removed, and how many bytes that were.
+        The removed paths, and their size in bytes.
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
-        CacheMismatchError: What lies there is something else.
+        CacheMismatchError: There is something else at the path.
         CacheBusyError: It is being built.
     """
     path = os.path.abspath(path)
-    files_of(path)  # nothing is touched, not even the lock, where nothing of ours is
+    files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
     with only_builder(path):
         files = files_of(path)
         nbytes = size_of(files)
@@ -127,7 +127,7 @@ def remove(path: str) -> tuple[list[str], int]:
 
 
 def size_of(files: list[str]) -> int:
-    """Bytes of these files; directories count for nothing."""
+    """The size of these files in bytes; directories count as 0."""
     return sum(os.lstat(file).st_size for file in files if not os.path.isdir(file))
 
 
@@ -143,7 +143,7 @@ def _look(path: str) -> Found:
 
 def _is_finished(path: str) -> bool:
     if os.path.islink(path):
-        return False  # it would be removed where it points to, or not at all
+        return False  # removing a link would not remove the cache itself
     if not os.path.isdir(path):
         return _ends_as_ours(path)
     names = os.listdir(path)
@@ -151,7 +151,7 @@ def _is_finished(path: str) -> bool:
 
 
 def _is_partial(path: str) -> bool:
-    """Whether a build left this; one that was killed early leaves an empty directory."""
+    """Whether a build left this; an early kill leaves an empty directory."""
     return os.path.lexists(path) and foreign_part(path) is None
 
 

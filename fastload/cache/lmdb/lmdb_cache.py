@@ -1,11 +1,11 @@
-"""LMDBCache: finished caches on disk, read through the page cache.
+"""LMDBCache: reads finished caches on disk through the page cache.
 
-`format` says what a file looks like, `files` which of them are open. Rules:
+See `format` for the layout of a file, and `files` for the table of open files. Rules:
 
-1. A cache pickles as its path and the id of its build; the file is opened at the first use in a process.
-2. get() copies a value before it is read; samples are views of that copy.
-3. gather() copies nothing but what the batch takes, from the page cache to its rows, once the records of the
-   batch were verified.
+1. A cache pickles as its path and the id of its build; a process opens the file at the first use.
+2. get() copies a value before it reads it; samples are views of that copy.
+3. gather() verifies the records of the batch, and then copies only the bytes that the batch needs, from the
+   page cache directly to the rows of the batch.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class LMDBCache:
         path: The file or directory.
 
     Attributes:
-        path: Absolute.
-        reason: Why this cache is the one in use.
-        num_shapes: How many shapes the array of a sample that varies most has, up to a thousand; None unless
-            this process built the cache.
+        path: The absolute path.
+        reason: The reason why this cache is in use.
+        num_shapes: The number of shapes of the array whose shape varies most between samples, up to a
+            thousand; None unless this process built the cache.
 
     Raises:
         FileNotFoundError: There is no such file.
-        CacheMismatchError: It is no cache of this format, or shards are missing.
+        CacheMismatchError: It is not a cache of this format, or shards are missing.
         CacheCorruptError: A file is damaged.
     """
 
     layout = "lmdb"
-    budget_bytes: int | None = None  # the files are complete; memory is the page cache's affair
+    budget_bytes: int | None = None  # the files are complete, and the system limits the page cache
     is_shared = True
     num_shapes: int | None = None
 
@@ -62,7 +62,7 @@ class LMDBCache:
         self.path = os.path.abspath(os.fspath(path))
         self.reason = "opened by its path"
         self._is_closed = False
-        self._spec: Spec | None = None  # of an unpickled cache that is not opened yet
+        self._spec: Spec | None = None  # of an unpickled cache that is not open yet
         self._files: tuple[OpenFile, ...] | None = open_cache(self.path)
         self._plan: Plan | None = self._files[0].description.plan
         self._build_id = self._plan.build_id
@@ -71,9 +71,9 @@ class LMDBCache:
         return _unopened, (self.path, self._build_id, self.reason, self._known_spec())
 
     def _known_spec(self) -> Spec | None:
-        """The structure of sample 0, which takes the classes of its namedtuples to another process.
+        """The structure of sample 0; it takes the classes of its namedtuples along to another process.
 
-        None if it is not known, or if this process has not imported those classes either.
+        None if it is unknown, or if this process has not imported those classes.
         """
         if self._plan is None:
             return self._spec
@@ -94,14 +94,14 @@ class LMDBCache:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called: it holds no sample any more."""
+        """Whether close() was called; a closed cache returns no samples."""
         return self._is_closed
 
-    # --- what it says of itself ---------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """What its files say about it."""
+        """What the files state about the cache."""
         if self._plan is None:
             self._plan = self._opened()[0].description.plan
         return self._plan
@@ -123,22 +123,22 @@ class LMDBCache:
 
     @property
     def codec(self) -> str:
-        """How images are written: `"raw"`, `"jpeg"`, `"png"` or `"webp"`."""
+        """How images are encoded: `"raw"`, `"jpeg"`, `"png"` or `"webp"`."""
         return self.plan.codec
 
     @property
     def quality(self) -> int | None:
-        """Of a lossy codec, 1 to 100."""
+        """The quality of a lossy codec, 1 to 100, else None."""
         return self.plan.quality
 
     @property
     def parts(self) -> Mapping[str, str] | None:
-        """What it was made of, part by part; None if nobody vouched for the samples."""
+        """The parts of the samples' fingerprint; None if there was no fingerprint."""
         return self.plan.parts
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the dataset's classes, if it had such."""
+        """The names of the dataset's classes, if it had any."""
         return self.plan.classes
 
     @property
@@ -153,14 +153,14 @@ class LMDBCache:
 
     @property
     def stored_indices(self) -> npt.NDArray[np.intp] | None:
-        """Indices of the samples that are stored, ascending; None if these are all."""
+        """Indices of the stored samples, ascending; None if all samples are stored."""
         files = self._opened()
         if all(file.stored.is_complete for file in files):
             return None
         return np.concatenate([file.stored.between(0, len(file.stored)) for file in files])
 
     def explain(self) -> str:
-        """Why this cache is the one in use, and what it was made of."""
+        """The reason why this cache is in use, and the parts of its fingerprint."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
         size = readable_size(self.nbytes)
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.codec}"
@@ -195,7 +195,7 @@ class LMDBCache:
         return not self._is_closed and self._file_of(index).stored.position(index) is None
 
     def get(self, index: int) -> Any | None:
-        """The sample at `0 <= index < num_samples`; None if it could not be read then, and after close().
+        """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
 
         Arrays are read-only views of a private copy of the record; tensors are private copies.
 
@@ -214,11 +214,11 @@ class LMDBCache:
             raise damaged(file.path, index, error) from error
 
     def put(self, index: int, sample: Any) -> bool:
-        """False: a finished cache takes nothing."""
+        """False: a finished cache stores nothing."""
         return False
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Nothing that `put` might take."""
+        """Empty: `put` accepts nothing."""
         return np.empty(0, np.intp)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
@@ -226,10 +226,11 @@ class LMDBCache:
 
         Args:
             indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
+                batch.
 
         Returns:
-            None if the images are encoded, a sample is not stored, or default_collate must decide.
+            None if the images are encoded, a sample is not stored, or the batch needs default_collate.
 
         Raises:
             CacheCorruptError: A record is damaged or missing.
@@ -254,7 +255,7 @@ class LMDBCache:
             raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
 
     def verify(self, *, progress: bool = False) -> list[int]:
-        """Read every record and compare it with its checksum; opening the file compared the index.
+        """Read every record and compare it with its checksum; the index was checked when the file was opened.
 
         Args:
             progress: Draw a bar, if standard error is a terminal.
@@ -276,13 +277,13 @@ class LMDBCache:
         return bad
 
     def close(self) -> None:
-        """Give up this object's hold on the files; samples that were handed out stay valid."""
+        """Release this object's files; samples that were handed out stay valid."""
         self._files = None
         self._is_closed = True
 
 
 def _unopened(path: str, build_id: str, reason: str, spec: Spec | None) -> LMDBCache:
-    """Unpickle; the structure is there to have the modules of its classes imported."""
+    """Unpickle; pickle imports the modules of the classes in `spec`."""
     cache = LMDBCache.__new__(LMDBCache)
     cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
     cache._files, cache._plan, cache._is_closed = None, None, False

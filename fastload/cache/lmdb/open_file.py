@@ -1,17 +1,17 @@
-"""An open file: where its records lie, which of them were verified, and whether it is still the same file.
+"""An open file of a cache: the places of its records, which records were verified, and checks for changes.
 
 Rules:
 
-1. Only finished files are opened. No build writes them any more, so reading takes no lock.
+1. Only finished files are opened. Builds never write to them again, so reading takes no lock.
 2. A file is read through positions that were all checked when it was opened (see `tree`), never through
-   LMDB. The checksum of a record is verified at its first read. Damage is an error, never a wrong sample.
-3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They stay with
-   the file's content when another file takes its place at the path.
-4. Each read looks at the file's size and times first, and raises if another program changed the file in
-   place. This look cannot find a change that is made after it, in the middle of the read, nor one that the
-   file system stamps with the same time as the change before it (times may be some milliseconds coarse).
-   Such a read may give the new bytes; and a batch that is read from a file while it is cut short ends the
-   process with SIGBUS.
+   LMDB. The first read of a record verifies its checksum. Damage raises an error and never gives a wrong
+   sample.
+3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They keep the
+   file's content when another file is moved to the path.
+4. Each read first checks the file's size and times, and raises if another program changed the file in place.
+   This check cannot find a change that happens later, during the read, or a change with the same time stamp
+   as the change before it (file systems may count time in steps of some milliseconds). Such a read may return
+   the new bytes. If a file is truncated while a batch is read from it, SIGBUS ends the process.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
 
 class _Known(NamedTuple):
-    """What is known of a file's content for as long as it has this stamp.
+    """The facts about a file's content that hold while it has this stamp.
 
     Attributes:
-        stamp: Size, time of the last change of the content, time of the last change of anything.
-        verified: For each position whether its record was compared with its checksum.
+        stamp: Size, time of the last change of the content, time of the last change of content or metadata.
+        verified: For each position, whether its record was compared with its checksum.
     """
 
     stamp: tuple[int, int, int]
@@ -50,23 +50,23 @@ class _Known(NamedTuple):
 
 
 class OpenFile:
-    """An open file and what it says of itself; closed when the last reference to it goes.
+    """An open file and its description; closed when the last reference to it is dropped.
 
     Args:
-        fd: A descriptor of the file, which this object closes from now on.
-        path: By which it was opened.
+        fd: A descriptor of the file, which this object closes from here on.
+        path: The path by which it was opened.
 
     Attributes:
-        path: By which it was opened first.
+        path: The path by which it was opened first.
         nbytes: Size of the file.
-        description: As the file has it.
-        indices: Of its samples, those that are left out too.
-        stored: Those that are not left out.
+        description: The file's own description.
+        indices: Indices of the file's samples, including samples that are left out.
+        stored: Indices of the stored samples.
 
     Raises:
-        CacheMismatchError: It has another format version.
+        CacheMismatchError: The file has another format version.
         CacheCorruptError: The file is damaged.
-        CacheError: It cannot be read. After an error the descriptor is still the caller's.
+        CacheError: The file cannot be read. After an error, the caller still owns the descriptor.
     """
 
     def __init__(self, fd: int, path: str) -> None:
@@ -89,12 +89,12 @@ class OpenFile:
         """Check that the file is still the one that was opened.
 
         Returns:
-            For each position whether its record was compared with its checksum; to be marked by the caller.
+            For each position, whether its record was compared with its checksum; the caller updates it.
 
         Raises:
             CacheMismatchError: It was changed.
         """
-        known = self._known  # one look: another thread may replace it
+        known = self._known  # read once: another thread may replace it
         try:
             stamp = self._stamp()
             if stamp == known.stamp:
@@ -107,7 +107,7 @@ class OpenFile:
                 f"the file at {self.path} was changed while it was open, by a program that writes into a "
                 "file (such as cp) instead of replacing it (such as mv): open the cache again"
             )
-        # It was touched, or written anew with the same bytes: each record is compared again.
+        # The file was touched, or rewritten with the same bytes: each record must be verified again.
         self._known = _Known(stamp, bytearray(len(known.verified)))
         return self._known.verified
 
@@ -129,7 +129,7 @@ class OpenFile:
 
         Args:
             index: Of the file.
-            verify: Compare it with its checksum also if it was compared before.
+            verify: Compare it with its checksum even if it was compared before.
 
         Raises:
             CacheCorruptError: The record is damaged.
@@ -145,9 +145,9 @@ class OpenFile:
         return memoryview(bytes(self._memory[start + VALUE_HEADER_BYTES : start + nbytes]))
 
     def glance(self, index: int) -> memoryview:
-        """The record of a stored sample as it lies in the file; not compared with its checksum.
+        """The record of a stored sample, as it is in the file, without a comparison with its checksum.
 
-        For a look at how it begins, where a comparison would take reading all of it.
+        For callers that need only its first bytes; a comparison would read all of it.
 
         Raises:
             CacheMismatchError: The file was changed while it was open.
@@ -162,7 +162,8 @@ class OpenFile:
     def records(self, indices: npt.NDArray[np.intp]) -> list[memoryview] | None:
         """The records of many samples; None if one of them is left out.
 
-        Records that were compared with their checksums before are views of the file's pages, others copies.
+        Records that were compared with their checksums before are views of the file's pages; others are
+        copies.
 
         Raises:
             CacheCorruptError: A record is damaged.
@@ -188,12 +189,13 @@ class OpenFile:
     def _compared(self, verified: bytearray, position: int, index: int) -> memoryview:
         """A copy of a record, after it was compared with its checksum.
 
-        It is read in one piece, which the system can fetch at once from a disk, page by page it could not.
+        It is read in one piece, because the system then fetches it from the disk at once and not page by
+        page.
         """
         start, nbytes = int(self._table.starts[position]), int(self._table.sizes[position])
         parts = []
         try:
-            while nbytes > 0 and (part := os.pread(self._fd, nbytes, start)):  # gives 2 GB at most
+            while nbytes > 0 and (part := os.pread(self._fd, nbytes, start)):  # reads at most 2 GB
                 parts.append(part)
                 start, nbytes = start + len(part), nbytes - len(part)
         except OSError as error:
@@ -208,25 +210,25 @@ class OpenFile:
 
 
 def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices) -> tuple[mmap.mmap, Table]:
-    """The file as memory, and where its values lie."""
+    """The file as memory, and the places of its values."""
     with _reading(path):
         try:
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except ValueError as error:  # it was cut short just now
+        except ValueError as error:  # it was truncated just now
             raise CacheCorruptError(f"{path}: {error}") from error
     try:
         table = read_table(mapping, read.place, stored)
     except ValueError as error:
         reason = str(error)
     else:
-        mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: what lies behind one is not read next
+        mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
         return mapping, table
-    mapping.close()  # the walk's own views of it went with its error
+    mapping.close()  # the views that the walk made were released with its error
     raise CacheCorruptError(f"{path}: its index is not valid: {reason}. Delete the file and build it again")
 
 
 def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
-    """The error that tells a user where the damage is and what to do."""
+    """The error that tells the user where the damage is and what to do."""
     return CacheCorruptError(
         f"{path}: sample {index}: {error}. The file is damaged: delete it and build it again"
     )
@@ -234,7 +236,7 @@ def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Raise what the system says as an error of ours that names the file."""
+    """Raise the system's errors as a CacheError that names the file."""
     try:
         yield
     except CacheError:

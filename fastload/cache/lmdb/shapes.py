@@ -1,7 +1,7 @@
-"""Whether the arrays of a cache's samples differ in shape, seen while they are written.
+"""Detects whether the arrays of a cache's samples differ in shape, while the samples are written.
 
-A record begins with the structure of its sample as text, shapes included; so two samples of equal shapes are
-told by comparing bytes, and each new text is parsed once.
+A record begins with the structure of its sample as text, including shapes. So samples of equal shapes are
+recognized by comparing bytes, and each new text is parsed once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _MOST_TEXTS = 1000  # a folder of photographs may have as many shapes as files
 
 
 class SeenShapes:
-    """The shapes of arrays and tensors, leaf by leaf; takes note of a bounded number.
+    """The shapes of arrays and tensors, leaf by leaf; remembers a limited number of structures.
 
     Attributes:
-        is_complete: Whether every structure that came was taken note of.
+        is_complete: Whether every structure was remembered.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class SeenShapes:
         self._shapes: dict[str, dict[tuple[int, ...], None]] = {}  # in the order in which they came
 
     def add(self, record: bytes | memoryview) -> None:
-        """Take note of the shapes in a record that this release wrote.
+        """Remember the shapes in a record that this release wrote.
 
         Raises:
             CacheCorruptError: Its structure cannot be read.
@@ -48,7 +48,7 @@ class SeenShapes:
                 self._shapes.setdefault(path, {})[leaf.shape] = None
 
     def add_stored(self, path: str, stop: int) -> None:
-        """Take note of the shapes of the samples below index `stop` in the finished cache at `path`.
+        """Remember the shapes of the samples below index `stop` in the finished cache at `path`.
 
         Raises:
             CacheCorruptError: A record cannot be read.
@@ -62,18 +62,18 @@ class SeenShapes:
 
     @property
     def number(self) -> int:
-        """How many shapes the leaf has that has the most; 0 if there are no arrays."""
+        """The number of shapes of the leaf that has the most; 0 if there are no arrays."""
         return max(map(len, self._shapes.values()), default=0)
 
     def explain(self) -> str | None:
-        """What differs and how to mend it, for people; None if each leaf has one shape."""
+        """A message that says what differs and how to fix it; None if each leaf has one shape."""
         if self.number < 2:
             return None
         path, shapes = max(self._shapes.items(), key=lambda item: len(item[1]))
         first, second = list(shapes)[:2]
         count = f"{len(shapes):,}" if self.is_complete else f"at least {len(shapes):,}"
         return (
-            f"the samples have {count} different shapes at {path}, such as {first} and {second}, and torch's "
+            f"the samples have {count} different shapes at {path}, such as {first} and {second}, but torch's "
             "default_collate makes batches of equal shapes only. Scale every image to one height and width "
             "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
             "transform, or pass a collate_fn"

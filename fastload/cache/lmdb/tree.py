@@ -1,13 +1,14 @@
-"""Where each value of an LMDB file lies, read from LMDB's tree, with every number in it checked.
+"""Reads from LMDB's tree where each value of a file lies, and checks every number in the tree.
 
-The tree's checksum finds accidents. A file from elsewhere may hold a tree that has the right checksum and
-refers to places outside the file; LMDB would go there, which ends the process. So fastload does not read
-finished files through LMDB: it walks the tree once, a level at a time, and keeps the place and the size of
-each value. Rules:
+The tree's checksum detects accidents. A file from an untrusted source may hold a tree with the right checksum
+that refers to places outside the file; LMDB would access them, which ends the process. So fastload does not
+read finished files through LMDB: it walks the tree once, level by level, and keeps the place and size of each
+value. Rules:
 
 1. A position is followed only after it was compared with the size of the file.
-2. The keys are exactly the indices that are stored, ascending: so no page can come twice, and a walk ends.
-3. Overflow pages are not touched: values that lie there have checksums of their own.
+2. The keys must be exactly the indices that are stored, ascending: so no page can occur twice, and every walk
+   ends.
+3. Overflow pages are not read: the values in them have checksums of their own.
 
 The layout is that of LMDB 0.9 (mdb.c: MDB_page, MDB_node, MDB_meta), in the byte order of the machine.
 """
@@ -33,44 +34,44 @@ if TYPE_CHECKING:
 PAGE_HEADER = struct.Struct("=QHHI")  # page number, padding, flags, pages of an overflow run
 OVERFLOW = 0x04
 _BRANCH, _LEAF, _META = 0x01, 0x02, 0x08
-_PAGE_KINDS = 0x6F  # the flags that say what a page is; the others are of use in memory alone
-_BIG = 0x01  # flag of a node: its value lies in overflow pages
-_NODES_AT = PAGE_HEADER.size  # the positions of a page's nodes, two bytes each
+_PAGE_KINDS = 0x6F  # the flags that give the kind of a page; other flags are used only in memory
+_BIG = 0x01  # flag of a node: its value is in overflow pages
+_NODES_AT = PAGE_HEADER.size  # offset of the positions of a page's nodes, two bytes each
 _LEAST_BRANCH_NODE_BYTES = 8
 _LEAST_LEAF_NODE_BYTES = 24  # header, key, and the number of an overflow page or the header of a value
 _LEAF_HEADER_BYTES = 16  # header and key
 _KEY_BYTES = 8
 _MOST_LEVELS = 32  # as in LMDB
-_LEAVES_AT_ONCE = 4096  # bounds what a walk takes beside its result
+_LEAVES_AT_ONCE = 4096  # bounds the temporary memory of a walk
 
-# Magic, version, address, map size; of the free list and of the main tree: padding, flags, levels, branch
-# pages, leaf pages, overflow pages, entries, root; last page, number of the transaction.
+# Magic, version, address, map size; for the free list and for the main tree: padding, flags, levels, branch
+# pages, leaf pages, overflow pages, entries, root; then the last page, and the number of the transaction.
 _META_PAGE = struct.Struct("=IIQQ IHHQQQQQ IHHQQQQQ QQ")
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _NO_PAGE = (1 << 64) - 1
-# Of a branch: low part of a page's number, high part. Of a leaf: bytes of the value, flags, bytes of the key,
-# the key, and where the flags say so the number of the first overflow page.
+# In a branch: low part and high part of a page's number. In a leaf: bytes of the value, flags, bytes of the
+# key, the key, and if the flags say so, the number of the first overflow page.
 _NODE = np.dtype([("low", "=u4"), ("flags", "=u2"), ("key_bytes", "=u2"), ("key", ">u8"), ("page", "=u8")])
 
 
 @dataclass(frozen=True)
 class Table:
-    """Where values lie: `(n,)` offsets in the file and sizes in bytes, by position among what is stored."""
+    """Places of values: `(n,)` offsets in the file and `(n,)` sizes in bytes, by position of the sample."""
 
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.uint32]
 
 
 def read_table(memory: mmap.mmap, place: TreePlace, stored: StoredIndices) -> Table:
-    """Where the value of each stored index lies.
+    """Find the place of the value of each stored index.
 
     Args:
-        memory: The whole file, with more bytes behind the environment than a node has.
-        place: Of the tree in it.
-        stored: The keys that it should hold.
+        memory: The whole file; after the environment it has more bytes than a node.
+        place: The place of the tree in it.
+        stored: The keys that the tree should hold.
 
     Raises:
-        ValueError: The tree is not one that LMDB makes of these keys; says why.
+        ValueError: LMDB would not make such a tree of these keys; the error gives the reason.
     """
     return _Walk(memory, place).table(stored)
 
@@ -91,26 +92,26 @@ class _Walk:
         header: np.dtype[Any] = np.dtype(fields)
         self._headers = np.ndarray((self._num_pages,), header, memory)
         self._words = np.ndarray((len(memory) // 2,), np.uint16, memory)
-        # A node may begin at any even byte: this array has an element at each byte.
+        # A node may begin at any even byte, so this array has an element for each byte.
         self._nodes = np.ndarray((len(memory) - _NODE.itemsize + 1,), _NODE, memory, 0, (1,))
 
     def table(self, stored: StoredIndices) -> Table:
         root = self._root()
         if root is None:
             if len(stored):
-                raise ValueError(f"it holds nothing, but should hold {len(stored):,} samples")
+                raise ValueError(f"it is empty, but should hold {len(stored):,} samples")
             return Table(np.empty(0, np.int64), np.empty(0, np.uint32))
         return self._read_leaves(self._leaves(root), stored)
 
     def _root(self) -> int | None:
-        """The root page of the newest of the two states that the file holds."""
+        """The root page of the newer one of the two states in the file."""
         found = []
         for page in range(2):
             at = page * self._page_bytes
             magic, version, *_, root, _, transaction = _META_PAGE.unpack_from(self._memory, at + _NODES_AT)
             is_meta = int(self._headers["flags"][page]) & _PAGE_KINDS == _META
             if not is_meta or (magic, version) != (_MAGIC, _VERSION):
-                raise ValueError("it does not begin as files of LMDB 0.9 on this kind of machine do")
+                raise ValueError("it does not begin like files of LMDB 0.9 on this kind of machine")
             found.append((transaction, -page, root))
         root = max(found)[2]
         if root == _NO_PAGE:
@@ -140,7 +141,7 @@ class _Walk:
     def _check_inside(self, pages: Numbers) -> None:
         run = np.searchsorted(self._run_firsts, pages, "right") - 1
         if (run < 0).any() or (pages >= self._run_ends[run]).any():
-            raise ValueError("it refers to a page that is no part of it")
+            raise ValueError("it refers to a page outside of it")
 
     def _counts(self, pages: Numbers, least_node_bytes: int) -> Numbers:
         """The number of nodes on each page."""
@@ -152,7 +153,7 @@ class _Walk:
         return counts
 
     def _node_starts(self, pages: Numbers, counts: Numbers, least_node_bytes: int) -> tuple[Numbers, Numbers]:
-        """Where the nodes on these pages begin, and where their pages end, in bytes from the file's start."""
+        """Start of each node on these pages, and end of its page, in bytes from the start of the file."""
         total = int(counts.sum())
         page_starts = np.repeat(pages * self._page_bytes, counts)
         in_page = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -184,7 +185,7 @@ class _Walk:
         return table
 
     def _value_starts(self, nodes: Any, starts: Numbers, ends: Numbers) -> Numbers:
-        """Where the values of these nodes begin; those of big values in overflow pages."""
+        """The places of these nodes' values; large values are in overflow pages."""
         sizes = nodes["low"].astype(np.int64)
         is_big = nodes["flags"] == _BIG
         if not (is_big | (nodes["flags"] == 0)).all() or (nodes["page"][is_big] >= self._num_pages).any():

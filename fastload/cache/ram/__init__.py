@@ -1,1 +1,1 @@
-"""Caches in RAM: shared memory that other processes find, and what it is laid out as."""
+"""Caches in RAM: shared memory that other processes can find, its layout, and a private fallback."""

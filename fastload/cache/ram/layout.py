@@ -1,13 +1,13 @@
-"""Where everything lies in a shared cache's segment, and how the segment says so itself.
+"""The memory layout of a shared cache's segment, and its description in the segment itself.
 
-Planned once, by the process that creates the segment; any other one reads it there. In this order:
+The process that creates the segment plans the layout; other processes read it from the segment. In order:
 
     header       magic, format version; crc32, length and offset of the description
     cursor       at byte 64: how much of the ragged area is used (see `shared`)
     table        from the second page on, 8 bytes a sample: 0 = empty, 1 = a uniform row, else the offset of a
                  ragged record
     columns      uniform samples, row = index (see `columns`); the first `rows` indices have a row
-    ragged       records (see `record`) behind a frame that names the sample they belong to
+    ragged       records (see `record`), each after a frame that names its sample
     description  JSON, ASCII
 """
 
@@ -54,10 +54,10 @@ _MOST_DESCRIPTION_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class Origin:
-    """Who made a cache, when, and of what.
+    """Which process made a cache, when, and from which samples.
 
     Attributes:
-        pid: Of the process.
+        pid: The process.
         created_s: Seconds since 1970.
         fingerprint: Of the samples; None for a private cache.
     """
@@ -69,7 +69,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the segment; the same in every process."""
+    """The places of all parts of the segment; the same in every process."""
 
     num_samples: int
     budget_bytes: int
@@ -77,8 +77,8 @@ class Layout:
     columns: tuple[Column, ...]
     rows: int
     ragged_at: int
-    ragged_bytes: int  # address space; what may be used of it is less
-    spare_bytes: int  # what the budget leaves beside header, table and columns
+    ragged_bytes: int  # address space; less of it may be used
+    spare_bytes: int  # the part of the budget that header, table and columns leave free
     origin: Origin = field(compare=False)
 
     @classmethod
@@ -91,21 +91,21 @@ class Layout:
         *,
         segment_bytes: int | None = None,
     ) -> Layout:
-        """Columns if the examples are all alike, else ragged records only.
+        """Plan columns if the examples all have the same spec, else ragged records only.
 
-        The ragged area is address space: pages are taken when they are written. A segment as large as the
-        budget would cost nothing, were it not for RLIMIT_AS and RLIMIT_FSIZE, which count what is not touched
-        too. So the area is eight times what `num_samples` records of the largest example take, and 256 MiB at
-        least, for few examples say little about small datasets; but never more than the budget. Samples that
-        are still larger on average are read from the dataset, which is logged (see `shared`).
+        The ragged area is address space: pages are allocated when they are written. A segment as large as the
+        budget would cost nothing, but RLIMIT_AS and RLIMIT_FSIZE also count untouched pages. So the area has
+        eight times the size of `num_samples` records of the largest example, at least 256 MiB (because a few
+        examples tell little about a small dataset), and at most the budget. If samples are larger than that
+        on average, the rest is read from the dataset, and a log line says so (see `shared`).
 
         Args:
-            num_samples: Of the dataset.
+            num_samples: Number of samples of the dataset.
             budget_bytes: The most memory that the cache may take.
-            examples: Samples that show what the others look like; without any the area is the budget.
-            origin: Who makes the cache, and of what.
+            examples: Samples that are typical of the dataset; without any, the area is as large as the budget.
+            origin: The process that makes the cache, and the fingerprint of the samples.
             segment_bytes: The largest segment that the system may grant; None to plan without such a limit.
-                Columns come first, and the ragged area gets what they leave.
+                Columns come first, and the ragged area gets the rest.
         """
         budget_bytes = budget_bytes if segment_bytes is None else min(budget_bytes, segment_bytes)
         flat = [flatten(example) for example in examples]
@@ -126,7 +126,7 @@ class Layout:
                 spec, columns, rows, end = None, (), 0, columns_at
         spare = max(0, left - (end - columns_at))
         at = round_up(end, PAGE_BYTES)
-        # A sample that has a row but does not match it goes to the ragged area, and its row stays untouched.
+        # A sample that does not fit its row is stored in the ragged area, and its row stays untouched.
         ragged_bytes = spare + (end - columns_at)
         if flat:
             largest_bytes = max(_ragged_bytes(*one) for one in flat)
@@ -143,7 +143,7 @@ class Layout:
         return sum(column.row_bytes for column in self.columns)
 
     def create_segment(self) -> tuple[Segment, mmap.mmap]:
-        """A new sealed segment that says all this, and a read-only mapping of it; most of it takes no memory.
+        """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
 
         Raises:
             SegmentError: The system refused the memory.
@@ -155,7 +155,7 @@ class Layout:
             mapping = segment.map(writable=False)
             os.pwrite(segment.fd, text, text_at)
             header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
-            os.pwrite(segment.fd, header, 0)  # last: without it, it is no cache
+            os.pwrite(segment.fd, header, 0)  # last: a segment without a header is not a cache
         except SegmentError:
             segment.close()
             raise
@@ -178,22 +178,22 @@ class Layout:
 
     @classmethod
     def read(cls, segment: Segment) -> Layout:
-        """The layout that a segment states.
+        """The layout that a segment describes.
 
         Raises:
-            CacheMismatchError: It is no cache of this format version.
+            CacheMismatchError: The segment is not a cache of this format version.
         """
         header = os.pread(segment.fd, _HEADER.size, 0)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise CacheMismatchError(f"no shared cache: it starts with {header[: len(_MAGIC)]!r}")
+            raise CacheMismatchError(f"not a shared cache: it starts with {header[: len(_MAGIC)]!r}")
         _, version, crc, length, text_at = _HEADER.unpack(header)
         if version != _VERSION:
             raise CacheMismatchError(
-                f"a shared cache of format {version}, and this release of fastload uses format {_VERSION}"
+                f"a shared cache of format {version}, but this release of fastload uses format {_VERSION}"
             )
         text = os.pread(segment.fd, min(length, _MOST_DESCRIPTION_BYTES), text_at)
         if zlib.crc32(text) != crc:
-            raise CacheMismatchError("no shared cache: its description is damaged")
+            raise CacheMismatchError("not a shared cache: its description is damaged")
         fields = json.loads(text)
         spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
         leaves = () if spec is None else spec.leaves
@@ -213,7 +213,7 @@ class Layout:
 def create(
     num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Layout, Segment, mmap.mmap]:
-    """The layout, segment and mapping of a new cache: as planned, or half of that, and so on.
+    """Make the layout, segment and mapping of a new cache; if the system refuses, try smaller segments.
 
     Args:
         num_samples: As for `Layout.plan`.
@@ -222,8 +222,8 @@ def create(
         origin: As for `Layout.plan`.
 
     Raises:
-        SegmentError: The system refused even a segment that holds hardly more than the examples, or the lock
-            that samples of several sizes need.
+        SegmentError: The system refused even a segment that holds little more than the examples, or it
+            refused the lock that samples of several sizes need.
     """
     planned = layout = Layout.plan(num_samples, budget_bytes, examples, origin)
     example_bytes = [_ragged_bytes(*flatten(example)) for example in examples]
@@ -242,7 +242,7 @@ def create(
             if segment_bytes <= least_bytes:
                 raise refusal from refusal.__cause__
             half_bytes = max(segment_bytes // 2, least_bytes)
-            # What the samples need by the examples is worth a try of its own.
+            # Also try the size that all samples need if they are as large as the examples.
             segment_bytes = needed_bytes if half_bytes < needed_bytes < segment_bytes else half_bytes
         layout = Layout.plan(num_samples, budget_bytes, examples, origin, segment_bytes=segment_bytes)
     if layout.spec is None:
@@ -251,7 +251,7 @@ def create(
         is_enough = layout.rows == planned.rows and layout.ragged_bytes >= ragged_bytes
         log.log(
             logging.INFO if is_enough else logging.WARNING,
-            "the cache has a segment of %s and not of %s: %s",
+            "the cache has a segment of %s instead of %s: %s",
             readable_size(segment.nbytes),
             readable_size(planned.ragged_at + planned.ragged_bytes),
             str(refusal),  # the error itself would keep this frame alive in a log handler
@@ -260,12 +260,12 @@ def create(
 
 
 def _ragged_bytes(spec: Spec, values: list[Any]) -> int:
-    """What a sample takes in the ragged area."""
+    """Bytes that a sample takes in the ragged area."""
     return round_up(FRAME_BYTES + record_parts(spec, values)[1], ALIGNMENT_BYTES)
 
 
 def _check_lock(segment: Segment) -> None:
-    """Close the segment and raise SegmentError where ragged space could not be claimed."""
+    """Close the segment and raise SegmentError if the system refuses the lock that ragged records need."""
     try:
         fd = segment.reopen()
         try:

@@ -1,24 +1,24 @@
-"""Which live process holds which shared cache: how ranks and jobs of one user find each other's memory.
+"""The registry of live shared caches: through it, ranks and jobs of one user find each other's memory.
 
-The memory itself has no name: it lives as long as any process holds it. What is registered is where to ask
-for it: an empty file
+The memory has no name, and lives as long as any process holds it. An entry of the registry tells where the
+memory can be reached. It is an empty file
 
     DIRECTORY/NAME.PID.STARTED.FD.NAMESPACE
 
-says that descriptor FD of process PID, which began at tick STARTED, in a PID namespace, is the cache NAME; to
-attach is to open /proc/PID/fd/FD (proc(5)). Rules:
+and means: descriptor FD of process PID, which started at tick STARTED, in a PID namespace, is the cache NAME.
+To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 
-1. An entry is a hint. A process that follows it checks that the owner still runs, and looks at what the
-   descriptor is before it opens it: the owner may use the number for anything by now, and to open a pipe or a
-   device would change it (see `segment.open_in_process`).
+1. An entry is a hint. A process that follows it checks that the owner still runs, and checks the type of the
+   descriptor before it opens it: the owner may have reused the number, and opening a pipe or a device would
+   change it (see `segment.open_in_process`).
 2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
-   leave an entry that is not true as it is: the owner may register the same number again at any moment.
-3. The directory belongs to this user and is closed to all others; a directory that is not so is not used. No
+   leave a wrong entry as it is, because the owner may register the same number again at any moment.
+3. The directory belongs to this user and is closed to all other users; any other directory is not used. No
    file in it is opened through a symbolic link.
-4. Locks are held for the moment in which a cache is created, never while anything is decoded, and are never
-   waited for longer than a second: a stopped process delays nobody for longer.
-5. Without /proc, or where the directory cannot be used, there is no registry. That is no error: each process
-   makes a cache of its own, and one log line gives the reason.
+4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
+   second for a lock, so a stopped process delays other processes by at most that.
+5. Without /proc or a usable directory there is no registry. This is not an error: each process makes its own
+   cache, and one log line gives the reason.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
 _POLL_S = 0.002
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
-_LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # to which the descriptor of a cache is linked in /proc
+_LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
 class UnreachableOwnerError(Exception):
-    """A cache is registered, and its memory cannot be reached from this process."""
+    """A cache is registered, but this process cannot reach its memory."""
 
 
 class StaleEntryError(Exception):
-    """The descriptor of an entry was closed, or is something else than a cache by now."""
+    """The descriptor of an entry was closed, or does not refer to a cache any more."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ class Entry:
     """One process that holds a cache.
 
     Attributes:
-        name: Of the cache.
-        pid: Of the process.
-        started: When the process began, in clock ticks since boot; tells it from a later one of its number.
+        name: The name of the cache.
+        pid: The process.
+        started: Start of the process in clock ticks since boot; distinguishes processes with the same number.
         fd: The cache's descriptor in that process.
-        namespace: The inode of its PID namespace.
+        namespace: The inode of the process's PID namespace.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Entry:
 
     @classmethod
     def parse(cls, file_name: str) -> Entry | None:
-        """The entry that a file name states, or None if it is no entry."""
+        """The entry that a file name encodes, or None if it is not the name of an entry."""
         name, *numbers = file_name.split(".")
         if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
             return None
@@ -89,20 +89,20 @@ class Entry:
 
     @property
     def file_name(self) -> str:
-        """What its file is called."""
+        """The name of the entry's file."""
         return f"{self.name}.{self.pid}.{self.started}.{self.fd}.{self.namespace}"
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; of one in another PID namespace nobody can say, so yes."""
+        """Whether the process still runs; True for another PID namespace, where this cannot be checked."""
         return self.namespace != _own_namespace() or _start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
-        """The memory behind the entry, for the caller to check and to own.
+        """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
             UnreachableOwnerError: The system does not let this process open descriptors of the owner.
-            StaleEntryError: The descriptor is gone, or is something else.
+            StaleEntryError: The descriptor is gone, or refers to another file.
         """
         if self.namespace != _own_namespace():
             raise UnreachableOwnerError("its owner runs in another PID namespace (container)")
@@ -112,7 +112,7 @@ class Entry:
             )
         except PermissionError as error:
             raise UnreachableOwnerError(
-                f"process {self.pid}, which holds it, does not let this one open its descriptors: "
+                f"process {self.pid}, which holds it, does not let this process open its descriptors: "
                 f"{error.strerror}"
             ) from error
         except (OSError, SegmentError) as error:
@@ -120,14 +120,14 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """This user's registry, made if it is not there; None, with a log line, if it cannot be used.
+    """The directory of this user's registry, created if missing; None, with a log line, if it is unusable.
 
-    FASTLOAD_RUNTIME_DIR names another one. /tmp is for all sessions and jobs of a user, as TMPDIR and
-    XDG_RUNTIME_DIR are not.
+    FASTLOAD_RUNTIME_DIR names another directory. The default is in /tmp because all sessions and jobs of a
+    user share it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
     if _own_namespace() is None:
-        _log_once(logging.INFO, "cache: no registry of shared caches: /proc, which it needs, is not there")
+        _log_once(logging.INFO, "cache: no registry of shared caches: it needs /proc, which does not exist")
         return None
     try:
         with contextlib.suppress(FileExistsError):
@@ -147,13 +147,13 @@ def directory() -> Path | None:
 
 
 def entries(name: str | None = None) -> list[Entry]:
-    """Entries of live processes, those of one cache if it is named; those of dead ones are removed."""
+    """Entries of live processes, of one cache or of all; entries of dead processes are removed."""
     path = directory()
     if path is None:
         return []
     try:
         file_names = sorted(os.listdir(path))
-    except OSError as error:  # removed since, or this process has no descriptor left
+    except OSError as error:  # the directory was just removed, or this process has no descriptor left
         log.info("cache: cannot list the registry at %s: %s", path, error.strerror)
         return []
     found = []
@@ -169,7 +169,7 @@ def entries(name: str | None = None) -> list[Entry]:
 
 
 def register(name: str, fd: int) -> Entry | None:
-    """Say that this process holds a cache; None if there is no registry."""
+    """Register that this process holds a cache; None if there is no registry."""
     path, namespace = directory(), _own_namespace()
     if path is None or namespace is None:
         return None
@@ -177,14 +177,14 @@ def register(name: str, fd: int) -> Entry | None:
     entry = Entry(name, pid, _start_time(pid) or 0, fd, namespace)
     try:
         os.close(_open(path / entry.file_name))
-    except OSError as error:  # a full or read-only disk: others will not find this cache, no more
+    except OSError as error:  # a full or read-only disk: other processes will not find this cache
         log.info("cache: not registered at %s, so other jobs make their own: %s", path, error.strerror)
         return None
     return entry
 
 
 def unregister(entry: Entry) -> None:
-    """Take an entry back; does nothing in a fork of the process that made it."""
+    """Remove an entry; does nothing in a fork of the process that made it."""
     if entry.pid == os.getpid():
         path = directory()
         if path is not None:
@@ -193,7 +193,7 @@ def unregister(entry: Entry) -> None:
 
 @contextlib.contextmanager
 def creating() -> Iterator[bool]:
-    """Be the only one of this user who creates a cache; gives False if that cannot be had within a second."""
+    """Hold the user's lock on the creation of caches; yields False if it is not free within a second."""
     path = directory()
     if path is None:
         yield False
@@ -211,7 +211,7 @@ def creating() -> Iterator[bool]:
         yield has_lock
     finally:
         if has_lock:
-            # A fork in another thread may have copied the descriptor: closing it would not be enough.
+            # A fork in another thread may have copied the descriptor, so closing it may not release the lock.
             unlock(fd)
         if fd >= 0:
             os.close(fd)
@@ -219,22 +219,22 @@ def creating() -> Iterator[bool]:
 
 @functools.cache
 def _log_once(level: int, text: str) -> None:
-    """Log a line that would come again at every step of an opening once in this process."""
+    """Log a line once per process; each step of opening a cache would repeat it."""
     log.log(level, text)
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a file in the registry, which is made if it is not there."""
+    """A descriptor of a file in the registry, which is created if missing."""
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # gone already, or a read-only disk: it stays a hint that is false
+    with contextlib.suppress(OSError):  # already gone, or a read-only disk: the wrong hint stays
         path.unlink()
 
 
 def _own_namespace() -> int | None:
-    """The inode of this process's PID namespace; None where there is no /proc that says so."""
+    """The inode of this process's PID namespace; None if /proc does not give it."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -242,7 +242,7 @@ def _own_namespace() -> int | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None if there is none of that number."""
+    """The start of a process in clock ticks since boot; None if there is no process with that number."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

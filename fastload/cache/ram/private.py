@@ -1,8 +1,8 @@
-"""PrivateCache: the cache in RAM where there is no anonymous shared memory: one a process, in a dict.
+"""PrivateCache: a cache in RAM for systems without anonymous shared memory: a dict in each process.
 
-Made by `open_cache` where memfd is missing (macOS, Windows) or refused (a filter of system calls, a resource
-limit). It pickles as an empty cache of the same budget, so each worker fills its own; that costs memory and
-decoding for every worker, and a warning says so.
+`open_cache` makes it if memfd is missing (macOS, Windows) or refused (by a system call filter or a resource
+limit). It pickles as an empty cache of the same budget, so each worker fills its own. This costs memory and
+decoding in every worker; a warning says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastload")
 
 _CHECK_EVERY_BYTES = 64 << 20
-_FREE_SHARE = 0.25  # of the budget: "auto" is 80% of what is free, and the other 20% are for everything else
+_FREE_SHARE = 0.25  # of the budget: "auto" is 80% of free memory, and the other 20% are for everything else
 
 
 class PrivateCache:
@@ -34,7 +34,7 @@ class PrivateCache:
     Args:
         num_samples: Number of samples of the dataset.
         budget: The most memory that one process may take, as in `parse_budget`.
-        reason: Why the cache is not shared, in a clause for people.
+        reason: The reason why the cache is not shared, as a readable clause.
     """
 
     layout = "private"
@@ -63,11 +63,11 @@ class PrivateCache:
 
     @property
     def num_cached(self) -> int:
-        """How many samples are stored now, in this process."""
+        """How many samples this process stores now."""
         return len(self._records)
 
     def explain(self) -> str:
-        """Why this cache is the one in use."""
+        """The reason why this cache is in use."""
         return f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: {self.reason}"
 
     def missing(self) -> npt.NDArray[np.intp]:
@@ -86,7 +86,7 @@ class PrivateCache:
         """Store a sample; False if it does not fit.
 
         Raises:
-            UnsupportedSampleError: Something in the sample is of no kind that is cached.
+            UnsupportedSampleError: A value in the sample cannot be cached.
         """
         if index in self._records:
             return True
@@ -94,13 +94,13 @@ class PrivateCache:
             return False
         try:
             record = encode(sample)
-        except MemoryError:  # a limit on this process that the budget knows nothing of
+        except MemoryError:  # the budget does not know all limits of this process
             return self._stop_growing("this process gets no more memory")
         nbytes = self.nbytes + len(record)
         if nbytes > self.budget_bytes:
             return False
         if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
-            # Every worker has a cache of this budget, and together they may want more than the machine has.
+            # Every worker has a cache with this budget; together they may need more than the machine has.
             self._checked_bytes, free_bytes = nbytes, available_bytes()
             if free_bytes < _FREE_SHARE * self.budget_bytes:
                 return self._stop_growing(f"{readable_size(free_bytes)} of memory are free")
@@ -120,11 +120,11 @@ class PrivateCache:
         return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> None:
-        """Nothing: records lie apart, each sample is read by itself."""
+        """None: records are not contiguous, so each sample is read by itself."""
         return
 
     def close(self) -> None:
-        """Forget all samples; those that were handed out stay valid."""
+        """Forget all samples; samples that were handed out stay valid."""
         self._records.clear()
         self.nbytes = self.budget_bytes = 0
 

@@ -1,11 +1,12 @@
-"""Shared caches by fingerprint: attach to the one that a live process holds, or make it.
+"""Opens shared caches by fingerprint: attaches to the cache that a live process holds, or makes it.
 
 Rules:
 
-1. One cache a name: whoever finds none looks again under the creation lock before it makes one.
-2. What is found is checked before it is used: it belongs to this user, is sealed, has our magic and version,
-   and was made of the same parts. A cache of the same key that was made of something else is an error.
-3. What cannot be reached is no error: this process makes its own cache, and one log line says so.
+1. There is one cache per name: a process that finds none looks again under the creation lock before it makes
+   one.
+2. A found cache is checked before it is used: it must belong to this user, be sealed, have the right magic
+   and version, and be made of the same parts. A cache with the same key but other parts is an error.
+3. An unreachable cache is not an error: this process makes its own cache, and one log line says so.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class LiveCache:
     """A shared cache of this user, and the processes that hold it.
 
     Attributes:
-        name: Under which it is registered.
-        key: The user's own name for it, if there is one.
-        parts: What it was made of.
+        name: The name under which it is registered.
+        key: The user's key for it, if there is one.
+        parts: The parts of its fingerprint.
         owners: The processes that opened it by its name; their workers hold it too.
-        num_samples: Of the dataset.
+        num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
         nbytes: Memory in use now, by all processes together.
         budget_bytes: The most memory it takes.
@@ -57,10 +58,10 @@ class LiveCache:
 
 
 def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None:
-    """The cache of this name that some live process holds, or None.
+    """The cache of this name that a live process holds, or None.
 
     Raises:
-        CacheMismatchError: It was made of something else.
+        CacheMismatchError: It was made from other samples.
     """
     name = fingerprint.name
     for entry in owners.entries(name):
@@ -68,7 +69,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             cache = _attach(entry)
         except owners.UnreachableOwnerError as error:
             # The error itself would keep this frame alive in a log handler.
-            log.info("cache: %s is held already, but %s: this process makes its own", name, str(error))
+            log.info("cache: %s already exists, but %s: this process makes its own", name, str(error))
             continue
         if cache is None:
             continue
@@ -79,8 +80,8 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             raise
         origin = cache.origin
         cache.reason = (
-            f"process {origin.pid} made it {max(0.0, time.time() - origin.created_s):,.0f} s ago of the same "
-            f"parts, found through process {entry.pid}"
+            f"process {origin.pid} made it {max(0.0, time.time() - origin.created_s):,.0f} s ago from the "
+            f"same parts, found through process {entry.pid}"
         )
         _register(cache, name)
         return cache
@@ -90,10 +91,10 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 def create(
     fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], budget_bytes: int
 ) -> SharedMemoryCache:
-    """The cache of this name: the one that another process has made by now, or a new one.
+    """The cache of this name: a new one, or the one that another process has just made.
 
     Raises:
-        CacheMismatchError: Another process has made one of something else.
+        CacheMismatchError: Another process has made one from other samples.
         SegmentError: The system refused the memory.
     """
     with owners.creating() as is_alone:
@@ -105,7 +106,7 @@ def create(
             log.info("cache: %s", cache.reason)
             return cache
         cache.reason = (
-            "new, as no live process held one of these parts; every process that opens it shares it"
+            "new, as no live process held one with these parts; every process that opens it shares it"
         )
         _register(cache, fingerprint.name)
         return cache
@@ -142,20 +143,20 @@ def live_caches() -> list[LiveCache]:
 
 
 def _attach(entry: Entry) -> SharedMemoryCache | None:
-    """The cache behind an entry; None if its descriptor is none of a sound cache of this name."""
+    """The cache behind an entry; None if its descriptor is not a valid cache of this name."""
     try:
         segment = entry.attach()
     except owners.StaleEntryError as error:
-        log.info("cache: passing over an entry of the registry: %s", str(error))
+        log.info("cache: ignoring an entry of the registry: %s", str(error))
         return None
     try:
         cache = SharedMemoryCache.attach(segment)
     except CacheMismatchError as error:
         segment.close()
-        log.info("cache: passing over descriptor %d of process %d: %s", entry.fd, entry.pid, str(error))
+        log.info("cache: ignoring descriptor %d of process %d: %s", entry.fd, entry.pid, str(error))
         return None
     if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
-        cache.close()  # the number stands for another descriptor by now
+        cache.close()  # the number refers to another cache by now
         return None
     return cache
 
@@ -167,8 +168,8 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
         differences = [f"the number of samples is {num_samples} here and {cache.num_samples} there"]
     if differences:
         raise CacheMismatchError(
-            f"the shared cache of key {fingerprint.key!r}, held by process {pid}, was made of something "
-            f"else: {'; '.join(differences)}. Give another key, or end the processes that hold it"
+            f"the shared cache with key {fingerprint.key!r}, held by process {pid}, was made from other "
+            f"samples: {'; '.join(differences)}. Give another key, or end the processes that hold it"
         )
 
 

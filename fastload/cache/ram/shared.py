@@ -1,18 +1,19 @@
-"""SharedMemoryCache: each sample decoded once, in one piece of anonymous memory for all who use it.
+"""SharedMemoryCache: decodes each sample once, into one segment of anonymous memory that all processes share.
 
-Made in the parent, used by it and by every worker of every start method: the cache pickles as a handle. One
-with a fingerprint is found by other ranks and jobs of the same user (see `registry`). The segment (see
-`layout`) is sparse, so that memory is taken as samples are stored, and sealed, so that its size never
+The parent makes it; the parent and its workers of every start method use it, as the cache pickles as a
+handle. Other ranks and jobs of the same user find a cache that has a fingerprint (see `registry`). The
+segment (see `layout`) is sparse, so memory is allocated as samples are stored, and sealed, so its size never
 changes. Rules:
 
-1. Read through a PROT_READ mapping, written with pwrite: the payload first, the 8 bytes of the table that
-   publish it last. A writer that dies before that leaves an empty entry and nothing to repair. This leans on
-   x86, where stores are seen in order; the frame of a ragged record is checked at every read besides.
-2. Uniform rows need no lock: whoever writes a row writes the same bytes. Ragged space is claimed under a
-   try-lock around the bump of one number; whoever does not get it serves the sample uncached.
-3. The lock is taken on a file description opened for the purpose: on an inherited one flock excludes nobody.
-4. Nothing is evicted: under a fresh permutation each epoch, a fixed subset is the best there is.
-5. The last process that holds the segment takes the memory with it, however it ends.
+1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
+   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. This
+   relies on x86, where stores are seen in order; each read also checks the frame of a ragged record.
+2. Uniform rows need no lock, because all writers of a row write the same bytes. Ragged space is claimed by
+   increasing one number under a try-lock; a process that does not get the lock returns the sample uncached.
+3. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
+   share an inherited one.
+4. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
+5. The memory is freed when the last process that holds the segment ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ log = logging.getLogger("fastload")
 
 EMPTY, UNIFORM = 0, 1
 
-_CURSOR = struct.Struct("<QQ")  # bytes of the ragged area in use; uniform rows given up for ragged records
+_CURSOR = struct.Struct("<QQ")  # used bytes of the ragged area; uniform rows replaced by ragged records
 _ENTRY = struct.Struct("<Q")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
-_MOST_BUFFERS = 512  # a call takes 1024 (IOV_MAX)
-_LOCK_ATTEMPTS = 50  # each yields the core once; a holder needs a few microseconds
+_MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
+_LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
 
 
 class SharedMemoryCache:
@@ -62,14 +63,14 @@ class SharedMemoryCache:
 
     Args:
         num_samples: Number of samples of the dataset.
-        examples: Up to a few samples that show what the others look like; they are not stored.
+        examples: A few samples that are typical of the dataset, or none; they are not stored.
         budget: The most memory it may take, as in `parse_budget`.
-        fingerprint: What the samples are made of, if others shall find the cache.
+        fingerprint: Of the samples, if other processes shall find the cache.
 
     Raises:
         SegmentError: The system refused the memory, or the lock that ragged samples need.
-        UnsupportedSampleError: An example holds something that cannot be cached.
-        ValueError: The budget has no form of `parse_budget`.
+        UnsupportedSampleError: A value in an example cannot be cached.
+        ValueError: `parse_budget` does not accept the budget.
     """
 
     is_shared = True
@@ -89,17 +90,19 @@ class SharedMemoryCache:
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
-        """The cache that lies in a segment, which it owns from here on.
+        """The cache in a segment; the cache owns the segment from here on.
 
         Raises:
-            CacheMismatchError: The segment is no cache of this format version, or its size could change.
+            CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
         if not segment.is_sealed or not segment.is_own:
-            raise CacheMismatchError("no shared cache: its size could change, or it belongs to another user")
+            raise CacheMismatchError(
+                "not a shared cache: its size could change, or it belongs to another user"
+            )
         return _attached(segment, Layout.read(segment))
 
     def _attach(self, segment: Segment, layout: Layout) -> None:
-        """Own a segment; it is mapped now or at the first access."""
+        """Take ownership of a segment; the caller maps it now, or the first access does."""
         self._segment = segment
         self._plan = layout
         self._mapping: mmap.mmap | None = None
@@ -122,7 +125,7 @@ class SharedMemoryCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemoryCache:
         return self
 
-    # --- what it is ---------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------
 
     @property
     def num_samples(self) -> int:
@@ -136,17 +139,17 @@ class SharedMemoryCache:
 
     @property
     def layout(self) -> str:
-        """`"uniform"` (columns, and ragged records for what does not match) or `"ragged"`."""
+        """`"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`."""
         return "ragged" if self._plan.spec is None else "uniform"
 
     @property
     def capacity(self) -> int | None:
-        """How many uniform samples fit; None for ragged ones, of which nobody knows."""
+        """How many uniform samples fit; None for ragged samples, whose sizes are not known."""
         return None if self._plan.spec is None else self._plan.rows
 
     @property
     def origin(self) -> Origin:
-        """Who made it, when, and of what."""
+        """Which process made it, when, and from which samples."""
         return self._plan.origin
 
     @property
@@ -155,14 +158,14 @@ class SharedMemoryCache:
         return self._segment.fd
 
     def explain(self) -> str:
-        """Why this cache is the one in use, and what it was made of."""
+        """The reason why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self._plan.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored and for which there may be room, ascending."""
+        """Indices of the samples that are not stored and may fit, ascending."""
         if self._is_full or not self._map():
             return np.empty(0, np.intp)
         plan = self._plan
@@ -183,16 +186,16 @@ class SharedMemoryCache:
     # --- reading ------------------------------------------------------------------------------------------
 
     def _map(self) -> bool:
-        """Map the segment if this process has not, nor its parent before the fork; False once closed."""
+        """Map the segment if it is not mapped in this process; False if it is closed or cannot be mapped."""
         if self._mapping is None:
             if self._segment.fd < 0 or self._is_unmappable:
                 return False
             try:
                 mapping = self._segment.map(writable=False)
-            except SegmentError as error:  # of this process alone: others may have other limits
+            except SegmentError as error:  # for this process only: other processes may have other limits
                 self._is_unmappable = True
                 log.warning(
-                    "process %d reads all samples from the dataset, as it has no access to their cache: %s",
+                    "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
                     str(error),  # the error itself would keep this frame alive in a log handler
                 )
@@ -206,7 +209,7 @@ class SharedMemoryCache:
         self._entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
         if plan.spec is not None:
             self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
-        self._mapping = mapping  # last: other threads look here whether the rest is there
+        self._mapping = mapping  # last: other threads check this attribute before they use the others
 
     def __contains__(self, index: object) -> bool:
         return isinstance(index, int) and self._map() and self._entries[index] != EMPTY
@@ -230,7 +233,7 @@ class SharedMemoryCache:
             return None
         magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
         if magic != _FRAME_MAGIC or owner != index:
-            return None  # the entry was seen half-written: not there yet
+            return None  # the entry is not completely written yet
         start = offset + FRAME_BYTES
         return decode(self._memory[start : start + nbytes])
 
@@ -246,10 +249,11 @@ class SharedMemoryCache:
 
         Args:
             indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Gives a writable C-contiguous array of a shape and dtype; the batch lives in these.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
+                batch.
 
         Returns:
-            None if a sample is not cached as a uniform row, or default_collate must decide.
+            None if a sample is not cached as a uniform row, or the batch needs default_collate.
         """
         if not self._map() or self._columns is None or not self.cached_rows(indices).all():
             return None
@@ -258,10 +262,10 @@ class SharedMemoryCache:
     # --- writing ------------------------------------------------------------------------------------------
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit, or the space could not be claimed at once.
+        """Store a sample; False if it does not fit, or another process holds the lock.
 
         Raises:
-            UnsupportedSampleError: Something in the sample is of no kind that is cached.
+            UnsupportedSampleError: A value in the sample cannot be cached.
         """
         spec, values = flatten(sample)
         if self._is_full or not self._map():
@@ -270,10 +274,10 @@ class SharedMemoryCache:
             return True
         try:
             return self._put_row(index, spec, values) or self._put_ragged(index, spec, values)
-        except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, never an error
+        except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, but not an error
             self._is_full = True
             log.warning(
-                "the cache stops growing at %s of %s, the rest comes from the dataset: %s",
+                "the cache stops growing at %s of %s, the rest is read from the dataset: %s",
                 readable_size(self.nbytes),
                 readable_size(self.budget_bytes),
                 str(error),  # the error itself would keep this frame alive in a log handler
@@ -300,7 +304,7 @@ class SharedMemoryCache:
             and index >= plan.rows
             and plan.spare_bytes < plan.row_bytes
         ):
-            return False  # the usual case of a budget that is too small: not worth taking bytes apart
+            return False  # usually the budget is too small: return before the record is built
         parts, nbytes = record_parts(spec, values)
         offset = self._claim(index, round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
         if offset is None:
@@ -311,7 +315,7 @@ class SharedMemoryCache:
         return True
 
     def _claim(self, index: int, nbytes: int) -> int | None:
-        """The offset of space that is this caller's alone, or None."""
+        """The offset of space that only this caller may write, or None."""
         plan = self._plan
         try:
             fd = self._segment.reopen()
@@ -328,12 +332,13 @@ class SharedMemoryCache:
                     return None
                 if used + nbytes > plan.ragged_bytes:
                     size = readable_size(plan.ragged_bytes)
-                    self._leave_out(f"they are larger than the examples, from which {size} were planned")
+                    self._leave_out(f"they are larger than the examples, by which {size} were reserved")
                     return None
                 os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), CURSOR_AT)
                 return plan.ragged_at + int(used)
             finally:
-                # A fork in another thread may have copied the descriptor: closing it would not be enough.
+                # A fork in another thread may have copied the descriptor, so close() may not release the
+                # lock.
                 unlock(fd)
         finally:
             os.close(fd)
@@ -346,7 +351,7 @@ class SharedMemoryCache:
             return False
 
     def _leave_out(self, reason: str) -> None:
-        """Say once in this process why samples that need ragged space are not cached."""
+        """Log once per process why samples that need ragged space are not cached."""
         if reason not in self._reasons_logged:
             self._reasons_logged.add(reason)
             log.warning("cache: some samples are read from the dataset at each access: %s", reason)
@@ -355,7 +360,7 @@ class SharedMemoryCache:
         os.pwrite(self._segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
 
     def _write(self, buffers: Sequence[Any], offset: int) -> None:
-        """Write buffers one after another; not joined first, which would touch as much fresh memory again."""
+        """Write buffers one after another, without joining them, which would take as much memory again."""
         fd = self._segment.fd
         for first in range(0, len(buffers), _MOST_BUFFERS):
             views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
@@ -369,7 +374,7 @@ class SharedMemoryCache:
                     left[0] = left[0][written:]
 
     def close(self) -> None:
-        """Give up this process's hold; samples that were handed out stay valid. Later, nothing is cached."""
+        """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
         if self.unregister is not None:
             self.unregister()
         self._segment.close()
