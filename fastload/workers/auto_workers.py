@@ -114,6 +114,7 @@ class AutoWorkers:
         self._context = context
         self._least = least
         self._timings: dict[int, Timing] = {}
+        self._has_tried = False
         self._was_filling = False
         self._num_workers = least
         self._step_s: float | None = None
@@ -121,10 +122,10 @@ class AutoWorkers:
     def choose(self, dataset: Any) -> int:
         """The number of workers for the next epochs."""
         before = self._num_workers
-        if not self._timings or (self._was_filling and not _is_filling(dataset)):
-            self._was_filling = _is_filling(dataset)
+        if not self._has_tried or (self._was_filling and not _is_filling(dataset)):
+            self._has_tried, self._was_filling = True, _is_filling(dataset)
             self._measure()
-        elif self._step_s is not None:
+        elif self._timings and self._step_s is not None:
             self._num_workers = fastest(self._timings, self._step_s, current=before)
             if self._num_workers != before:
                 self._explain(f"now that the consumer computes for {1e3 * self._step_s:.3g} ms a batch")
