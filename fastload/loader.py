@@ -58,8 +58,8 @@ class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
 
     Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
-    stays valid and unchanged as long as any tensor or array made from it is alive. "Differences from
-    torch.utils.data.DataLoader" in the README lists all differences and how to undo them.
+    stays valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists
+    all differences from torch's loader, and how to undo them.
 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 

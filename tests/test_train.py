@@ -189,7 +189,7 @@ def test_a_habit_changes_the_way_not_the_result(
     """Each habit but those that change the model trains to the same loss, off and on."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     habit = next(habit for habit in HABITS if habit.name == name)
-    # Without workers torch's loader seeds no pipeline, and fastload's does: see "Differences" in the README.
+    # Without workers torch's loader seeds no pipeline, and fastload's does: see docs/differences.md.
     workers = "2" if name == "fastload_loader" else "0"
     beside = ["--micro-batches", "1", "--workers", workers]
     [off] = run(*beside, _flag(habit, False))

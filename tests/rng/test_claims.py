@@ -1,4 +1,4 @@
-"""The claims of the README's section "Reproducibility", one test each, under its name."""
+"""The claims of docs/howto/reproducibility.md, one test each, under its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests import zoo
 from tests.rng.draws_zoo import Alone, Dice, Jitter, Pictures
 from tests.rng.pipelines_zoo import Corners
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "reproducibility.md"
 
 
 def run(dataset: Any, epochs: int = 1, cls: Any = DataLoader, **options: Any) -> list[list[Any]]:
@@ -44,7 +44,7 @@ def rows(batches: list[Any]) -> list[Any]:
 
 def test_every_claim_has_a_test_of_its_name() -> None:
     """No claim is without a test here, and no test here is without a claim."""
-    section = README.read_text().split("## Reproducibility")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## What is guaranteed")[1].split("\n## ")[0]
     claims = re.findall(r"^- \*\*(.+?)\.\*\*", section, re.MULTILINE)
     names = {"test_" + re.sub(r"\W+", "_", claim.lower()) for claim in claims}
 
