@@ -1,4 +1,4 @@
-"""The pages of docs/: their code runs and prints what they show, and their links lead to files.
+"""The pages of docs/ and CONTRIBUTING.md: their code runs and prints what they show, and their links lead to files.
 
 The Python blocks of a page are one script, in order, in a folder where `photos/` holds a folder of images for
 each class. The ```text blocks of the page are what the script prints. A block below the comment
@@ -26,7 +26,7 @@ import fastload
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-IDS = [str(page.relative_to(DOCS).with_suffix("")) for page in PAGES]
+ALL = [*PAGES, ROOT / "CONTRIBUTING.md"]
 FENCE = re.compile(r"(?:^<!-- (not run: [^\n]+) -->\n+)?^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
@@ -41,6 +41,10 @@ class Block(NamedTuple):
     text: str
 
 
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
+
+
 def _blocks(page: Path) -> list[Block]:
     return [Block(*match) for match in FENCE.findall(page.read_text())]
 
@@ -53,7 +57,7 @@ def _without_code(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
 
 
-WITH_CODE = [page for page in PAGES if _script(page)]
+WITH_CODE = [page for page in ALL if _script(page)]
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def _run(command: list[str], cwd: Path, **more: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: str(page.relative_to(DOCS).with_suffix("")))
+@pytest.mark.parametrize("page", WITH_CODE, ids=_name)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page: Path, folder: Path) -> None:
     """All Python blocks of the page, in order, are one program."""
     (folder / "page.py").write_text(_script(page))
@@ -96,7 +100,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page: Path, fold
     assert done.stdout == "".join(block.text for block in _blocks(page) if block.language == "text")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", ALL, ids=_name)
 def test_code_that_is_not_run_compiles(page: Path) -> None:
     """What needs a package that is not installed here is Python at least, and its page says what it needs."""
     for number, block in enumerate(_blocks(page)):
@@ -118,7 +122,7 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path) -> None:
         assert done.returncode == 0, (command, done.stderr)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=[*IDS, "contributing"])
+@pytest.mark.parametrize("page", ALL, ids=_name)
 def test_relative_links_lead_to_files(page: Path) -> None:
     """Every link of a page is a file of the repository, an anchor, or an address."""
     targets = [link.partition("#")[0] for link in LINK.findall(_without_code(page))]
@@ -161,7 +165,7 @@ def test_the_table_of_torchs_arguments_is_complete() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=[*IDS, "contributing"])
+@pytest.mark.parametrize("page", ALL, ids=_name)
 def test_a_page_never_offers_a_strangers_package(page: Path) -> None:
     """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
     assert not re.search(r"pip install .?fastload(?!-torch)", page.read_text())
