@@ -44,7 +44,7 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The pages of docs/ as a site in build/site. Links, anchors and the names of the API page are checked on the way.
+# The pages of docs/ as a site in build/site. The build checks links, anchors and the names of the API page.
 build/docs/.ready: pyproject.toml
 	$(PYTHON) -m venv build/docs
 	build/docs/bin/pip install --quiet --upgrade pip==26.3
