@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test soak test-emulated lint bench bench-peers mutants photos clean
+.PHONY: demo test soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -43,6 +43,16 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The pages of docs/ as a site in build/site. The build checks links, anchors and the names of the API page.
+build/docs/.ready: pyproject.toml
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet --upgrade pip==26.3
+	build/docs/bin/pip install --quiet --group docs
+	touch $@
+
+docs: build/docs/.ready
+	build/docs/bin/mkdocs build --strict --site-dir build/site
 
 # A change of the transport is judged by the first of these: no kind of sample may become slower than torch's.
 bench: $(PHOTOS)/.ready

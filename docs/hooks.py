@@ -1,0 +1,29 @@
+"""Links from a page to files of the repository that lie outside docs/, on their way into the site.
+
+In the repository such a link leads to the file. The site does not contain the file. With `repo_url` in
+mkdocs.yml the link leads to the file there; without it the link becomes its text and the path of the file.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from typing import Any
+
+_LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
+    """The page with each link that leaves docs/ replaced."""
+    folder = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
+
+    def replaced(match: re.Match[str]) -> str:
+        text, target, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path.startswith("docs/"):
+            return match[0]
+        if config.repo_url:
+            return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})"
+        return text if text == f"`{path}`" else f"{text} (`{path}` in the repository)"
+
+    return _LINK.sub(replaced, markdown)
