@@ -145,7 +145,9 @@ def peers() -> str:
 def loader_of(label: str) -> str:
     """Whose row this is: a loader has several, and ours count apart where images are kept."""
     name, *rest = label.split(", ")
-    return f"{name}, cached" if "cached" in rest else name
+    if name != "fastload":
+        return name
+    return "fastload, cached" if "cached" in rest else "fastload, only the import"
 
 
 def best(rows: dict[str, Any], prefix: str) -> list[float]:

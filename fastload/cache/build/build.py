@@ -21,21 +21,21 @@ import lmdb
 import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
+from fastload.batch.failed_sample import FailedSample
+from fastload.batch.failures import check_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
+from fastload.cache.build.progress import BuildProgress
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
+from fastload.cache.build.unfinished import Partial, source_differences
+from fastload.cache.build.writer import ShardWriter
 from fastload.cache.lmdb.codecs import LOSSY, check_codec
 from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
-from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.lmdb.shapes import SeenShapes
-from fastload.cache.build.writer import ShardWriter
-from fastload.cache.build.progress import BuildProgress
 from fastload.cache.record import encode, spec_of
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError
-from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_budget, most_failures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset, get_worker_info
 
+from fastload.batch.failed_sample import FailedSample
 from fastload.cache.lmdb.format import value_parts
 from fastload.cache.record import record_parts
-from fastload.nested.spec import flatten
 from fastload.errors import SegmentError, UnsupportedSampleError
-from fastload.batch.failed_sample import FailedSample
 from fastload.memory.segment import Segment, is_supported
+from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
     import mmap

@@ -28,13 +28,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fastload.batch.failed_sample import FailedSample
+from fastload.cache.build.writer import writing
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.description import FORMAT_VERSION, Plan, check_version, parse_json, parse_plan
 from fastload.cache.lmdb.files import SHARD_SUFFIX
 from fastload.cache.lmdb.format import read_description
-from fastload.cache.build.writer import writing
-from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.batch.failed_sample import FailedSample
 
 log = logging.getLogger("fastload")
 
