@@ -20,6 +20,7 @@ SHOWN = {
         "nothing; above 1 is faster."
     ),
     "training": "Steps a second of a small model on the same two cores.",
+    "bare": "Two workers against two processes that only read, transform and store.",
     "first_epoch": "Seconds of each epoch while a RAM cache is filled.",
     "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
     "peers": (
