@@ -102,7 +102,7 @@ class Layout:
         Args:
             num_samples: Number of samples of the dataset.
             budget_bytes: The most memory that the cache may take.
-            examples: Samples that are typical of the dataset; without any, the area is as large as the budget.
+            examples: Samples that are typical of the dataset; without any, the area is the budget.
             origin: The process that makes the cache, and the fingerprint of the samples.
             segment_bytes: The largest segment that the system may grant; None to plan without such a limit.
                 Columns come first, and the ragged area gets the rest.
