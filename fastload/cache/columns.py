@@ -138,8 +138,7 @@ class ColumnReader:
 
         Args:
             indices: Of rows that are written; the caller checks the bounds.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
-                batch.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
         Returns:
             None if default_collate would not make tensors or lists of such samples.

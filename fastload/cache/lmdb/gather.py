@@ -29,7 +29,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
 
     Args:
         records: Verified; not empty.
-        allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the batch.
+        allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
     Returns:
         None if the samples differ in structure, hold encoded images, or default_collate would not make

@@ -226,8 +226,7 @@ class LMDBCache:
 
         Args:
             indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
-                batch.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
         Returns:
             None if the images are encoded, a sample is not stored, or the batch needs default_collate.

@@ -249,8 +249,7 @@ class SharedMemoryCache:
 
         Args:
             indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, which holds a part of the
-                batch.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
         Returns:
             None if a sample is not cached as a uniform row, or the batch needs default_collate.
