@@ -59,7 +59,8 @@ class DataLoader(LoaderSettings):
 
     Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
     stays valid and unchanged as long as any tensor or array made from it is alive. "Differences from
-    torch.utils.data.DataLoader" in the README lists all differences and how to undo them.
+    torch.utils.data.DataLoader" in the README lists all differences, each with the way back to torch's
+    behaviour.
 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
