@@ -93,7 +93,7 @@ class CacheCorruptError(CacheError, OSError):
 
 
 class CacheBusyError(CacheError, OSError):
-    """Another process is building this cache, or died while building it."""
+    """Another process is building this cache."""
 
 
 # --- images ----------------------------------------------------------------------------------------------

@@ -246,7 +246,7 @@ class TestSource:
         [
             ([], "there is no folder in photos: SOURCE should have a folder of images for each class"),
             (["1.png"], "there is no folder in photos: SOURCE should have a folder of images for each class"),
-            (["cat/notes.txt"], "the folders in photos hold no image"),
+            (["cat/notes.txt"], "the folders in photos have no images"),
             (["cat/1.png", "dog/notes.txt"], "there is no image in photos/dog: remove"),
         ],
     )

@@ -7,7 +7,7 @@ Rules:
    packages are installed. OpenCV uses the same libjpeg-turbo; it decoded 500 x 375 JPEGs to identical pixels
    at 1.17x the rate (1,350 against 1,150 per second on one core), which does not justify a second decoder.
 2. The result is the image as a viewer shows it: turned by its EXIF tag, first frame, alpha dropped.
-3. Every file that cannot be read raises :class:`ImageReadError` with its path, for any error of the codec.
+3. Every file that cannot be read raises `ImageReadError` with its path, for any error of the codec.
 4. Raise ``DECODE_VERSION`` when the same file gives other pixels: the fingerprints of caches contain it.
 """
 

@@ -40,12 +40,12 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     """Images in one folder per class: ``root/cat/1.jpg`` is a sample of class "cat".
 
     ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array and an int. This
-    class applies no transform; :class:`fastload.CachedDataset` takes one.
+    class applies no transform; `fastload.CachedDataset` takes one.
 
     Args:
         root: The folder that holds a folder for each class. Files are found at any depth below the class
             folders, also through symbolic links.
-        size: As for :func:`fastload.images.decode.read_image`: None, the shorter side, or (height, width).
+        size: As for `fastload.read_image`: None, the shorter side, or (height, width).
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
 

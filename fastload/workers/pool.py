@@ -423,7 +423,7 @@ class Pool:
             self._accept(worker, received)
         self._restarts_left -= 1
         _log.warning(
-            "%s A new worker reads its unfinished batches again; restart_workers allows %d more restarts",
+            "%s A new worker reads its unfinished batches again; restart_workers allows %d more",
             self._cause_of_death(worker_id),
             self._restarts_left,
         )

@@ -76,4 +76,4 @@ def test_an_error_of_a_transform_says_what_it_was_given(device: str) -> None:
         next(iter(DataLoader(IMAGES, 4, device=device, device_transform=transform)))
 
     (note,) = caught.value.__notes__
-    assert note.startswith("raised by device_transform, which is given whole batches on cpu")
+    assert note.startswith("raised by device_transform, which gets whole batches on cpu")

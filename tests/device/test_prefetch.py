@@ -451,4 +451,6 @@ def test_a_copy_that_finds_no_memory_says_how_many_batches_are_on_the_device(
     fake.drain()
 
     assert all(torch.equal(got, batch(number)) for number, got in enumerate(ahead, start=1))
-    assert caught.value.__notes__ == ["while a batch was copied ahead; 3 batches are there beside your own"]
+    assert caught.value.__notes__ == [
+        "raised while a batch was copied ahead; the device holds 3 batches in addition to yours"
+    ]

@@ -141,7 +141,7 @@ def test_an_index_that_is_not_there_raises(cuda: Any, device: Any, shown: str) -
     """The error names the devices that are there, and what was asked for as it was written."""
     cuda(num_devices=2)
 
-    message = f"device={shown}: torch sees 2 CUDA devices, cuda:0 to cuda:1; .* Name one that is there"
+    message = f"device={shown}: torch sees 2 CUDA devices, cuda:0 to cuda:1; .* Name an available device"
     with pytest.raises(DeviceUnavailableError, match=message) as caught:
         CUDAPrefetcher([], device=device)
 

@@ -264,7 +264,7 @@ def test_a_slot_beyond_the_limit_is_not_tried(
         slots.add(memory, [memory])
 
     assert fake.registered == {}
-    assert "a slot of 8,192 bytes, of at most 4,096" in caplog.text
+    assert "a slot has 8,192 bytes, the limit is 4,096" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def test_a_worker_that_dies_each_time_ends_the_epoch_after_the_last_restart() ->
     iterator = iter(loader)
     got = [[zoo.value_of(sample) for sample in next(iterator)] for _ in range(3)]
 
-    with pytest.raises(fastload.WorkerDiedError, match=r"worker 1 exited with code 7 .*It was at batch 3"):
+    with pytest.raises(
+        fastload.WorkerDiedError, match=r"worker 1 exited with code 7 .*It was working on batch 3"
+    ):
         next(iterator)
 
     assert got == EXPECTED[:3]
