@@ -211,11 +211,6 @@ def measure(result: Result, number: int, setting: Setting, on_epoch: Callable[[i
     result.rounds_s.append(epochs_s)
 
 
-def middle(rates: list[float]) -> float:
-    """The median of some rates."""
-    return statistics.median(rates)
-
-
 def show_table(results: list[Result]) -> None:
     jobs = f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip, batches of {BATCH_SIZE}"
     table = Table(title=f"{jobs}; medians of {len(results[0].rounds_s)} rounds")
@@ -225,11 +220,11 @@ def show_table(results: list[Result]) -> None:
         table.add_column(heading, justify="right")
     base = results[0]
     for result in results:
-        first, later = middle(result.first_rates), middle(result.later_rates)
+        first, later = statistics.median(result.first_rates), statistics.median(result.later_rates)
         table.add_row(
             result.label,
-            f"{first:,.0f} ({first / middle(base.first_rates):.1f}x)",
-            f"{later:,.0f} ({later / middle(base.later_rates):.1f}x)",
+            f"{first:,.0f} ({first / statistics.median(base.first_rates):.1f}x)",
+            f"{later:,.0f} ({later / statistics.median(base.later_rates):.1f}x)",
             f"{result.total_s:.1f}",
             f"{result.cache_bytes / 1e6:,.0f}" if result.cache_bytes else "",
             f"{result.pss_bytes / 1e6:,.0f}",
@@ -251,7 +246,7 @@ def draw_chart(results: list[Result], path: Path, machine: str) -> None:
     for position, ((name, rates_of), colour) in enumerate(zip(RATES.items(), colours, strict=True)):
         left = [number + 0.4 * (position - 0.5) for number in range(len(results))]
         rates = [rates_of(result) for result in results]
-        heights = [middle(some) for some in rates]
+        heights = [statistics.median(some) for some in rates]
         below = [height - min(some) for height, some in zip(heights, rates, strict=True)]
         above = [max(some) - height for height, some in zip(heights, rates, strict=True)]
         bars = axes.bar(left, heights, 0.38, label=name, color=colour, yerr=(below, above), capsize=3)
@@ -310,14 +305,14 @@ def questions(results: list[Result]) -> list[dict[str, Any]]:
     answers = []
     for name, rates_of in RATES.items():
         rates = [rates_of(result) for result in results]
-        base, *others = (middle(some) for some in rates)
+        base, *others = (statistics.median(some) for some in rates)
         labels = [result.label.replace("\n", " ") for result in results]
         answers.append(
             {
                 "title": f"{results[0].images:,} JPEGs, RandomResizedCrop({CROP[0]}) and a flip, {name}",
                 "unit": "images/s",
                 "rows": {
-                    label: {"median": middle(some), "figures": some}
+                    label: {"median": statistics.median(some), "figures": some}
                     for label, some in zip(labels, rates, strict=True)
                 },
                 "ratios": {

@@ -124,8 +124,8 @@ def headline() -> str:
 
 def peers() -> str:
     """Images a second of each loader, at its best row, and of ours beside it."""
-    questions = json.loads((RESULTS / "peers.json").read_text())["questions"]
-    machine = json.loads((RESULTS / "peers.json").read_text())["machine"]
+    results = json.loads((RESULTS / "peers.json").read_text())
+    questions, machine = results["questions"], results["machine"]
     names = list(dict.fromkeys(loader_of(label) for q in questions for label in q["rows"]))
     lines = ["| images/s | " + " | ".join(question["title"] for question in questions) + " |"]
     lines.append("|---" * (len(questions) + 1) + "|")

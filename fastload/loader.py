@@ -205,12 +205,6 @@ class DataLoader(LoaderSettings):
         self._auto_workers: AutoWorkers | None = None
         if num_workers == "auto":
             check_countable(dataset)
-            needs_workers = (
-                prefetch_factor,
-                timeout or None,
-                multiprocessing_context,
-                persistent_workers or None,
-            )
             make_loader = functools.partial(
                 _make_trial_loader,
                 dataset,
@@ -233,7 +227,9 @@ class DataLoader(LoaderSettings):
                 on_error=on_error,
                 error_budget=error_budget,
             )
-            least = 0 if needs_workers == (None,) * len(needs_workers) else 1
+            has_context = multiprocessing_context is not None
+            needs_workers = prefetch_factor is not None or timeout or has_context or persistent_workers
+            least = 1 if needs_workers else 0
             self._auto_workers = AutoWorkers(make_loader, self.multiprocessing_context, least)
             self._choose_workers(self._auto_workers)
 

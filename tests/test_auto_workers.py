@@ -93,6 +93,17 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
+def after_a_trial() -> auto_workers.AutoWorkers:
+    """Batches take 10 ms without workers, and 20 ms with two."""
+    auto = auto_workers.AutoWorkers(lambda _: None, None, 0)
+    auto._has_tried = True
+    auto._timings = {
+        0: Timing(0.01, 0.01, 0.0, 100, has_workers=False),
+        2: Timing(0.02, 0.02, 0.001, 100, has_workers=True),
+    }
+    return auto
+
+
 # --- the choice -------------------------------------------------------------------------------------------
 
 
@@ -138,12 +149,7 @@ def test_batches_that_workers_make_in_the_meantime_count_for_nothing() -> None:
 
 def test_a_later_epoch_is_chosen_by_what_the_consumer_does() -> None:
     """A consumer that computes gets workers, for one that does not the trial's fastest number is right."""
-    auto = auto_workers.AutoWorkers(lambda _: None, None, 0)
-    auto._has_tried = True
-    auto._timings = {
-        0: Timing(0.01, 0.01, 0.0, 100, has_workers=False),
-        2: Timing(0.02, 0.02, 0.001, 100, has_workers=True),
-    }
+    auto = after_a_trial()
     chosen = []
     for step_s in (0.0, 0.03, 0.0):
         auto._step_s = step_s
@@ -167,12 +173,7 @@ def test_the_consumer_s_steps_and_waits_are_measured(monkeypatch: pytest.MonkeyP
 
 def test_an_epoch_corrects_what_was_measured_badly() -> None:
     """A number that was left or chosen by a disturbed measurement is judged by its own epochs later."""
-    auto = auto_workers.AutoWorkers(lambda _: None, None, 0)
-    auto._has_tried = True
-    auto._timings = {
-        0: Timing(0.01, 0.01, 0.0, 100, has_workers=False),
-        2: Timing(0.02, 0.02, 0.001, 100, has_workers=True),
-    }
+    auto = after_a_trial()
     auto.note_epoch(2, 0.0, 0.005)
     assert auto.choose(None) == 2
     auto.note_epoch(2, 0.0, 0.05)

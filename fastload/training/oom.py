@@ -61,7 +61,7 @@ def retry_on_oom(
         batch: A tensor, or nested dicts, lists, tuples, ... All tensors with dimensions have the batch's
             size first and are split there; so are lists of that length without tensors in them, and tuples
             of that many strings. Each part gets everything else whole, also NumPy arrays.
-        model: The module to whose gradients the step adds, or its parameters; None if there are none.
+        model: The module to whose gradients the step adds, or its parameters; None if it adds to none.
         min_size: The smallest number of samples in a part.
         split: For other kinds of batches: ``split(batch, num_parts)`` returns that many parts in order, each
             with its number of samples: a list of ``(part, size)``. It is called for one part first, and never

@@ -339,8 +339,7 @@ def measure(make_loader: Callable[[int], Any], num_workers: int, effort: Effort)
 
 def _calls(loader: Any, num_ahead: int, num_workers: int, effort: Effort) -> Iterable[float]:
     """Seconds of the start and of each call for a batch, until enough of an epoch was measured."""
-    began_s = before_s = time.perf_counter()
-    window_s = first_s = began_s
+    before_s = window_s = first_s = time.perf_counter()
     for number, _ in enumerate(loader):
         now_s = time.perf_counter()
         yield now_s - before_s

@@ -159,7 +159,7 @@ class Channel:
     def peek(self) -> Received | None:
         """The next message, which `take_out` removes.
 
-        Returns None when there is none yet (parent) or when the other end has gone (both).
+        Returns None if no message has arrived yet (in the parent), or if the other end has gone (in both).
         """
         if self._inbox:
             self._arrived.clear()  # the same message, if a signal came between the last two lines

@@ -46,7 +46,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def foreign_part(path: str) -> str | None:
-    """The path of a foreign file or directory at PATH, which no build made; None if there is none.
+    """The path of a file or directory at PATH that no build made; None if a build made all of them.
 
     A build leaves a directory of regular files with certain names.
     """

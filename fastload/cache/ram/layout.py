@@ -73,7 +73,7 @@ class Layout:
 
     num_samples: int
     budget_bytes: int
-    spec: Spec | None  # of uniform samples; None if there are none
+    spec: Spec | None  # of uniform samples; None if the layout is ragged
     columns: tuple[Column, ...]
     rows: int
     ragged_at: int
