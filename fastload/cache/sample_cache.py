@@ -1,0 +1,78 @@
+"""SampleCache: the interface that CachedDataset expects of a cache, and the defaults that caches inherit.
+
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it. The defaults
+are those of a finished cache, which stores nothing more. A cache of a user's own may inherit from this class,
+or just have its members.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from fastload.cache.columns import Allocate
+
+
+@runtime_checkable
+class SampleCache(Protocol):
+    """Samples by index, `0 <= index < num_samples`; the caller checks the bounds."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples of the dataset."""
+
+    @property
+    def num_cached(self) -> int:
+        """How many samples are stored now."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use now."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most bytes that it takes; None if it has no limit of its own."""
+        return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes see the samples that a worker process stores."""
+        return True
+
+    @property
+    def layout(self) -> str:
+        """One word for how samples are stored."""
+
+    def explain(self) -> str:
+        """The reason why this cache is in use, and the parts of its fingerprint."""
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that are not stored and that `put` may accept, ascending."""
+        return np.empty(0, np.intp)
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the sample of this index is stored now."""
+
+    def get(self, index: int) -> Any | None:
+        """The sample, with read-only arrays and private tensors, or None if it is not cached."""
+
+    def put(self, index: int, sample: Any) -> bool:
+        """Store a sample; False if it does not fit. May be repeated."""
+        return False
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch that default_collate would make of these samples, or None if it cannot be gathered."""
+        return None
+
+    def close(self) -> None:
+        """Release this process's resources; samples that were handed out stay valid."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
