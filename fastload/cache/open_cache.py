@@ -20,11 +20,11 @@ from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb, check_source
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.protocol import SampleCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
+from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError

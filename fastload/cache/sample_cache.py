@@ -1,8 +1,6 @@
-"""SampleCache: the interface that CachedDataset expects of a cache, and the defaults that caches inherit.
+"""SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
-A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it. The defaults
-are those of a finished cache, which stores nothing more. A cache of a user's own may inherit from this class,
-or just have its members.
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ class SampleCache(Protocol):
     @property
     def budget_bytes(self) -> int | None:
         """The most bytes that it takes; None if it has no limit of its own."""
-        return None
 
     @property
     def is_shared(self) -> bool:
         """Whether all processes see the samples that a worker process stores."""
-        return True
 
     @property
     def layout(self) -> str:
@@ -52,7 +48,6 @@ class SampleCache(Protocol):
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored and that `put` may accept, ascending."""
-        return np.empty(0, np.intp)
 
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored now."""
@@ -62,17 +57,41 @@ class SampleCache(Protocol):
 
     def put(self, index: int, sample: Any) -> bool:
         """Store a sample; False if it does not fit. May be repeated."""
-        return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that default_collate would make of these samples, or None if it cannot be gathered."""
-        return None
 
     def close(self) -> None:
         """Release this process's resources; samples that were handed out stay valid."""
+
+
+class BaseCache(SampleCache):
+    """The defaults of a cache; those of a finished cache, which stores nothing more."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """None: the cache has no limit of its own."""
+        return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Yes: all processes see the same samples."""
+        return True
 
     def __copy__(self) -> Self:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Empty: `put` accepts nothing."""
+        return np.empty(0, np.intp)
+
+    def put(self, index: int, sample: Any) -> bool:
+        """False: the cache stores nothing more."""
+        return False
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """None: each sample is read by itself."""
+        return None

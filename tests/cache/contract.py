@@ -17,7 +17,7 @@ from fastload.cache.record import decode, encode
 from tests.cache.zoo import Everything, Images, RaggedImages, assert_same
 
 if TYPE_CHECKING:
-    from fastload.cache.protocol import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 
 def read_all(cache: SampleCache, pipe: Any) -> None:
