@@ -56,7 +56,7 @@ class Photos(L.LightningDataModule):
         return self.loader(self.validation)
 
     def loader(self, dataset: fastload.CachedDataset, **arguments: Any) -> fastload.DataLoader:
-        """What both loaders have in common."""
+        """The settings that both loaders share."""
         return fastload.DataLoader(
             dataset,
             batch_size=8,
@@ -81,11 +81,12 @@ class Classifier(L.LightningModule):
         return nn.functional.cross_entropy(self.model(images), labels)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Logs means over the epoch."""
+        """Logs means over the epoch and over the ranks."""
         images, labels = batch
         logits = self.model(images)
-        self.log("val_loss", nn.functional.cross_entropy(logits, labels))
-        self.log("val_accuracy", (logits.argmax(1) == labels).float().mean())
+        loss = nn.functional.cross_entropy(logits, labels)
+        accuracy = (logits.argmax(1) == labels).float().mean()
+        self.log_dict({"val_loss": loss, "val_accuracy": accuracy}, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Plain SGD."""

@@ -24,7 +24,7 @@ try:
 except ImportError:
     raise SystemExit("This example needs WebDataset: pip install webdataset") from None
 
-SHARDS = 2  # at least as many as workers: a worker without a shard has nothing to read
+SHARDS = 2  # at least as many as workers: WebDataset raises an error in a worker without a shard
 
 
 def write_shards(photos: fastload.ImageFolder, directory: Path) -> list[str]:
@@ -52,7 +52,7 @@ class ToSample:
 
 def make_loader(shards: list[str]) -> fastload.DataLoader:
     samples = (
-        wds.WebDataset(shards, shardshuffle=len(shards))  # gives each worker its share of the shards
+        wds.WebDataset(shards, shardshuffle=100)  # gives each worker its share of the shards
         .shuffle(1000)
         .decode("rgb8")  # (H, W, 3) uint8 arrays
         .to_tuple("jpg", "cls", "__key__")
