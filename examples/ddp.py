@@ -25,7 +25,8 @@ RANKS = 2
 
 def train(folder: Path) -> tuple[nn.Module, fastload.CachedDataset]:
     """The training of one rank."""
-    dataset = fastload.CachedDataset(fastload.ImageFolder(folder, size=SIZE), cache="ram")  # for all ranks
+    photos = fastload.ImageFolder(folder, size=SIZE)
+    dataset = fastload.CachedDataset(photos, cache="ram")  # one cache for all ranks of this host
     sampler = DistributedSampler(dataset, shuffle=True)  # each rank gets its share of each epoch
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpus() else torch.device("cpu")
     loader = fastload.DataLoader(

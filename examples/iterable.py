@@ -70,7 +70,7 @@ def main() -> None:
                 short += len(numbers) < 5
             # Each worker ends with the rest of its share, so that more than one batch may be short.
             once = sum(count == 1 for count in seen.values())
-            print(f"{num_workers} workers: {once} of {total} images came once, {short} batches are short")
+            print(f"{num_workers} workers: {once} of {total} images came once, short batches: {short}")
 
 
 if __name__ == "__main__":

@@ -24,10 +24,10 @@ except ImportError:
 
 
 class Photos(L.LightningDataModule):
-    """Four fifths of the images to train on, one fifth to validate, from one cache in RAM.
+    """Four fifths of the images to train on, and one fifth to validate, each in a cache in RAM.
 
-    The ranks of a host find the same cache by the files that it was made of. For a cache on disk, build the
-    file in `prepare_data`, which runs once per node, and open it here with `CachedDataset.from_cache`.
+    The ranks of a host find the same caches by the files that they were made of. For a cache on disk, build
+    the file in `prepare_data`, which runs once per node, and open it here with `CachedDataset.from_cache`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Photos(L.LightningDataModule):
             batch_size=8,
             num_workers=2,
             persistent_workers=True,
-            device="auto",  # the device that Lightning chose for this rank; "cpu" with accelerator="cpu"
+            device="auto",  # the GPU of this rank; give "cpu" if the Trainer has accelerator="cpu"
             device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
             **arguments,
         )

@@ -1,4 +1,4 @@
-"""Shared by the examples, and no part of the templates: a folder of pictures, and a small network to train.
+"""Shared by the examples, and not part of the templates: a folder of pictures, and a small network to train.
 
 The other examples import it as a module, so that workers and ranks that are started anew can import it too.
 """

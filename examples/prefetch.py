@@ -60,12 +60,9 @@ def main() -> None:
         # CUDAPrefetcher does the same for any iterable of batches, torch's own loader included.
         prefetcher = fastload.CUDAPrefetcher(make_loader(folder, device=None), device="auto", depth=3)
         normalize = fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-        normalize.to(prefetcher.device)
+        pairs = zip(make_loader(folder), prefetcher, strict=True)
         equal = [
-            torch.equal(images, normalize(fetched)) and torch.equal(labels, fetched_labels)
-            for (images, labels), (fetched, fetched_labels) in zip(
-                make_loader(folder), prefetcher, strict=True
-            )
+            torch.equal(one[0], normalize(other[0])) and torch.equal(one[1], other[1]) for one, other in pairs
         ]
         print(f"{sum(equal)} of {len(equal)} batches on {prefetcher.device.type} are equal")
 

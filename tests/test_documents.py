@@ -26,9 +26,9 @@ LAST_LINES = {
     r"2 ranks ended with equal weights",
     "detection": r"24 of 24 images kept all of their boxes, in order and in size",
     "huggingface_datasets": r"datasets \S+: 24 of 24 rows are cached",
-    "iterable": r"0 workers: 24 of 24 images came once, 1 batches are short\n"
-    r"1 workers: 24 of 24 images came once, 1 batches are short\n"
-    r"2 workers: 24 of 24 images came once, 2 batches are short",
+    "iterable": r"0 workers: 24 of 24 images came once, short batches: 1\n"
+    r"1 workers: 24 of 24 images came once, short batches: 1\n"
+    r"2 workers: 24 of 24 images came once, short batches: 2",
     "lightning_module": r"lightning \S+: 6 steps, validation accuracy \d+%",
     "lmdb_cache": r"24 of 24 images in the file are equal to the decoded ones",
     "mixup_cutmix": r"([1-9]|1\d|2[0-4]) of 24 images have a label of two classes\n"

@@ -394,6 +394,7 @@ def test_the_table_has_a_row_for_each_habit(
             assert all(cell.count(">") == 1 for cell in figures[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_the_estimate_counts_every_step_of_the_table(
     rounds: int, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
