@@ -25,8 +25,8 @@ from rich.table import Table
 from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 import fastload
-from fastload.rng.draws import Draw, Draws, stream_bytes
 from fastload.rng.sample_rng import SampleRng
+from fastload.rng.sample_streams import StreamCounter, StreamOrigin, stream_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,10 +59,10 @@ def microseconds(work: Callable[[], Any], runs: int) -> float:
 
 def parts(runs: int) -> dict[str, float]:
     """Microseconds of each part of seeding a sample, and of the whole."""
-    draw = Draw(1, 2, None)
+    draw = StreamOrigin(1, 2, None)
     word = int.from_bytes(stream_bytes(draw, 3, 0)[:8], "little")
     bits, own = np.random.PCG64(0), random.Random()
-    draws = Draws(1, 2, MILLION, auto_collation=True)
+    draws = StreamCounter(1, 2, MILLION, auto_collation=True)
     batch = list(range(256))
     found = {
         "in the parent: count an index": microseconds(lambda: draws.count(batch), runs) / len(batch),

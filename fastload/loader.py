@@ -26,7 +26,7 @@ from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
-from fastload.rng.draws import check_dataset
+from fastload.rng.sample_streams import check_dataset
 from fastload.system import budget
 from fastload.workers import starting
 from fastload.workers.auto_workers import AutoWorkers, check_countable

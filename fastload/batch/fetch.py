@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from fastload.batch.replacing import Place
     from fastload.memory.lease import Arena
-    from fastload.rng.draws import Draw
     from fastload.rng.sample_rng import SampleRng
+    from fastload.rng.sample_streams import StreamOrigin
 
 
 @dataclass(kw_only=True)
@@ -123,12 +123,12 @@ class Fetcher:
         """The current state of an iterable dataset that has a state_dict()."""
         return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
 
-    def fetch(self, index: Any, draw: Draw | None = None, place: Place | None = None) -> Any:
+    def fetch(self, index: Any, origin: StreamOrigin | None = None, place: Place | None = None) -> Any:
         """Fetch the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
-            draw: With a `sample_rng`: the origin of the samples' random streams.
+            origin: With a `sample_rng`: the origin of the samples' random streams.
             place: With a `replacer`: the place from which replacements follow.
 
         Raises:
@@ -140,7 +140,7 @@ class Fetcher:
                 index = list(index)
             self.replacer.begin(place, index if self._auto_collation else [index])
         try:
-            batch = self._fetch(index, draw)
+            batch = self._fetch(index, origin)
         except BaseException:
             self._rows.forget()
             raise
@@ -162,20 +162,20 @@ class Fetcher:
         path = path_of(error)
         return place if path is None else f"{place}, {path}"
 
-    def _fetch(self, index: Any, draw: Draw | None) -> Any:
+    def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
         self._writes_rows = self._auto_collation and is_torch_default(self._collate_fn)
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            return self._stacked(self._fetch_whole, index, draw)  # the dataset may return whole batches
+            return self._stacked(self._fetch_whole, index, origin)  # the dataset may return whole batches
         if self._cache is not None and self._writes_rows:
-            return self._fetch_cached(self._cache, list(index), draw)
-        self._read_samples(index, draw)
+            return self._fetch_cached(self._cache, list(index), origin)
+        self._read_samples(index, origin)
         return self._collated()
 
-    def _fetch_whole(self, index: Any, draw: Draw | None) -> Any:
+    def _fetch_whole(self, index: Any, origin: StreamOrigin | None) -> Any:
         self._indices, self._left = (index,), iter(())
-        return self._collate_fn(self._getter((index,), draw)(index))
+        return self._collate_fn(self._getter((index,), origin)(index))
 
     def _collated(self) -> Any:
         """Collate the samples that were read."""
@@ -190,16 +190,18 @@ class Fetcher:
         with self._stacking:
             return collate(*args)
 
-    def _seeded(self, get: Callable[[Any], Any], indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
-        """``get``; with a draw, a function that sets the generators and then calls ``get``."""
-        if draw is None or self._sample_rng is None:
+    def _seeded(
+        self, get: Callable[[Any], Any], indices: Any, origin: StreamOrigin | None
+    ) -> Callable[[Any], Any]:
+        """``get``; with an origin, a function that sets the generators and then calls ``get``."""
+        if origin is None or self._sample_rng is None:
             return get
-        return self._sample_rng.seeded(get, indices, draw)
+        return self._sample_rng.seeded(get, indices, origin)
 
-    def _read_samples(self, indices: Any, draw: Draw | None) -> None:
+    def _read_samples(self, indices: Any, origin: StreamOrigin | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
-        if draw is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        if origin is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
             try:
                 samples = dataset.__getitems__(indices)
             except Exception:
@@ -214,7 +216,7 @@ class Fetcher:
         rows.begin(len(indices), keeps=not self._writes_rows)
         self._indices, self._left = indices, iter(indices)
         left = self._left
-        if draw is None and self.replacer is None:
+        if origin is None and self.replacer is None:
             if not rows.keeps:
                 for index in left:
                     rows.add(dataset[index])
@@ -223,34 +225,34 @@ class Fetcher:
             if rows.keeps:
                 rows.kept += [dataset[index] for index in left]
         else:
-            get = self._getter(indices, draw)
+            get = self._getter(indices, origin)
             for index in left:
                 rows.add(get(index))
         self._indices = ()
 
-    def _getter(self, indices: Any, draw: Draw | None) -> Callable[[Any], Any]:
+    def _getter(self, indices: Any, origin: StreamOrigin | None) -> Callable[[Any], Any]:
         """A function that gets the samples of ``indices`` in order, and replaces unreadable ones."""
-        get = self._seeded(self._get, indices, draw)
+        get = self._seeded(self._get, indices, origin)
         if self.replacer is None:
             return get
-        return self.replacer.replacing(get, functools.partial(self._read_at, draw))
+        return self.replacer.replacing(get, functools.partial(self._read_at, origin))
 
-    def _read_at(self, draw: Draw | None, index: Any, occurrence: int) -> Any:
-        if draw is not None and self._sample_rng is not None:
-            self._sample_rng.begin(draw, index, occurrence)
+    def _read_at(self, origin: StreamOrigin | None, index: Any, occurrence: int) -> Any:
+        if origin is not None and self._sample_rng is not None:
+            self._sample_rng.begin(origin, index, occurrence)
         return self._get(index)
 
-    def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], draw: Draw | None) -> Any:
+    def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
         positions = _positions(self._dataset, indices)
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
         if self.replacer is not None:
-            self._read_samples(indices, draw)
+            self._read_samples(indices, origin)
             return self._collated()
         get: Callable[[Any], Any] = dataset.view
         if dataset.transform is not None:
-            get = self._seeded(dataset.__getitem__, indices, draw)
+            get = self._seeded(dataset.__getitem__, indices, origin)
         rows = self._rows
         rows.begin(len(positions))
         self._indices, self._left = indices, iter(positions)

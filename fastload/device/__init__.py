@@ -1,5 +1,5 @@
 """Copy batches to the GPU, and transform them there.
 
-Read in this order: `prefetch` (the class for users), `copies` (the mechanism), `cuda` and `plain` (the
+Read in this order: `prefetch` (the class for users), `copies` (the mechanism), `cuda` and `streamless` (the
 devices), `registered` (slots that the GPU reads in place), `pin_thread`; then `normalize`.
 """

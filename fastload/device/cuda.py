@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.plain import PLAIN_TYPES, PlainDevice, why_no_plain_device
+from fastload.device.streamless import STREAMLESS_TYPES, StreamlessDevice, why_no_streamless_device
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
 
@@ -99,12 +99,12 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
         asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(message) from error
-    if asked.type not in ("cpu", "cuda", *PLAIN_TYPES):
+    if asked.type not in ("cpu", "cuda", *STREAMLESS_TYPES):
         raise ValueError(message)
     return asked
 
 
-def choose_backend(device: str | int | torch.device, asker: str) -> Backend | PlainDevice | None:
+def choose_backend(device: str | int | torch.device, asker: str) -> Backend | StreamlessDevice | None:
     """The backend that copies to ``device``; None for the CPU. Messages name ``asker`` as their subject.
 
     Raises:
@@ -120,17 +120,17 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Pl
         return None
     if asked.type == "cpu":
         return None
-    is_plain = asked.type in PLAIN_TYPES
-    reason = why_no_plain_device(asked) if is_plain else why_unavailable(asked.index)
+    is_streamless = asked.type in STREAMLESS_TYPES
+    reason = why_no_streamless_device(asked) if is_streamless else why_unavailable(asked.index)
     if reason is not None:
         shown = device if isinstance(device, int) else repr(str(device))
         advice = "device='auto' uses the CPU where there is no CUDA."
-        if not is_plain and why_unavailable(None) is None:
+        if not is_streamless and why_unavailable(None) is None:
             advice = "Name an available device, or 'cuda' for the current one."
         raise DeviceUnavailableError(f"{asker} cannot use device={shown}: {reason}. {advice}")
-    if is_plain:
+    if is_streamless:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
-        return PlainDevice(asked)
+        return StreamlessDevice(asked)
     return _CUDABackend(asked.index)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from fastload.device.copies import CopiesAhead
 from fastload.device.cuda import choose_backend
-from fastload.device.plain import PlainDevice
+from fastload.device.streamless import StreamlessDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,7 +60,7 @@ class CUDAPrefetcher(Generic[T]):
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
         self.depth = depth
-        self._backend: Backend | PlainDevice | None = choose_backend(device, "CUDAPrefetcher")
+        self._backend: Backend | StreamlessDevice | None = choose_backend(device, "CUDAPrefetcher")
         self._stream: Any = None
 
     @property
@@ -74,7 +74,7 @@ class CUDAPrefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._backend is None:
             return iter(self.loader)
-        if isinstance(self._backend, PlainDevice):
+        if isinstance(self._backend, StreamlessDevice):
             return map(self._backend.move, self.loader)
         if self._stream is None:
             self._stream = self._backend.make_stream()

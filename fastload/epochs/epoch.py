@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.stream_state import StreamState
     from fastload.epochs.saved_state import SavedState
-    from fastload.rng.draws import Draw, Draws
+    from fastload.rng.sample_streams import StreamCounter, StreamOrigin
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -72,11 +72,11 @@ class Epoch:
     ahead: deque[tuple[Any, int, StreamState | None]] | None = None
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
-    _draws: Draws | None = field(default=None, repr=False)  # with rng="sample"
+    _streams: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
 
-    def draw(self, index: Any) -> tuple[Any, Draw | None]:
+    def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
         """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        return (index, None) if self._draws is None else self._draws.count(index)
+        return (index, None) if self._streams is None else self._streams.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
         """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
@@ -137,7 +137,7 @@ class Epoch:
             return
         for _ in range(count):
             try:
-                self.received(self.draw(next(indices))[0])
+                self.received(self.count(next(indices))[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {count} batches, but the sampler now has "

@@ -21,7 +21,7 @@ import torch
 
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
-from fastload.device.plain import PlainDevice
+from fastload.device.streamless import StreamlessDevice
 from fastload.epochs import resume
 from fastload.errors import LoaderClosedError
 
@@ -36,7 +36,7 @@ DEPTH = 2
 _backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
 
 
-def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | PlainDevice | None:
+def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | StreamlessDevice | None:
     """The backend and copy stream of this loader, or a device without copies ahead; None for the CPU.
 
     Raises:
@@ -46,7 +46,7 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | PlainDevice |
     name = str(loader.device)
     if name not in known:
         backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
-        if backend is None or isinstance(backend, PlainDevice):
+        if backend is None or isinstance(backend, StreamlessDevice):
             return backend
         known[name] = (backend, backend.make_stream())
     return known[name]
@@ -65,7 +65,7 @@ class DeviceIterator(Iterator[Any]):
     """
 
     def __init__(
-        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | PlainDevice | None
+        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | StreamlessDevice | None
     ) -> None:
         self._loader = weakref.ref(loader)
         self.source = source
@@ -77,7 +77,7 @@ class DeviceIterator(Iterator[Any]):
     def _begin(self, loader: LoaderSettings) -> None:
         transform = loader.device_transform
         self._epoch = None
-        if self._device is None or isinstance(self._device, PlainDevice):
+        if self._device is None or isinstance(self._device, StreamlessDevice):
             self._batches = self.source
             device = torch.device("cpu")
             if self._device is not None:

@@ -37,7 +37,7 @@ from fastload.epochs.sampler_state import (
 )
 from fastload.epochs.saved_state import SavedState
 from fastload.errors import ResumeError, add_note
-from fastload.rng.draws import Draws
+from fastload.rng.sample_streams import StreamCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-class Book:
+class Progress:
     """The record of one loader's epochs."""
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Book:
         self.sample_seed: int | None = None  # the seed of the run that was loaded
 
 
-_books: weakref.WeakKeyDictionary[Any, Book] = weakref.WeakKeyDictionary()
+_progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
 
 
-def book_of(loader: Any) -> Book:
+def progress_of(loader: Any) -> Progress:
     """The loader's book; not an attribute, because frameworks that copy attributes must not copy progress."""
-    book = _books.get(loader)
-    return _books.setdefault(loader, Book()) if book is None else book
+    progress = _progress.get(loader)
+    return _progress.setdefault(loader, Progress()) if progress is None else progress
 
 
 def current_epoch(loader: Any) -> Epoch:
     """The epoch that this loader's iterators began last."""
-    epoch = book_of(loader).current
+    epoch = progress_of(loader).current
     if epoch is None:
         raise AssertionError("an iterator begins an epoch before it is asked for a batch")
     return epoch
@@ -80,15 +80,15 @@ def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     `iter(loader)` begins at the same place. Without a loaded state, the loader's generator stays as torch
     leaves it.
     """
-    book = book_of(loader)
-    before = book.next_number, book.current, book.loaded
+    progress = progress_of(loader)
+    before = progress.next_number, progress.current, progress.loaded
     try:
-        if book.loaded is None:
+        if progress.loaded is None:
             return make()
         with unchanged_on_error(loader):
             return make()
     except BaseException:
-        book.next_number, book.current, book.loaded = before
+        progress.next_number, progress.current, progress.loaded = before
         raise
 
 
@@ -103,9 +103,9 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     Raises:
         ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
     """
-    book = book_of(loader)
-    state, book.loaded = book.loaded, None
-    epoch = Epoch(book.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    progress = progress_of(loader)
+    state, progress.loaded = progress.loaded, None
+    epoch = Epoch(progress.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -116,11 +116,11 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
         _return_to(loader, epoch, state)
     epoch.sample_seed = _sample_seed(loader)
     if getattr(loader, "rng", "worker") == "sample":
-        epoch._draws = Draws(
+        epoch._streams = StreamCounter(
             epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
         )
-    book.next_number = epoch.number + 1
-    book.current = epoch
+    progress.next_number = epoch.number + 1
+    progress.current = epoch
     return epoch
 
 
@@ -147,7 +147,7 @@ def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
 
 def _sample_seed(loader: DataLoader[Any]) -> int:
     """The seed of the run that was loaded; else the user's seed of the loader's generator, or of torch."""
-    loaded = book_of(loader).sample_seed
+    loaded = progress_of(loader).sample_seed
     if loaded is not None:
         return loaded
     return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
@@ -194,10 +194,10 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     Raises:
         Exception: An error of a sampler's or a dataset's `state_dict()` within this epoch.
     """
-    book = book_of(loader)
-    if book.loaded is not None:
-        return book.loaded.to_plain()
-    epoch = book.current
+    progress = progress_of(loader)
+    if progress.loaded is not None:
+        return progress.loaded.to_plain()
+    epoch = progress.current
     if epoch is not None and not epoch.is_finished:
         _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
@@ -207,7 +207,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     else:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
-        epoch = Epoch(book.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
+        epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
     states = epoch.dataset_states
     if states is not None and epoch.is_finished:
         states = [ENDED] * len(states)
@@ -256,10 +256,10 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         with unchanged_on_error(loader):
             set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
             set_samplers(loader, fitting(loader, saved.samplers))
-    book = book_of(loader)
-    book.loaded = saved
-    book.sample_seed = saved.sample_seed
-    book.next_number = saved.epoch + saved.is_finished
+    progress = progress_of(loader)
+    progress.loaded = saved
+    progress.sample_seed = saved.sample_seed
+    progress.next_number = saved.epoch + saved.is_finished
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:
@@ -269,9 +269,9 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
         TypeError: The number is not an integer.
     """
     number = operator.index(number)
-    book = book_of(loader)
-    book.next_number = number
-    book.has_set_epoch = True
+    progress = progress_of(loader)
+    progress.next_number = number
+    progress.has_set_epoch = True
     for owner in [*samplers_by_place(loader).values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):

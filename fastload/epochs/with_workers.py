@@ -108,7 +108,7 @@ class WorkerIterator(HostIterator):
         self._has_died = False
         if not first_iter:
             self._drop_pinned()
-            number = self._epoch.number if resume.book_of(loader).has_set_epoch else None
+            number = self._epoch.number if resume.progress_of(loader).has_set_epoch else None
             self._pool.restart(number, self._epoch.dataset_states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
@@ -148,7 +148,7 @@ class WorkerIterator(HostIterator):
         place = None
         if self._replaces:
             place = Place(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
-        self._pool.submit(worker, task, *self._epoch.draw(index), place)
+        self._pool.submit(worker, task, *self._epoch.count(index), place)
         if self._pin_thread is not None:
             self._pin_thread.expect((worker, task))
         return None
@@ -333,7 +333,7 @@ def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
             torch.accelerator.set_device_index(index)  # of the worker's thread
         return pin_batch(batch, loader.pin_memory_device or None)
 
-    watches = resume.book_of(loader).next_number <= 1
+    watches = resume.progress_of(loader).next_number <= 1
     return ThreadPool(
         job,
         loader.prefetch_factor or 0,

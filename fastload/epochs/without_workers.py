@@ -30,7 +30,7 @@ from fastload.workers.job import Job
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.settings import LoaderSettings
 
 # Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
@@ -96,9 +96,9 @@ class LocalIterator(HostIterator):
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._refuse()
             try:
-                index, draw = self._epoch.draw(next(self._sampler_iter))
+                index, origin = self._epoch.count(next(self._sampler_iter))
                 self._num_drawn += 1
-                batch = self._fetch(index, draw)
+                batch = self._fetch(index, origin)
             except StopIteration:
                 self._epoch.ended()
                 self._has_ended = True
@@ -116,7 +116,7 @@ class LocalIterator(HostIterator):
             raise LoaderClosedError
         raise StopIteration  # the buffers may belong to another iterator now
 
-    def _fetch(self, index: Any, draw: Draw | None) -> Any:
+    def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
         at = None
         if self._failures is not None:
             at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
@@ -124,7 +124,7 @@ class LocalIterator(HostIterator):
             self._is_fetching = True
             self._buffers.begin()
             with self._pipelines:
-                batch = self._fetcher.fetch(index, draw, at)
+                batch = self._fetcher.fetch(index, origin, at)
         except StopIteration:
             raise  # the stream has ended: there is no such batch
         except BaseException as error:

@@ -16,21 +16,21 @@ from fastload.rng.sample_rng import SampleRng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
 
 
 class SampleStreams(Protocol):
     """The interface of an epoch that makes keys."""
 
-    def draw(self, given: Any) -> tuple[Any, Draw | None]:
-        """The index from the sampler, and the origin of its samples' random streams."""
+    def count(self, given: Any) -> tuple[Any, StreamOrigin | None]:
+        """Count an index from the sampler; return it and the origin of its samples' random streams."""
 
 
 class Key(NamedTuple):
     """An index, and the origin of its sample's random streams."""
 
     index: Any
-    draw: Draw
+    origin: StreamOrigin
     occurrence: int
 
 
@@ -55,7 +55,7 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, key: Key) -> Any:
         if self._rng is None:
             self._rng = SampleRng(self._dataset, with_pipelines=self._with_pipelines, is_guest=False)
-        self._rng.begin(key.draw, key.index, key.occurrence)
+        self._rng.begin(key.origin, key.index, key.occurrence)
         try:
             return self._dataset[key.index]
         finally:
@@ -85,11 +85,11 @@ class KeyedSampler:
     def _keys(self, indices: Iterator[Any]) -> Iterator[Any]:
         epoch = self._epoch()
         for given in indices:
-            index, draw = epoch.draw(given)
-            if draw is None:
-                raise AssertionError('the epoch of a loader with rng="sample" has draws')
+            index, origin = epoch.count(given)
+            if origin is None:
+                raise AssertionError('the epoch of a loader with rng="sample" counts its indices')
             drawn = index if self._auto_collation else [index]
-            times = draw.occurrences or itertools.repeat(0, len(drawn))
-            alone = draw._replace(occurrences=None)
+            times = origin.occurrences or itertools.repeat(0, len(drawn))
+            alone = origin._replace(occurrences=None)
             keys = [Key(one, alone, before) for one, before in zip(drawn, times, strict=True)]
             yield keys if self._auto_collation else keys[0]

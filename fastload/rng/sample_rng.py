@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.rng.draws import STREAM_BYTES, Draw, index_key, stream_bytes
 from fastload.rng.loans import Loan, Returns, library_generators, places
 from fastload.rng.pipelines import attributes, find_random, parts_of
+from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -67,18 +67,20 @@ class SampleRng:
         if not is_guest:
             self._take_over()
 
-    def seeded(self, get: Callable[[Any], Any], indices: Iterable[Any], draw: Draw) -> Callable[[Any], Any]:
+    def seeded(
+        self, get: Callable[[Any], Any], indices: Iterable[Any], origin: StreamOrigin
+    ) -> Callable[[Any], Any]:
         """Wrap ``get`` to set the generators first; call it once for each of ``indices``, in order."""
-        drawn = zip(indices, draw.occurrences or itertools.repeat(0))  # noqa: B905  # repeat has no end
+        drawn = zip(indices, origin.occurrences or itertools.repeat(0))  # noqa: B905  # repeat has no end
 
         def seeded_get(position: Any) -> Any:
             index, occurrence = next(drawn)
-            self.begin(draw, index, occurrence)
+            self.begin(origin, index, occurrence)
             return get(position)
 
         return seeded_get
 
-    def begin(self, draw: Draw, index: Any, occurrence: int) -> None:
+    def begin(self, origin: StreamOrigin, index: Any, occurrence: int) -> None:
         """Set all generators for the sample of this index."""
         if self._is_guest and self._loan is None:
             self._loan = Loan(self._borrowed, self._take_over)
@@ -86,7 +88,7 @@ class SampleRng:
             # A dataset that is being read for a sample may itself iterate over a loader.
             self._outer = _current.rng, _current.stream, _current.generator
         _current.rng = self
-        _current.stream = stream_bytes(draw, index, occurrence)
+        _current.stream = stream_bytes(origin, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from fastload.batch.stream_state import StreamState
     from fastload.device.cuda import Backend
     from fastload.memory.ring import Ring, Slot
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
 
 _log = logging.getLogger("fastload")
@@ -143,13 +143,18 @@ class Pool:
         return [worker.process.pid for worker in self._workers]
 
     def submit(
-        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+        self,
+        worker_id: int,
+        number: int,
+        index: Any,
+        origin: StreamOrigin | None = None,
+        at: Place | None = None,
     ) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index, draw, at))
+            worker.waiting.append(Task(number, index, origin, at))
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
@@ -336,7 +341,7 @@ class Pool:
                 task.slot.memory is not None,
                 self.ring.num_slots(worker_id),
                 task.index,
-                task.draw,
+                task.origin,
                 task.at,
             )
             self._send(worker, worker_id, message, task.serial, task)
@@ -437,7 +442,7 @@ class Pool:
         new.sent.extend(task for task in worker.sent if task.reply is not None)
         for task in dict.fromkeys([*worker.sent, *worker.waiting]):
             if task.reply is None and not task.is_stale:
-                new.waiting.append(Task(task.number, task.index, task.draw, task.at))
+                new.waiting.append(Task(task.number, task.index, task.origin, task.at))
 
     def let_read(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place; the caller keeps each batch until the device has read it."""

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fastload.batch.replacing import Place
     from fastload.batch.stream_state import StreamState
     from fastload.memory.ring import Slot
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.worker import Kind, Reply
 
 
@@ -19,7 +19,7 @@ class Task:
     Args:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
-        draw: The origin of the random streams of its samples.
+        origin: The origin of the random streams of its samples.
         at: The place from which replacements of its samples follow.
 
     Attributes:
@@ -39,7 +39,6 @@ class Task:
     __slots__ = (
         "at",
         "dataset_state",
-        "draw",
         "failed",
         "index",
         "is_stale",
@@ -47,6 +46,7 @@ class Task:
         "lease",
         "notes",
         "number",
+        "origin",
         "payload",
         "place",
         "reply",
@@ -54,10 +54,10 @@ class Task:
         "slot",
     )
 
-    def __init__(self, number: int, index: Any, draw: Draw | None, at: Place | None) -> None:
+    def __init__(self, number: int, index: Any, origin: StreamOrigin | None, at: Place | None) -> None:
         self.number = number
         self.index = index
-        self.draw = draw
+        self.origin = origin
         self.at = at
         self.failed: tuple[FailedSample, ...] = ()
         self.serial = 0

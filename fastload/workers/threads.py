@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.replacing import Place
     from fastload.batch.stream_state import StreamState
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
 
 _log = logging.getLogger("fastload")
@@ -103,14 +103,19 @@ class ThreadPool:
         return os.getpid() == self._pid
 
     def submit(
-        self, worker_id: int, number: int, index: Any, draw: Draw | None = None, at: Place | None = None
+        self,
+        worker_id: int,
+        number: int,
+        index: Any,
+        origin: StreamOrigin | None = None,
+        at: Place | None = None,
     ) -> None:
         """Give a worker its next task; if the first batch is watched, wait for it."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
-        task = Task(number, index, draw, at)
+        task = Task(number, index, origin, at)
         worker.sent.append(task)
         worker.tasks.put(task)
         # No other worker thread draws during this wait. If the batch takes too long, `take` raises the error.
@@ -273,7 +278,7 @@ class _Worker:
             return
         self._buffers.begin()
         try:
-            task.payload = self._finish(self._fetcher.fetch(task.index, task.draw, task.at))
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.at))
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
             task.kind = Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn

@@ -46,7 +46,7 @@ from fastload.system.limits import too_many_files
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
     from fastload.batch.replacing import Place
-    from fastload.rng.draws import Draw
+    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Channel, ChannelEnd, Received
     from fastload.workers.job import Job, PickledJob
 
@@ -58,7 +58,7 @@ class Fetch(NamedTuple):
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
-    draw: Draw | None
+    origin: StreamOrigin | None
     place: Place | None
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -300,7 +300,7 @@ class _Worker:
 
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
-            batch = fetcher.fetch(message.index, message.draw, message.place)
+            batch = fetcher.fetch(message.index, message.origin, message.place)
             failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
             return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)
         except StopIteration as error:

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.rng.draws import Draw, Draws, index_key, stream_bytes
+from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
 from tests.cache.zoo import FloatImages
 from tests.rng.draws_zoo import Alone, AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, refusing, resize
 
@@ -284,7 +284,7 @@ class TestIndices:
     @settings(deadline=None)
     def test_occurrences_are_counted_over_batches(self, indices: list[int], batch_size: int) -> None:
         """Each draw knows how often its index came before in the epoch, also outside the dataset's range."""
-        draws = Draws(1, 2, 10, auto_collation=True)
+        draws = StreamCounter(1, 2, 10, auto_collation=True)
         found = []
         for start in range(0, len(indices), batch_size):
             batch, draw = draws.count(indices[start : start + batch_size])
@@ -294,7 +294,7 @@ class TestIndices:
 
     def test_the_streams_are_fixed_for_ever(self) -> None:
         """These bytes are part of the release: another value is another run of every user."""
-        assert stream_bytes(Draw(1, 2, None), 3, 4)[:8].hex() == "edeabf5d7b4de48e"
+        assert stream_bytes(StreamOrigin(1, 2, None), 3, 4)[:8].hex() == "edeabf5d7b4de48e"
 
 
 class TestRefusals:

@@ -12,10 +12,10 @@ import torch
 
 from fastload.nested.device_tree import map_movable
 
-PLAIN_TYPES = ("mps", "xpu")
+STREAMLESS_TYPES = ("mps", "xpu")
 
 
-class PlainDevice:
+class StreamlessDevice:
     """Moves whole batches to one device.
 
     Args:
@@ -33,7 +33,7 @@ class PlainDevice:
         return map_movable(batch, lambda leaf: leaf.to(self.device))
 
 
-def why_no_plain_device(device: torch.device) -> str | None:
+def why_no_streamless_device(device: torch.device) -> str | None:
     """Why torch has no such device here; None if it has one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != device.type:

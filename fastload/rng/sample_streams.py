@@ -1,9 +1,9 @@
 """Derive the random streams of each sample from its index: the parent's part of `rng="sample"`.
 
-A draw is one index from the sampler. Its random streams follow from four numbers that do not depend on the
-worker that reads the sample, or on the time: the seed, the epoch, the index, and how often that index came
-before in this epoch. The parent counts, in the order of the sampler; the rest happens where the sample is
-fetched (`sample_rng`). Pure code, except for the seed: no I/O, no global state.
+The random streams of a sample follow from four numbers that do not depend on the worker that reads it, or on
+the time: the seed, the epoch, the index, and how often that index came before in this epoch. The parent
+counts, in the order of the sampler; the rest happens where the sample is fetched (`sample_rng`). Pure code,
+except for the seed: no I/O, no global state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 STREAM_BYTES = 64  # the size of one BLAKE2b digest
 
 
-class Draw(NamedTuple):
+class StreamOrigin(NamedTuple):
     """The origin of the random streams of one batch, in addition to its indices."""
 
     seed: int
@@ -29,8 +29,8 @@ class Draw(NamedTuple):
     occurrences: tuple[int, ...] | None  # how often each index came before; None: 0 for all of them
 
 
-class Draws:
-    """The draws of one epoch; counts how often each index comes.
+class StreamCounter:
+    """Counts how often each index comes in one epoch.
 
     Args:
         seed: The seed of the run: 64 bits.
@@ -46,8 +46,8 @@ class Draws:
         self._times = array("I", bytes(4 * num_samples))
         self._times_of_others: dict[bytes, int] = {}
 
-    def count(self, index: Any) -> tuple[Any, Draw]:
-        """The next index of the sampler, as a list if it was an iterator, and its draw.
+    def count(self, index: Any) -> tuple[Any, StreamOrigin]:
+        """The next index of the sampler, as a list if it was an iterator, and its origin.
 
         Raises:
             TypeError: An index has no stable digest.
@@ -58,7 +58,7 @@ class Draws:
             if not hasattr(index, "__len__"):
                 index = list(index)
             occurrences = self._count_all(index)
-        return index, Draw(self._seed, self._epoch, occurrences if any(occurrences) else None)
+        return index, StreamOrigin(self._seed, self._epoch, occurrences if any(occurrences) else None)
 
     def _count_all(self, indices: Iterable[Any]) -> tuple[int, ...]:
         times, length = self._times, len(self._times)
@@ -104,11 +104,11 @@ def index_key(index: Any) -> bytes:
     )
 
 
-def stream_bytes(draw: Draw, index: Any, occurrence: int) -> bytes:
+def stream_bytes(origin: StreamOrigin, index: Any, occurrence: int) -> bytes:
     """64 bytes from which all generators are set for one sample: BLAKE2b, RFC 7693."""
     # The usual case, an int, without a call.
     key = b"i%d" % index if type(index) is int else index_key(index)
-    text = b"%d,%d,%d,%b" % (draw.seed, draw.epoch, occurrence, key)
+    text = b"%d,%d,%d,%b" % (origin.seed, origin.epoch, occurrence, key)
     return hashlib.blake2b(text, digest_size=STREAM_BYTES).digest()
 
 

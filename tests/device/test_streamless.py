@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastload import CUDAPrefetcher, DataLoader
-from fastload.device import cuda, plain
+from fastload.device import cuda, streamless
 from fastload.errors import DeviceUnavailableError
 from tests import zoo
 
@@ -23,11 +23,11 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         moved.append((device.type, tuple(tensor.shape)))
         return tensor.clone()
 
-    def move(self: plain.PlainDevice, batch: Any) -> Any:
-        return plain.map_movable(batch, lambda leaf: to(leaf, self.device))
+    def move(self: streamless.StreamlessDevice, batch: Any) -> Any:
+        return streamless.map_movable(batch, lambda leaf: to(leaf, self.device))
 
-    monkeypatch.setattr(cuda, "why_no_plain_device", lambda device: None)
-    monkeypatch.setattr(plain.PlainDevice, "move", move)
+    monkeypatch.setattr(cuda, "why_no_streamless_device", lambda device: None)
+    monkeypatch.setattr(streamless.StreamlessDevice, "move", move)
     cuda.say_once.cache_clear()
     return moved
 
@@ -94,7 +94,7 @@ def test_one_that_is_not_there_is_an_error(device: str) -> None:
 def test_move_keeps_what_is_no_tensor() -> None:
     """Tensors move, also in nests; other values are the same objects."""
     value = object()
-    moved = plain.PlainDevice(torch.device("meta")).move({"a": [torch.ones(2), value], "b": "text"})
+    moved = streamless.StreamlessDevice(torch.device("meta")).move({"a": [torch.ones(2), value], "b": "text"})
 
     assert moved["a"][0].device.type == "meta"
     assert moved["a"][1] is value
