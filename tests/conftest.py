@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fastload.cache import pace
-from tests import leaks
+from tests.kit import leaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +23,12 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported by now stays: keep it out of the guard's collections, which then take no time."""
+@pytest.fixture(scope="module", autouse=True)
+def imports_out_of_collections() -> None:
+    """Keep what was imported by now out of the guard's collections, which then take no time.
+
+    Once for each module, because tests import more: an optimizer brings the whole of torch's compiler.
+    """
     gc.collect()
     gc.freeze()
 
@@ -40,8 +44,12 @@ def leak_guard() -> Iterator[None]:
     """No test leaves a process, a thread, a descriptor or a file in /dev/shm behind."""
     before = leaks.snapshot()
     yield
+    gc.collect()
     deadline = time.monotonic() + leaks.GRACE_S
+    pause_s = 0.001
     while grown := leaks.grown(before, leaks.snapshot()):
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {grown}")
-        select.select([], [], [], 0.02)
+        select.select([], [], [], pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+        gc.collect()

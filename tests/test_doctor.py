@@ -278,7 +278,7 @@ def test_it_runs_as_a_command() -> None:
 def test_without_proc_the_command_answers() -> None:
     """Resident memory is unknown then, in JSON and as text; the machine's memory is known."""
     program = (
-        "import sys; from tests.refusals import hide_proc; hide_proc() or sys.exit(77)\n"
+        "import sys; from tests.kit.faults import hide_proc; hide_proc() or sys.exit(77)\n"
         "import fastload; from fastload.cli.main import main\n"
         "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
         "sys.argv = ['fastload', 'doctor', '--json']; main()"

@@ -18,14 +18,14 @@ import fastload
 from fastload import DataLoader
 from fastload.batch import loader_collate
 from fastload.batch.loader_collate import LoaderCollate
-from tests import zoo
+from tests.kit import datasets
 
-IMAGES = zoo.Made(zoo.image, 12)
+IMAGES = datasets.Made(datasets.image, 12)
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 LOST: dict[str, dict[str, Any]] = {
     'rng="sample"': {"rng": "sample"},
     "device": {"device": "cpu"},
-    "device, device_transform": {"device": "cpu", "device_transform": zoo.mixed_up},
+    "device, device_transform": {"device": "cpu", "device_transform": datasets.mixed_up},
     'rng="sample", device': {"rng": "sample", "device": "auto", **CHANNELS_LAST},
 }
 

@@ -15,7 +15,8 @@ from fastload.cache.record import decode, record_parts
 from fastload.errors import CacheCorruptError
 from fastload.nested.leaves import Leaf
 from fastload.nested.spec import flatten
-from tests.cache.zoo import Everything, assert_same
+from tests.cache.zoo import Everything
+from tests.kit.batches import assert_same_samples
 
 _SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40)).flatmap(
     lambda side: st.sampled_from([side, (*side, 1), (*side, 3)])
@@ -37,7 +38,7 @@ def test_exact_codecs_are_exact(shape: tuple[int, ...], way: tuple[str, int]) ->
     image = noise(shape)
     back = decode(record({"image": image, "label": 3}, *way))
 
-    assert_same(back, {"image": image, "label": 3})
+    assert_same_samples(back, {"image": image, "label": 3})
     assert back["image"].flags.c_contiguous
     assert not back["image"].flags.writeable
 
@@ -79,7 +80,7 @@ def test_other_leaves_stay_as_they_are(codec: str) -> None:
     del sample["image"]
     sample["arrays"] = [noise((2, 3, 4)), noise((5,)), noise((0, 3, 3)), noise((4, 4, 3)).astype(np.int16)]
 
-    assert_same(decode(record(sample, codec)), sample)
+    assert_same_samples(decode(record(sample, codec)), sample)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,9 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import SegmentError
 from fastload.memory import segment
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages, assert_same
-from tests.refusals import limited, mapped_bytes
+from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import limited, mapped_bytes
 
 ROOT = Path(__file__).parents[2]
 MB = 1 << 20
@@ -47,7 +48,7 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
     """Two passes over the samples bring what the dataset holds."""
     for _ in range(2):
         for index in range(len(dataset)):
-            assert_same(ds[index], dataset.sample(index))
+            assert_same_samples(ds[index], dataset.sample(index))
 
 
 # --- what is planned --------------------------------------------------------------------------------------
@@ -371,8 +372,9 @@ def test_a_lock_that_is_refused_later_leaves_samples_out(
 _PROGRAM = """
 import errno, json, logging, os, sys
 import fastload
-from tests.cache.zoo import Images, RaggedImages, assert_same
-from tests.refusals import hide_proc, refuse
+from tests.cache.zoo import Images, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import hide_proc, refuse
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -388,7 +390,7 @@ for dataset in (Images(8), RaggedImages(8)):
         cached = fastload.CachedDataset(dataset, key=key)
         for _ in range(2):
             for index in range(8):
-                assert_same(cached[index], dataset.sample(index))
+                assert_same_samples(cached[index], dataset.sample(index))
         assert cached.cache_info().num_cached == 8
         found[f"{type(dataset).__name__} {key}"] = cached.cache_info().layout
 for method in METHODS:

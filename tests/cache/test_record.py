@@ -24,7 +24,8 @@ from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleErro
 from fastload.nested.dtypes import TENSOR_STORAGE
 from fastload.nested.spec import Spec
 from fastload.nested.tensors import TENSOR_DTYPES
-from tests.cache.zoo import Pair, Triple, assert_same
+from tests.cache.zoo import Pair, Triple
+from tests.kit.batches import assert_same_samples
 
 _DTYPES = st.one_of(
     npst.boolean_dtypes(),
@@ -74,7 +75,7 @@ _SAMPLES = st.recursive(
 @settings(deadline=None)
 def test_round_trip(sample: Any) -> None:
     """Any nest of supported leaves comes back with its exact types, dtypes, shapes and values."""
-    assert_same(decode(encode(sample)), sample)
+    assert_same_samples(decode(encode(sample)), sample)
 
 
 @given(_SAMPLES)

@@ -21,8 +21,9 @@ from fastload.cache.ram import owners, registry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment
-from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same
-from tests.refusals import OTHER_KINDS, something_else
+from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import OTHER_KINDS, something_else
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,7 +125,7 @@ def test_a_second_job_finds_what_the_first_decoded(
     assert ds.cache_info().num_cached == 30
     assert sum(dataset.reads) == 1
     for index in range(30):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
     assert sum(dataset.reads) == 1
 
 

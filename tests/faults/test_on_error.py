@@ -12,8 +12,8 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
 
 MODES: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},

@@ -13,8 +13,8 @@ import torch
 
 import fastload
 from fastload.workers import starting
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
 from tests.survival.attack_zoo import Gate
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import pytest
 
 import fastload
 from fastload.workers import death_message, pool
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
 

@@ -16,8 +16,8 @@ import pytest
 import fastload
 from fastload.workers import channel, pool
 from fastload.workers.channel import Received
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,7 +80,7 @@ def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(
 PROGRAM = """
 import os, signal, sys
 import fastload
-from tests import zoo as datasets
+from tests.kit import datasets
 from tests.faults import zoo
 
 signal.signal(signal.SIGTERM, lambda *_: None)  # as launchers and loggers do

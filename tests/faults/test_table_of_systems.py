@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.faults import table_zoo as zoo
-from tests.programs import run_each
+from tests.kit.processes import run_each
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,8 +35,8 @@ import fastload
 from fastload.workers import pool
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
-from tests.leaks import names_in_shm
-from tests.refusals import hide_proc, limited, refuse
+from tests.kit.leaks import names_in_shm
+from tests.kit.faults import hide_proc, limited, refuse
 
 
 class Lines(logging.Handler):

@@ -14,7 +14,7 @@ from torch.utils.data import WeightedRandomSampler
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from tests import zoo
+from tests.kit import datasets
 from tests.rng.draws_zoo import Alone, Dice, Jitter, Pictures
 from tests.rng.pipelines_zoo import Corners
 
@@ -59,7 +59,7 @@ def test_the_default_is_torch_s() -> None:
         runs = []
         for cls in (tud.DataLoader, DataLoader):
             random.seed(1), np.random.seed(1), torch.manual_seed(1)
-            runs.append(run(zoo.Made(zoo.draws), 2, cls, num_workers=num_workers))
+            runs.append(run(datasets.Made(datasets.draws), 2, cls, num_workers=num_workers))
         assert runs[0] == runs[1]
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tests.programs import run_each
+from tests.kit.processes import run_each
 
 _SHARED = """
 import threading
 import fastload
-from tests import zoo
+from tests.kit import datasets
 from tests.survival import attack_zoo, pretending
 
 
 def loader(**options):
     return fastload.DataLoader(
-        zoo.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
+        datasets.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastload
-from tests import zoo
+from tests.kit import datasets
 
 
 def settings_of_worker(index: int) -> Any:
@@ -24,7 +24,7 @@ def settings_of_worker(index: int) -> Any:
 def test_a_worker_has_one_thread_and_asks_no_network(method: str) -> None:
     """Torch and OpenCV run on the worker's own core; albumentations looks for no newer version."""
     loader = fastload.DataLoader(
-        zoo.Made(settings_of_worker, 1), num_workers=1, multiprocessing_context=method, collate_fn=list
+        datasets.Made(settings_of_worker, 1), num_workers=1, multiprocessing_context=method, collate_fn=list
     )
 
     (((torch_threads, cv2_threads, no_update),),) = loader
@@ -45,7 +45,7 @@ def test_opencv_that_a_worker_imports_later_has_one_thread_unless_the_user_says_
     if users is not None:
         monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", users)
 
-    assert list(fastload.DataLoader(zoo.Made(_opencv_threads, 1), None, num_workers=1)) == [expected]
+    assert list(fastload.DataLoader(datasets.Made(_opencv_threads, 1), None, num_workers=1)) == [expected]
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:
@@ -115,7 +115,7 @@ def test_a_fork_server_imports_the_caches_once_if_this_process_has_them() -> Non
 
 def test_workers_inside_a_worker_are_refused_as_by_torch() -> None:
     """Daemonic processes have no children."""
-    loader = fastload.DataLoader(zoo.Made(_nested, 1), num_workers=1)
+    loader = fastload.DataLoader(datasets.Made(_nested, 1), num_workers=1)
 
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
         next(iter(loader))

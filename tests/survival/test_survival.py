@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import fastload
-from tests import zoo
+from tests.kit import datasets
 from tests.survival.attack_zoo import numbered
 from tests.survival.killing_zoo import hangs
 
@@ -45,14 +45,14 @@ def assert_is(batch: Any, indices: range) -> None:
 @pytest.mark.parametrize(
     ("make", "how"),
     [
-        (zoo.killed, "was killed by SIGKILL .*out-of-memory killer"),
-        (zoo.left, "exited with code 3 .*sys.exit"),
+        (datasets.killed, "was killed by SIGKILL .*out-of-memory killer"),
+        (datasets.left, "exited with code 3 .*sys.exit"),
     ],
     ids=["killed", "left"],
 )
 def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, how: str, method: str) -> None:
     """WorkerDiedError (a RuntimeError, as in torch) names worker, cause, batch and index; then it is over."""
-    loader = fastload.DataLoader(zoo.Made(make), 4, num_workers=2, multiprocessing_context=method)
+    loader = fastload.DataLoader(datasets.Made(make), 4, num_workers=2, multiprocessing_context=method)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
@@ -70,7 +70,7 @@ def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, h
 
 def test_a_worker_killed_from_outside_while_it_is_waited_for_is_noticed() -> None:
     """The process is watched, so nobody waits for a batch that will not come."""
-    iterator = iter(fastload.DataLoader(zoo.Made(hangs, 8), 4, num_workers=1))
+    iterator = iter(fastload.DataLoader(datasets.Made(hangs, 8), 4, num_workers=1))
     (pid,) = iterator._pool.pids
     os.kill(pid, signal.SIGKILL)
 
@@ -85,14 +85,15 @@ import os, signal, sys, time
 sys.path[:0] = {path!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import fastload
-from tests import zoo
+from tests.kit import datasets
 from tests.survival.attack_zoo import numbered
 from tests.survival.killing_zoo import hangs
 
 if __name__ == "__main__":
     iterators = []
     for make in ({makes}):
-        loader = fastload.DataLoader(zoo.Made(make), 2, num_workers=2, multiprocessing_context={method!r})
+        dataset = datasets.Made(make)
+        loader = fastload.DataLoader(dataset, 2, num_workers=2, multiprocessing_context={method!r})
         iterators.append(iterator := iter(loader))
         if make is numbered:
             next(iterator)
@@ -186,7 +187,7 @@ def test_a_missing_main_guard_under_spawn_is_explained(tmp_path: Any) -> None:
 
 def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -> None:
     """What the child inherited stays as it was while the parent goes on, and its exit disturbs nothing."""
-    iterator = iter(fastload.DataLoader(zoo.Made(numbered, 400), 10, num_workers=2))
+    iterator = iter(fastload.DataLoader(datasets.Made(numbered, 400), 10, num_workers=2))
     held = next(iterator)
     image = held[0].numpy()
     wake, waker = os.pipe()
@@ -216,7 +217,9 @@ def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -
 
 def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
     """The child reads a whole epoch, and the parent's next epochs are as they should be."""
-    with fastload.DataLoader(zoo.Made(numbered, 40), 10, num_workers=2, persistent_workers=True) as loader:
+    with fastload.DataLoader(
+        datasets.Made(numbered, 40), 10, num_workers=2, persistent_workers=True
+    ) as loader:
         assert len(list(loader)) == 4
         child = os.fork()
         if child == 0:
@@ -243,7 +246,7 @@ def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
 def test_list_of_a_loader_holds_all_batches_right(num_workers: int, ring_bytes: Any) -> None:
     """However little memory the ring may take, keeping every batch works."""
     batches = list(
-        fastload.DataLoader(zoo.Made(numbered, 300), 10, num_workers=num_workers, ring_bytes=ring_bytes)
+        fastload.DataLoader(datasets.Made(numbered, 300), 10, num_workers=num_workers, ring_bytes=ring_bytes)
     )
 
     assert len(batches) == 30
@@ -259,7 +262,9 @@ def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
     """A caller that holds, drops, aliases and overwrites batches at random sees only its own doing."""
     rng = random.Random(seed)
     held: list[tuple[Any, Any]] = []
-    loader = fastload.DataLoader(zoo.Made(zoo.growing, 160), 4, num_workers=num_workers, ring_bytes="200KB")
+    loader = fastload.DataLoader(
+        datasets.Made(datasets.growing, 160), 4, num_workers=num_workers, ring_bytes="200KB"
+    )
     for number, batch in enumerate(loader):
         assert batch.flatten(1)[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
         alias = rng.choice(
@@ -283,7 +288,7 @@ def _bytes_of(alias: Any) -> bytes:
 
 def test_two_iterators_over_one_loader_go_side_by_side() -> None:
     """Each has its own workers and slots."""
-    loader = fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=2)
+    loader = fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=2)
 
     for number, (one, other) in enumerate(zip(loader, loader, strict=True)):
         assert_is(one, range(number * 10, number * 10 + 10))
@@ -294,7 +299,7 @@ def test_two_iterators_over_one_loader_go_side_by_side() -> None:
 def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
     """The loader starts anew afterwards, also with persistent workers that were ahead."""
     loader = fastload.DataLoader(
-        zoo.Made(numbered, 60), 10, num_workers=num_workers, persistent_workers=num_workers > 0
+        datasets.Made(numbered, 60), 10, num_workers=num_workers, persistent_workers=num_workers > 0
     )
     for _ in loader:
         break
@@ -324,7 +329,7 @@ def test_messages_of_a_megabyte_travel_both_ways() -> None:
 
     lengths = [len(batch) for batch in fastload.DataLoader(range(20), batch_sampler=indices, num_workers=2)]
     errors = []
-    iterator = iter(fastload.DataLoader(zoo.Made(_long_error, 4), num_workers=2))
+    iterator = iter(fastload.DataLoader(datasets.Made(_long_error, 4), num_workers=2))
     for _ in range(4):
         with pytest.raises(ValueError, match="yyy") as caught:
             next(iterator)
@@ -336,14 +341,14 @@ def test_messages_of_a_megabyte_travel_both_ways() -> None:
 
 def test_prefetching_a_thousand_batches_blocks_nobody() -> None:
     """More messages than a socket holds wait in the parent's outbox."""
-    loader = fastload.DataLoader(zoo.Made(numbered, 2000), num_workers=2, prefetch_factor=500)
+    loader = fastload.DataLoader(datasets.Made(numbered, 2000), num_workers=2, prefetch_factor=500)
 
     assert [int(labels) for _, labels in loader] == list(range(2000))
 
 
 def test_a_timeout_is_torchs_error() -> None:
     """RuntimeError after `timeout` seconds, in torch's words."""
-    loader = fastload.DataLoader(zoo.Made(hangs, 2), num_workers=1, timeout=0.2)
+    loader = fastload.DataLoader(datasets.Made(hangs, 2), num_workers=1, timeout=0.2)
     iterator = iter(loader)
 
     with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.2 seconds"):
@@ -356,15 +361,16 @@ _TINY_SHM = """
 import os, sys
 sys.path[:0] = {path!r}
 import numpy as np, fastload
-from tests import zoo
+from tests.kit import datasets
 from tests.survival.attack_zoo import numbered
 size = os.statvfs("/dev/shm")
 assert size.f_blocks * size.f_frsize == 1 << 20, size
 def large(index):
     return np.full((512, 512, 3), index, np.uint8)
-batches = list(fastload.DataLoader(zoo.Made(large, 32), 8, num_workers=2))
+batches = list(fastload.DataLoader(datasets.Made(large, 32), 8, num_workers=2))
 assert [int(batch[0, 0, 0, 0]) for batch in batches] == [0, 8, 16, 24]
-mixed = list(fastload.DataLoader(zoo.Made(zoo.image, 4000), 2000, num_workers=2, collate_fn=zoo.mixed_up))
+dataset = datasets.Made(datasets.image, 4000)
+mixed = list(fastload.DataLoader(dataset, 2000, num_workers=2, collate_fn=datasets.mixed_up))
 assert len(mixed) == 2
 assert os.listdir("/dev/shm") == []
 print("fine")
@@ -392,7 +398,7 @@ def test_dev_shm_of_one_megabyte_is_enough(tmp_path: Any) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_close_ends_an_open_iterator_and_the_loader_lives_on(num_workers: int) -> None:
     """LoaderClosedError from the old iterator; a batch in hand stays right; a new epoch starts."""
-    with fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=num_workers) as loader:
+    with fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=num_workers) as loader:
         iterator = iter(loader)
         held = next(iterator)
     loader.close()
@@ -405,7 +411,7 @@ def test_close_ends_an_open_iterator_and_the_loader_lives_on(num_workers: int) -
 
 def test_a_loader_in_a_cycle_is_collected_with_its_workers() -> None:
     """Nobody needs to call close()."""
-    loader: Any = fastload.DataLoader(zoo.Made(numbered, 60), 10, num_workers=2, persistent_workers=True)
+    loader: Any = fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=2, persistent_workers=True)
     next(iter(loader))
     pids = loader._iterator._pool.pids
     cycle = [loader]
