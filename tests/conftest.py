@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import select
 import signal
 import time
@@ -12,13 +14,29 @@ import pytest
 
 from fastload.cache import pace
 from tests.kit import leaks
+from tests.kit.processes import Interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+# Imported once by the fork server, before it forks workers; with torch's loader each would import torch.
+PRELOADED = (
+    "__main__",
+    "fastload.cache.dataset",
+    "albumentations",
+    "tests.kit.datasets",
+    "fastload.workers.preload",
+)
+
+
 def pytest_configure() -> None:
-    """Take Ctrl-C, which the background job of a shell ignores: tests send it, and would wait for ever."""
+    """Let the fork server import what workers need, and take Ctrl-C.
+
+    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever.
+    """
+    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -53,3 +71,10 @@ def leak_guard() -> Iterator[None]:
         select.select([], [], [], pause_s)
         pause_s = min(2 * pause_s, 0.02)
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs programs in processes of their own, in which nothing but torch has been imported."""
+    with Interpreter("import torch") as interpreter:
+        yield interpreter

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +17,9 @@ from fastload import DataLoader
 from fastload.batch import loader_collate
 from fastload.batch.loader_collate import LoaderCollate
 from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 IMAGES = datasets.Made(datasets.image, 12)
 CHANNELS_LAST = {"memory_format": torch.channels_last}
@@ -92,7 +93,7 @@ def test_once_for_each_process_and_loss() -> None:
     assert len(other) == 1
 
 
-def test_one_of_torch_s_workers_warns() -> None:
+def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     """Of two workers the first writes the warning to stderr, once in two epochs of persistent workers."""
     program = (
         "import fastload, tests.test_rebuilt_loaders as these\n"
@@ -100,10 +101,9 @@ def test_one_of_torch_s_workers_warns() -> None:
         "prepared = these.prepared_as_accelerate_does(loader)\n"
         "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
-    )
+    done = interpreter.run(program)
 
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
 
 

@@ -423,7 +423,8 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
     real = os.pwritev
 
     def cut(fd: int, buffers: Any, offset: int) -> int:
-        return real(fd, [b"".join(bytes(buffer) for buffer in buffers)[:most_bytes]], offset)
+        first = next(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        return real(fd, [first[:most_bytes]], offset)
 
     monkeypatch.setattr(os, "pwritev", cut)
     samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A
 import cv2
@@ -18,6 +16,9 @@ from albumentations.pytorch import ToTensorV2
 from fastload.cache.dataset import CachedDataset
 from tests.cache.zoo import BareImages, Images, Pair
 from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,7 +152,7 @@ def test_a_transform_may_write_to_its_input(write: Any) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_transform_that_writes_rarely_ends_no_process(num_workers: int) -> None:
+def test_a_transform_that_writes_rarely_ends_no_process(num_workers: int, interpreter: Interpreter) -> None:
     """A torch operation in place in every 12th call neither ends the process nor changes the cache."""
     program = f"""
 from tests.cache.test_transform import RareWriter
@@ -167,9 +168,7 @@ for epoch in range(2):
 assert all((ds.view(index) == dataset.sample(index)).all() for index in range(64))
 print("alive")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = interpreter.run(program)
 
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 

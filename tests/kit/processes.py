@@ -10,60 +10,143 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT = Path(__file__).parents[2]  # of the checkout: the package itself may be an installed wheel
 
 _SCRIPT = """
-import gc, json, os, signal, sys
+import gc, json, os, signal, sys, threading
 sys.path[:0] = {path!r}
 {shared}
 
 
-def read_all(fd):
+def read_all(fd, texts, place):
     with open(fd) as file:
-        return file.read()
+        texts[place] = file.read()
 
 
-gc.freeze()  # what was imported needs not be looked through at each exit
-results = {{}}
-program = ""
-for name, text in json.loads(sys.stdin.read()).items():
+def run(request):
+    '''Fork a child; gives None in the child, and the child's exit code and output in the parent.'''
     out, err = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out[1], 1)
         os.dup2(err[1], 2)
         for fd in (*out, *err):
             os.close(fd)
-        signal.alarm({limit_s})
-        program = text
-        break
+        os.chdir(request["cwd"])
+        os.environ.update(request["environment"])
+        sys.argv[1:] = request["arguments"]
+        signal.alarm(request["limit_s"])
+        return None
     os.close(out[1])
     os.close(err[1])
-    texts = read_all(out[0]), read_all(err[0])  # ends when nobody is left who could write
-    _, status = os.waitpid(child, 0)
-    results[name] = os.waitstatus_to_exitcode(status), *texts
+    texts = [None, None]  # each ends when nobody is left who could write
+    reader = threading.Thread(target=read_all, args=(err[0], texts, 1))
+    reader.start()
+    read_all(out[0], texts, 0)
+    reader.join()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts
+
+
+gc.freeze()  # what was imported needs not be looked through at each exit
+program = ""
+for line in sys.stdin:
+    request = json.loads(line)
+    result = run(request)
+    if result is None:
+        program = request["program"]
+        break
+    print(json.dumps(result), flush=True)
 if program:
     exec(program)
-else:
-    print(json.dumps(results))
+    if not request["exits"]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 """
 
 
-def run_each(programs: dict[str, str], *, shared: str, limit_s: int = 30) -> dict[str, tuple[int, str, str]]:
+class Interpreter:
+    """An interpreter that runs programs, each in a child of its own.
+
+    Args:
+        shared: What runs once, before all programs: imports and definitions.
+    """
+
+    def __init__(self, shared: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SCRIPT.format(path=[str(ROOT), *sys.path], shared=shared)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(
+        self,
+        program: str,
+        *arguments: str,
+        cwd: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
+        limit_s: int = 60,
+        exits: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end.
+
+        Args:
+            program: Its text.
+            arguments: What it finds in sys.argv[1:].
+            cwd: The folder that it runs in.
+            environment: Variables to add to its environment.
+            limit_s: How long it may take before SIGALRM ends it.
+            exits: Whether the interpreter is torn down at the program's end, which takes a fifth of a second.
+
+        Returns:
+            The exit code, standard output and standard error.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {
+            "program": program,
+            "arguments": arguments,
+            "cwd": str(cwd),
+            "environment": dict(environment or {}),
+            "limit_s": limit_s,
+            "exits": exits,
+        }
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the interpreter that runs programs has ended; its error is on stderr"
+        return subprocess.CompletedProcess([program], *json.loads(line))
+
+    def close(self) -> None:
+        """End the interpreter."""
+        self._process.communicate()
+
+    def __enter__(self) -> Interpreter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_each(programs: dict[str, str], *, shared: str, exits: bool = True) -> dict[str, tuple[int, str, str]]:
     """The exit code, standard output and standard error of each program, by its name.
 
     Args:
         programs: Their texts.
         shared: What runs once, before all of them: imports and definitions.
-        limit_s: How long one program may take before SIGALRM ends it.
+        exits: Whether the interpreter is torn down at each program's end.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(path=sys.path, shared=shared, limit_s=limit_s)],
-        input=json.dumps(programs),
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = {}
+    with Interpreter(shared) as interpreter:
+        for name, program in programs.items():
+            done = interpreter.run(program, limit_s=30, exits=exits)
+            found[name] = done.returncode, done.stdout, done.stderr
     return found

@@ -38,7 +38,7 @@ def expected() -> list[dict[int, list[int]]]:
 
 
 class TestSamePixels:
-    @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", "forkserver"])  # test_claims.py has spawn
     def test_any_start_method(self, method: str, expected: Any) -> None:
         """Workers draw what the parent draws, however they were started."""
         assert epochs(Dice(), num_workers=2, multiprocessing_context=method) == expected

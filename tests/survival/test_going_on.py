@@ -128,9 +128,10 @@ def test_after_a_timeout_the_same_batch_is_waited_for_again(
 
 @PINNED
 def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
-    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool
+    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late batch of the old epoch is dropped when it comes."""
+    monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
     if pinned:
         pretend_accelerator()
     dataset = attack_zoo.Held(gate, 9)

@@ -25,11 +25,7 @@ from tests.kit import datasets
 from tests.survival.attack_zoo import numbered
 from tests.survival.killing_zoo import hangs
 
-METHODS = [
-    "fork",
-    pytest.param("forkserver", marks=pytest.mark.slow),
-    pytest.param("spawn", marks=pytest.mark.slow),
-]
+METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]  # faults/test_table.py has spawn
 
 
 def assert_is(batch: Any, indices: range) -> None:
@@ -54,17 +50,17 @@ def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, h
     """WorkerDiedError (a RuntimeError, as in torch) names worker, cause, batch and index; then it is over."""
     loader = fastload.DataLoader(datasets.Made(make), 4, num_workers=2, multiprocessing_context=method)
     iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
     started_s = time.monotonic()
 
+    held = []
     with pytest.raises(
         RuntimeError, match=f"exited unexpectedly: worker 1 {how}.*batch 3, index .12, 13"
     ) as caught:
-        next(iterator)
+        held.extend(iterator)
 
     assert time.monotonic() - started_s < 10
     assert caught.type is fastload.WorkerDiedError
+    assert len(held) in (2, 3)  # the death may be seen while worker 0's batch is waited for
     assert list(iterator) == []
 
 
@@ -93,7 +89,8 @@ if __name__ == "__main__":
     iterators = []
     for make in ({makes}):
         dataset = datasets.Made(make)
-        loader = fastload.DataLoader(dataset, 2, num_workers=2, multiprocessing_context={method!r})
+        options = dict(num_workers={num_workers}, multiprocessing_context={method!r})
+        loader = fastload.DataLoader(dataset, 2, **options)
         iterators.append(iterator := iter(loader))
         if make is numbered:
             next(iterator)
@@ -105,7 +102,10 @@ if __name__ == "__main__":
 
 def _start_parent(tmp_path: Any, *, method: str, makes: str, then: str) -> subprocess.Popen[str]:
     script = tmp_path / "parent.py"
-    script.write_text(_PARENT.format(path=sys.path, makes=makes, method=method, then=then))
+    num_workers = 2 if method == "fork" else 1
+    script.write_text(
+        _PARENT.format(path=sys.path, makes=makes, method=method, num_workers=num_workers, then=then)
+    )
     return subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -122,7 +122,7 @@ def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str)
     parent = _start_parent(tmp_path, method=method, makes="numbered, hangs", then="signal.pause()")
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 4
+    assert len(pids) == (4 if method == "fork" else 2)
 
     parent.kill()
     parent.communicate()

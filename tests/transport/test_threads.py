@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +21,9 @@ from tests.kit.batches import assert_same_batches, read_epoch
 from tests.kit.datasets import SAMPLES
 from tests.rng.draws_zoo import Pictures
 from tests.rng.pipelines_zoo import Crops, crop
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 
 def threads(dataset: Any, **options: Any) -> DataLoader:
@@ -307,7 +308,7 @@ class TestFaults:
 
         assert fastload_threads() == []
 
-    def test_an_interpreter_that_exits_with_a_live_iterator(self) -> None:
+    def test_an_interpreter_that_exits_with_a_live_iterator(self, interpreter: Interpreter) -> None:
         """Exit code 0, nothing on standard error."""
         program = (
             "import fastload\n"
@@ -317,7 +318,7 @@ class TestFaults:
             "iterator = iter(fastload.DataLoader(Data(), 4, num_workers=2, worker_method='thread'))\n"
             "next(iterator)\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        done = interpreter.run(program)
 
         assert (done.returncode, done.stderr) == (0, "")
 
