@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -39,6 +40,22 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TESTS = Path(__file__).parent
+INTERPRETERS = {"spawn", "forkserver"}  # start methods
+MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-fast` leaves out, where it shows in a test's parameters, fixtures or folder."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        texts = {value for value in parameters.values() if isinstance(value, str)}
+        if "interpreter" in getattr(item, "fixturenames", ()) or texts & INTERPRETERS:
+            item.add_marker("slow")
+        if item.path.relative_to(TESTS).parts[0] in MATRICES and parameters.get("num_workers") != 0:
+            item.add_marker("matrix")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -236,6 +236,7 @@ def test_arguments_of_workers_want_workers(option: dict[str, Any]) -> None:
         assert len(list(loader)) == 4
 
 
+@pytest.mark.slow
 def test_the_trial_starts_its_process_and_workers_as_the_loader_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -262,6 +262,7 @@ def test_help_lists_the_exit_codes() -> None:
     assert "Exit codes:" in run("--help").stdout
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_command() -> None:
     """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""
     done = subprocess.run(

@@ -28,6 +28,8 @@ train_data = importlib.import_module("train_data")
 train_habits = importlib.import_module("train_habits")
 train_step = importlib.import_module("train_step")
 
+pytestmark = pytest.mark.slow  # most of these tests train a model
+
 HABITS = train_habits.HABITS
 CPU = torch.device("cpu")
 TINY = ["--device", "cpu", "--size", "32", "--width", "8", "--batch-size", "16", "--epochs", "1"]
@@ -372,7 +374,6 @@ def test_a_gpu_that_is_not_there_ends_with_one_line(monkeypatch: pytest.MonkeyPa
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_table_has_a_row_for_each_habit(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -125,6 +125,7 @@ def test_killed_at_random_points(number: int, tmp_path: Path, monkeypatch: pytes
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_killed_in_the_middle_of_a_write(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

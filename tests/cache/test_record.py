@@ -85,6 +85,7 @@ def test_same_sample_same_bytes(sample: Any) -> None:
     assert encode(sample) == encode(sample)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=300)
 def test_damage_raises_at_worst(data: st.DataObject) -> None:
@@ -97,6 +98,7 @@ def test_damage_raises_at_worst(data: st.DataObject) -> None:
         decode(bytes(record[:end]))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(deadline=None, max_examples=300)
 def test_damage_raises_at_worst_in_a_batch(data: st.DataObject) -> None:

@@ -459,6 +459,7 @@ class Consumer:
                 break
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
 def test_no_consumer_finds_a_slot_that_came_back_early(

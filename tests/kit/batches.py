@@ -62,8 +62,8 @@ def _assert_same_tensors(one: torch.Tensor, other: torch.Tensor, *, in_memory: b
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+    alone = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return torch.empty(0, dtype=torch.uint8).set_(alone.untyped_storage()).numpy().tobytes()
 
 
 def _assert_same_arrays(one: Any, other: Any, *, in_memory: bool) -> None:

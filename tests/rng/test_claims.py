@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.utils.data as tud
 from torch.utils.data import WeightedRandomSampler
@@ -73,6 +74,7 @@ def test_pipelines_draw_the_same_without_workers_as_with_one() -> None:
     assert alone == run(Corners(), 2, num_workers=1)
 
 
+@pytest.mark.slow
 def test_the_same_pixels_for_any_number_of_workers() -> None:
     """0, 1, 2 and 8 workers, other start methods, prefetch factors, batch sizes, and either order."""
     expected = run(Dice(), 2, rng="sample")
@@ -154,6 +156,7 @@ def resumed(num_batches: int, rng: Any, num_workers: int) -> tuple[list[Any], li
     return rest, [plain(batch) for batch in again]
 
 
+@pytest.mark.slow
 def test_order_and_labels_after_a_resume() -> None:
     """At every batch, in both modes, with other numbers of workers: the indices are those."""
     for rng in ("worker", "sample"):
@@ -164,6 +167,7 @@ def test_order_and_labels_after_a_resume() -> None:
             ]
 
 
+@pytest.mark.slow
 def test_pixels_after_a_resume() -> None:
     """At every batch, with other numbers of workers: all that was drawn is the same."""
     for num_batches in range(6):

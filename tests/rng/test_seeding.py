@@ -114,6 +114,7 @@ def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
     assert not set(crops_of(0, samples)) & set(crops_of(1, samples))
 
 
+@pytest.mark.slow
 def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> None:
     """The base seed alone decides the crops, whatever state the parent's pipeline is in."""
     used = zoo.Crops()
