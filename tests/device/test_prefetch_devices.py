@@ -53,7 +53,7 @@ def test_an_iterable_without_length_has_none_here() -> None:
 )
 def test_depth_is_checked(depth: Any, error: type[Exception]) -> None:
     """A depth that is no whole number of batches is refused, with the value."""
-    with pytest.raises(error, match=f"{depth}"):
+    with pytest.raises(error, match=f"^depth should be .*, but got (depth=)?{depth}$"):
         CUDAPrefetcher([], device="cpu", depth=depth)
 
 

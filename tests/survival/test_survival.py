@@ -70,7 +70,7 @@ def test_a_worker_killed_from_outside_while_it_is_waited_for_is_noticed() -> Non
     (pid,) = iterator._pool.pids
     os.kill(pid, signal.SIGKILL)
 
-    with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
+    with pytest.raises(fastload.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
         next(iterator)
 
 

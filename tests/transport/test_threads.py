@@ -358,7 +358,7 @@ class TestRefusals:
             def __iter__(self) -> Any:
                 return iter(())
 
-        with pytest.raises(ValueError, match="map-style"):
+        with pytest.raises(ValueError, match=r"^worker_method=.thread. needs a map-style dataset: "):
             threads(Stream())
 
     @pytest.mark.parametrize(
