@@ -1,4 +1,4 @@
-"""What every test shares: the leak guard, and caches that store without delay."""
+"""What all tests share: the leak guard, caches that store without delay, the markers of `make test-fast`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from fastload.cache import pace
-from tests.kit import leaks
-from tests.kit.processes import Interpreter
+from tests.kit import accelerator, leaks
+from tests.kit.processes import Gate, Interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-
+TESTS = Path(__file__).parent
+INTERPRETERS = {"spawn", "forkserver"}  # start methods
+MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
 # Imported once by the fork server, before it forks workers; with torch's loader each would import torch.
 PRELOADED = (
     "__main__",
@@ -40,11 +42,6 @@ def pytest_configure() -> None:
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-TESTS = Path(__file__).parent
-INTERPRETERS = {"spawn", "forkserver"}  # start methods
-MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,6 +85,21 @@ def leak_guard() -> Iterator[None]:
         select.select([], [], [], pause_s)
         pause_s = min(2 * pause_s, 0.02)
         gc.collect()
+
+
+@pytest.fixture
+def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and the loaders of this test pin their batches in a thread."""
+    return lambda: accelerator.pretend_accelerator(monkeypatch.setattr)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Where samples wait for the test; it is opened when the test is over."""
+    gate = Gate()
+    yield gate
+    gate.open()
+    gate.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,18 +20,13 @@ from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.protocol import SampleCache
-from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
 from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
-
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty registry of this test's own."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def as_array(sample: Any) -> Any:

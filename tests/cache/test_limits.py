@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.ram import owners
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -39,10 +38,7 @@ GB = 1 << 30
 KINDS = [Images, RaggedImages, MixedImages]
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty registry of this test's own."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def assert_right(ds: CachedDataset, dataset: Images) -> None:

@@ -50,13 +50,6 @@ class TestPNG(SharedContract):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A finished cache of 20 images."""
-    build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A finished cache of 20 images in 3 shards."""
     build_lmdb(Images(20), tmp_path / "shards", num_workers=0, shards=3).close()

@@ -22,13 +22,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A finished cache of 20 images."""
-    build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
-    return tmp_path / "cache"
-
-
 def rewrite(path: Path, change: Any) -> None:
     """Change the environment in place, as only a test may."""
     description = read_description(str(path))

@@ -15,18 +15,9 @@ import fastload
 from fastload.workers import starting
 from tests.faults import zoo
 from tests.kit import datasets
-from tests.survival.attack_zoo import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-    gate.close()
+    from tests.kit.processes import Gate
 
 
 @pytest.mark.timeout(60)

@@ -12,13 +12,10 @@ import pytest
 import fastload
 from fastload.workers import death_message, pool
 from tests.faults import zoo
+from tests.faults.zoo import rows
 from tests.kit import datasets
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
-
-
-def rows(loader: Any) -> list[list[int]]:
-    return [[zoo.value_of(sample) for sample in batch] for batch in loader]
 
 
 EXPECTED = [list(range(start, start + 4)) for start in range(0, 40, 4)]

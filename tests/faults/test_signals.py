@@ -17,6 +17,7 @@ from fastload.workers import channel, pool
 from fastload.workers.channel import Received
 from tests.faults import zoo
 from tests.kit import datasets
+from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,8 +105,7 @@ def test_a_process_that_ignores_sigterm_takes_its_workers_with_it(
     assert done.returncode == code
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert still_running(pids, 30) == []
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Programs that each run in a process of its own, all for the price of one import of torch.
+"""Programs in processes of their own, all for the price of one import of torch; gates and ends of processes.
 
 One process runs what the programs share, and forks a child for each; the child leaves through the end of the
 script, as any interpreter does: threads are joined, atexit functions and finalizers run. What a program does
@@ -8,13 +8,16 @@ to its process cannot be taken back, and need not be.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 ROOT = Path(__file__).parents[2]  # of the checkout: the package itself may be an installed wheel
 
@@ -134,6 +137,30 @@ class Interpreter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Gate:
+    """Lets one sample of a dataset through each time that it is opened; forked workers inherit it."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def wait(self) -> None:
+        os.read(self._read, 1)
+
+    def open(self, times: int = 1) -> None:
+        os.write(self._write, b"." * times)
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+def still_running(pids: Iterable[int], limit_s: float) -> list[int]:
+    """Which of these processes have not ended after a time; a zombie has ended."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=limit_s)
+    return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def run_each(programs: dict[str, str], *, shared: str, exits: bool = True) -> dict[str, tuple[int, str, str]]:

@@ -23,17 +23,12 @@ import fastload
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, compare_with_torch
 from tests.survival import attack_zoo
+from tests.survival.attack_zoo import assert_numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
-
-
-def assert_numbered(batch: Any, start: int, stop: int) -> None:
-    images, labels = batch
-    assert labels.tolist() == list(range(start, stop))
-    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
 
 
 # --- shapes and sizes ------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ _SHARED = """
 import threading
 import fastload
 from tests.kit import datasets
-from tests.survival import attack_zoo, pretending
+from tests.kit.accelerator import pretend_accelerator
+from tests.survival import attack_zoo
 
 
 def loader(**options):
@@ -65,13 +66,13 @@ batches = [next(iterator) for iterator in iterators]
 pids(*iterators)
 """,
     "a pin thread that is ahead": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 iterator = iter(loader())
 batch = next(iterator)
 pids(iterator)
 """,
     "a pin thread and persistent workers": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 held = loader(persistent_workers=True)
 for epoch in range(2):
     for batch in held:
@@ -105,7 +106,7 @@ threading.Thread(target=consume, daemon=True).start()
 started.wait()
 """,
     "a daemon thread that goes on iterating behind a pin thread": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 started = threading.Event()
 def consume():
     iterator = iter(loader())

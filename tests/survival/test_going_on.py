@@ -18,24 +18,14 @@ from fastload.workers import pool
 from tests.kit import datasets
 from tests.kit.batches import compare_with_torch
 from tests.survival import attack_zoo
+from tests.survival.attack_zoo import assert_numbered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from tests.kit.processes import Gate
 
 PINNED = pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
-
-
-@pytest.fixture
-def gate() -> Iterator[attack_zoo.Gate]:
-    gate = attack_zoo.Gate()
-    yield gate
-    gate.close()
-
-
-def assert_numbered(batch: Any, start: int, stop: int) -> None:
-    images, labels = batch
-    assert labels.tolist() == list(range(start, stop))
-    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
 
 
 def assert_rest(iterator: Any, start: int, *, stop: int = 24, step: int = 4) -> None:
@@ -51,7 +41,7 @@ def assert_rest(iterator: Any, start: int, *, stop: int = 24, step: int = 4) -> 
 
 @PINNED
 def test_an_interrupted_wait_may_be_taken_up_again(
-    gate: attack_zoo.Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
 ) -> None:
     """KeyboardInterrupt in next(), as in a notebook: the batch that was waited for is the next one."""
     if pinned:
@@ -106,7 +96,7 @@ def _interrupt_after(iterator: Any, count: int) -> None:
 
 @PINNED
 def test_after_a_timeout_the_same_batch_is_waited_for_again(
-    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool
+    gate: Gate, pretend_accelerator: Any, pinned: bool
 ) -> None:
     """As in torch: twice too late, then there, and nothing is lost or doubled."""
     if pinned:
@@ -128,7 +118,7 @@ def test_after_a_timeout_the_same_batch_is_waited_for_again(
 
 @PINNED
 def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
-    gate: attack_zoo.Gate, pretend_accelerator: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, pretend_accelerator: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late batch of the old epoch is dropped when it comes."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
@@ -294,7 +284,7 @@ def test_a_closed_iterator_has_no_processes() -> None:
 
 @PINNED
 def test_close_in_another_thread_ends_a_wait(
-    gate: attack_zoo.Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
 ) -> None:
     """The waiting thread gets LoaderClosedError, whatever it was at."""
     if pinned:

@@ -22,16 +22,11 @@ import torch
 
 import fastload
 from tests.kit import datasets
-from tests.survival.attack_zoo import numbered
+from tests.kit.processes import still_running
+from tests.survival.attack_zoo import assert_numbered, numbered
 from tests.survival.killing_zoo import hangs
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]  # faults/test_table.py has spawn
-
-
-def assert_is(batch: Any, indices: range) -> None:
-    images, labels = batch
-    assert labels.tolist() == list(indices)
-    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
 
 
 # --- workers that die ------------------------------------------------------------------------------------
@@ -127,10 +122,7 @@ def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str)
     parent.kill()
     parent.communicate()
 
-    _gone, alive = psutil.wait_procs(
-        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10
-    )
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    assert still_running(pids, 10) == []
 
 
 @pytest.mark.slow
@@ -206,7 +198,7 @@ def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -
             os._exit(code)
     del held, image
     for number, batch in enumerate(iterator, 1):
-        assert_is(batch, range(number * 10, number * 10 + 10))
+        assert_numbered(batch, number * 10, number * 10 + 10)
     os.write(waker, b".")
     _, status = os.waitpid(child, 0)
     os.close(wake)
@@ -233,7 +225,7 @@ def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
         _, status = os.waitpid(child, 0)
         for _ in range(2):
             for number, batch in enumerate(loader):
-                assert_is(batch, range(number * 10, number * 10 + 10))
+                assert_numbered(batch, number * 10, number * 10 + 10)
 
     assert os.waitstatus_to_exitcode(status) == 0
 
@@ -251,7 +243,7 @@ def test_list_of_a_loader_holds_all_batches_right(num_workers: int, ring_bytes: 
 
     assert len(batches) == 30
     for number, batch in enumerate(batches):
-        assert_is(batch, range(number * 10, number * 10 + 10))
+        assert_numbered(batch, number * 10, number * 10 + 10)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
@@ -291,8 +283,8 @@ def test_two_iterators_over_one_loader_go_side_by_side() -> None:
     loader = fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=2)
 
     for number, (one, other) in enumerate(zip(loader, loader, strict=True)):
-        assert_is(one, range(number * 10, number * 10 + 10))
-        assert_is(other, range(number * 10, number * 10 + 10))
+        assert_numbered(one, number * 10, number * 10 + 10)
+        assert_numbered(other, number * 10, number * 10 + 10)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -307,7 +299,7 @@ def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
         _fail_in_the_loop(loader)
 
     for number, batch in enumerate(loader):
-        assert_is(batch, range(number * 10, number * 10 + 10))
+        assert_numbered(batch, number * 10, number * 10 + 10)
     loader.close()
 
 
@@ -405,7 +397,7 @@ def test_close_ends_an_open_iterator_and_the_loader_lives_on(num_workers: int) -
 
     with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
         next(iterator)
-    assert_is(held, range(10))
+    assert_numbered(held, 0, 10)
     assert len(list(loader)) == 6
 
 
