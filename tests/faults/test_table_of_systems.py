@@ -322,12 +322,8 @@ fault, context = held.worker_init_fn.fault, multiprocessing.get_context({method!
 fault.begins, fault.may_begin = context.Event(), context.Event()
 iterator = iter(held)
 print(*iterator._pool.pids, flush=True)
-if {is_idle}:
-    batches = list(iterator)
-    fault.may_begin.set()
-else:
-    fault.may_begin.set()
-    batches = [next(iterator) for _ in range(4)]
+batches = list(iterator) if {is_idle} else [next(iterator) for _ in range(4)]
+fault.may_begin.set()
 assert fault.begins.wait(20)
 """
 

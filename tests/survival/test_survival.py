@@ -55,7 +55,7 @@ def test_a_worker_that_dies_is_an_error_that_says_which_how_and_why(make: Any, h
 
     assert time.monotonic() - started_s < 10
     assert caught.type is fastload.WorkerDiedError
-    assert len(held) in (2, 3)  # the death may be seen while worker 0's batch is waited for
+    assert len(held) in (0, 2, 3)  # the death may be seen while a batch of worker 0 is waited for
     assert list(iterator) == []
 
 
