@@ -1,6 +1,6 @@
-"""What the examples read: the folder that you name, the demo's photographs, or a few crops drawn on the spot.
+"""Shared by the examples, and not part of the templates: a folder of pictures, and a small network to train.
 
-Imported by the other examples, so that started workers and ranks can import it too.
+The other examples import it as a module, so that workers and ranks that are started anew can import it too.
 """
 
 import contextlib
@@ -8,12 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
-
-import fastload
+from torch import nn
 
 PHOTOS = ("astronaut", "chelsea", "coffee", "rocket")  # in the wheel of scikit-image; each is a class
 CROPS = 6  # of each
@@ -23,7 +22,7 @@ SIZE = (90, 120)  # (height, width) to which the examples decode
 
 @contextlib.contextmanager
 def photo_folder() -> Iterator[Path]:
-    """The folder on the command line, else `build/photos` (`make photos`), else one drawn now."""
+    """The folder on the command line, else `build/photos` (`make photos`), else one that is drawn now."""
     if len(sys.argv) > 1:
         yield Path(sys.argv[1])
     elif Path("build/photos").is_dir():
@@ -35,7 +34,11 @@ def photo_folder() -> Iterator[Path]:
 
 
 def draw(folder: Path) -> None:
-    from skimage import data
+    """Save crops of some photographs as JPEGs, in a folder for each photograph."""
+    try:
+        from skimage import data
+    except ImportError:
+        raise SystemExit("Name a folder of pictures, or: pip install scikit-image") from None
 
     rng = np.random.default_rng(0)
     for name in PHOTOS:
@@ -47,19 +50,15 @@ def draw(folder: Path) -> None:
             Image.fromarray(crop).save(folder / name / f"{number}.jpg", quality=90)
 
 
-class CountedFolder(fastload.ImageFolder):
-    """An ImageFolder that notes the number of each picture it decodes in a file, whichever process it is."""
-
-    def __init__(self, root: Path, log: Path) -> None:
-        super().__init__(root, SIZE)
-        self.log = log
-        log.touch()
-
-    def __getitem__(self, index: int) -> Any:
-        with self.log.open("a") as log:  # short lines that are appended do not mix
-            log.write(f"{index}\n")
-        return super().__getitem__(index)
-
-    def decoded(self) -> list[int]:
-        """The number of each picture read so far, by any process, in order."""
-        return [int(line) for line in self.log.read_text().splitlines()]
+def small_network(num_outputs: int) -> nn.Module:
+    """(B, 3, H, W) floats to (B, num_outputs), with channels-last weights; your model takes its place."""
+    network = nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, num_outputs),
+    )
+    return network.to(memory_format=torch.channels_last)

@@ -2,7 +2,7 @@
 
     python examples/train.py                      # two epochs; on a GPU if there is one
     python examples/train.py --help               # each habit: what it does, and when it does not pay
-    python examples/train.py --ablate --steps 20  # each habit off and on, timed
+    python examples/train.py --ablate --steps 20  # each habit off and on, timed; an estimate first
     python examples/train.py --ablate channels_last compile
 
 `make photos` draws the pictures. Read on in train_habits.py (the list), train_data.py (cache and loaders),
@@ -48,7 +48,8 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     parser.add_argument("--checkpoint", type=Path, help="where to save after each epoch")
     parser.add_argument("--resume", type=Path, help="a checkpoint to go on from")
     names = [habit.name for habit in HABITS]
-    ablate = {"nargs": "*", "choices": names, "metavar": "HABIT", "help": "time these habits, or all"}
+    ablate = {"nargs": "*", "choices": names, "metavar": "HABIT"}
+    ablate["help"] = "time these habits, or all; estimates first how long that takes"
     parser.add_argument("--ablate", **ablate)
     parser.add_argument("--steps", type=positive, default=20, help="steps in a round of --ablate")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of each side in --ablate")

@@ -7,6 +7,8 @@
 4. Peak memory is what a fresh model takes at most in its first two steps: weights, gradients and the
    optimizer's state included, batches on the host not.
 5. CUDA_LAUNCH_BLOCKING is read when CUDA starts: the row of `debug` shows its other two parts.
+6. Before the table, a line estimates how long it takes. The estimate rests on the time of one set-up and a
+   few steps with the options as they are; it leaves out the work of the compiler.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from train_habits import HABITS, Habit, vary
 from train_step import Metrics, Trainer
 
 WARM_UP_STEPS = 3
+PROBE_STEPS = 5
 WIDTHS = (17, 17, 15, 7)  # of the columns behind the habit's name
 
 
@@ -70,8 +73,7 @@ class Side:
 
     def run_turn(self) -> None:
         """Warm up, then time some steps."""
-        made_ready = 2 * self.options.workers + 2  # by the workers and by the prefetcher
-        self.take(self.trainer, self.batches, WARM_UP_STEPS + made_ready)
+        self.take(self.trainer, self.batches, steps_before_the_clock(self.options))
         started = time.perf_counter()
         pictures = self.take(self.trainer, self.batches, self.options.steps)
         self.turns.append((time.perf_counter() - started, pictures))
@@ -89,6 +91,11 @@ class Side:
         images_per_s = statistics.median(pictures / seconds for seconds, pictures in self.turns)
         step_s = statistics.median(seconds for seconds, _ in self.turns) / self.options.steps
         return Figures(images_per_s, step_s * 1e3, self.peak_bytes)
+
+
+def steps_before_the_clock(options: argparse.Namespace) -> int:
+    """Steps of a turn that are not timed: those on batches that were made ready before it, and a few more."""
+    return 2 * options.workers + 2 + WARM_UP_STEPS
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -126,16 +133,38 @@ def peak_bytes(work: Any, device: torch.device) -> int:
     return max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]")
 
 
+def estimate(options: argparse.Namespace, device: torch.device, num_habits: int) -> str:
+    """How long the table of so many habits takes, from one set-up and a few steps measured now."""
+    with contextlib.ExitStack() as stack:
+        started = time.perf_counter()
+        side = Side(options, device, "train", stack)
+        set_up_s = time.perf_counter() - started
+        probed = steps_before_the_clock(options) + PROBE_STEPS
+        started = time.perf_counter()
+        side.take(side.trainer, side.batches, probed)
+        step_s = (time.perf_counter() - started) / probed
+    steps = options.rounds * (steps_before_the_clock(options) + options.steps)
+    seconds = 2 * num_habits * (set_up_s + steps * step_s)
+    length = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    return (
+        f"takes about {length}: {num_habits} habits x 2 sides, each with {set_up_s:.1f} s of set-up and "
+        f"{steps} steps of {step_s * 1e3:.0f} ms\n"
+        "(measured just now with the options as they are; a slower side and the compiler take longer)"
+    )
+
+
 def run(options: argparse.Namespace, device: torch.device) -> None:
     """Print the table, for the habits that --ablate names or for all, row by row as they are timed."""
-    print(f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
-    print_row("habit", "images/s", "step ms", "peak MB", "speed")
     keep = Data(argparse.Namespace(**{**vars(options), "shared_cache": True}), device)
     keep.fill()  # lives as long as this function: the sides find it filled
+    habits = [habit for habit in HABITS if not options.ablate or habit.name in options.ablate]
+    num_timed = sum(habit.obstacle(device) is None for habit in habits)
+    if num_timed:
+        print(estimate(options, device, num_timed), flush=True)
+    print(f"off > on: batches of {options.batch_size} at {options.size} x {options.size}")
+    print_row("habit", "images/s", "step ms", "peak MB", "speed")
     notes = []
-    for habit in HABITS:
-        if options.ablate and habit.name not in options.ablate:
-            continue
+    for habit in habits:
         obstacle = habit.obstacle(device)
         if obstacle:
             print_row(habit.name, obstacle)

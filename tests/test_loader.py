@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import inspect
 import os
 import pickle
@@ -144,6 +146,11 @@ def test_bad_extras_are_refused_at_once(arguments: dict[str, Any], text: str) ->
 # --- channels-last ---------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class Fields:
+    image: Any
+
+
 def _as_chw(index: int) -> Any:
     return torch.from_numpy(datasets.image(index)[0]).permute(2, 0, 1)
 
@@ -175,6 +182,26 @@ def test_channels_last_hands_images_out_as_bchw(
         assert got.shape == (4, 3, 8, 8)
         assert got.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(got, want if want.shape[1] == 3 else want.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", [collections.OrderedDict, collections.UserDict, Fields])
+def test_channels_last_reaches_images_in_any_container(kind: Any, num_workers: int) -> None:
+    """Images in subclasses of dict, in other mappings, and in dataclasses that a collate_fn returns."""
+
+    def collate(samples: Any) -> Any:
+        return kind(image=torch.stack([torch.from_numpy(image) for image, _ in samples]))
+
+    loader = fastload.DataLoader(
+        IMAGES, 4, num_workers=num_workers, collate_fn=collate, memory_format=torch.channels_last
+    )
+    batches = list(loader)
+
+    assert len(batches) == 3
+    for batch in batches:
+        assert type(batch) is kind
+        image = batch.image if kind is Fields else batch["image"]
+        assert image.shape == (4, 3, 8, 8)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -384,6 +384,9 @@ def test_the_table_has_a_row_for_each_habit(
     )
 
     shown = capsys.readouterr().out
+    timed = sum(habit.obstacle(CPU) is None for habit in HABITS)
+    assert f": {timed} habits x 2 sides, each with " in shown
+    assert shown.index("takes about") < shown.index("images/s")
     lines = [re.split("  +", line) for line in shown.splitlines()]
     rows = {cells[0]: cells[1:] for cells in lines if len(cells) > 1 and cells[0] != "habit"}
     assert list(rows) == [habit.name for habit in HABITS]
@@ -394,6 +397,47 @@ def test_the_table_has_a_row_for_each_habit(
             assert figures[0] == obstacle
         else:
             assert all(cell.count(">") == 1 for cell in figures[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_estimate_counts_every_step_of_the_table(
+    rounds: int, photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a clock that ticks once a step, the table takes as long as the line before it says."""
+    ticks = 0
+    step = train_step.Trainer.step
+
+    def ticking_step(trainer: Any, *arguments: Any) -> None:
+        nonlocal ticks
+        ticks += 1
+        step(trainer, *arguments)
+
+    def ticks_of_the_table(habit: str, *cells: str) -> None:
+        nonlocal ticks
+        if habit == "habit":  # the header
+            ticks = 0
+
+    monkeypatch.setattr(train_step.Trainer, "step", ticking_step)
+    monkeypatch.setattr(train_ablate, "print_row", ticks_of_the_table)
+    monkeypatch.setattr(train_ablate, "time", argparse.Namespace(perf_counter=lambda: float(ticks)))
+    habits = ["set_to_none", "pinned", "debug"]  # the second one cannot be timed here
+    flags = ["--workers", "0", "--steps", "1", "--rounds", str(rounds), "--ablate", *habits]
+    train.main([*TINY, "--photos", str(photos), *flags])
+
+    shown = capsys.readouterr().out
+    expected = f"2 habits x 2 sides, each with 2.0 s of set-up and {6 * rounds} steps of 1000 ms"
+    assert f"takes about {ticks} s: {expected}\n" in shown
+    assert ticks == 2 * 2 * (2 + 6 * rounds)
+
+
+def test_nothing_is_estimated_for_habits_that_cannot_be_timed(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that only say why there are no figures take no time, and have no estimate."""
+    train.main([*TINY, "--photos", str(photos), "--ablate", "pinned"])
+
+    assert "takes about" not in capsys.readouterr().out
 
 
 def test_peak_memory_counts_what_is_alive_at_once() -> None:

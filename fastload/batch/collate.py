@@ -30,6 +30,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
+from fastload.nested.tree import map_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -469,18 +470,14 @@ def to_channels_last(batch: Any) -> Any:
     shares memory with the input. A tensor with its channels in dimension 1 is `(B, C, H, W)` already: it is
     copied only if its strides are not channels-last. Everything else stays as it is.
     """
-    if isinstance(batch, torch.Tensor):
-        if batch.dim() != 4:
-            return batch
-        if batch.shape[3] in IMAGE_CHANNELS:
-            return batch.permute(0, 3, 1, 2)
-        if batch.shape[1] in IMAGE_CHANNELS:
-            return batch.contiguous(memory_format=torch.channels_last)
-        return batch
-    if type(batch) is dict:
-        return {key: to_channels_last(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return type(batch)(*(to_channels_last(part) for part in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(to_channels_last(part) for part in batch)
-    return batch
+    return map_leaves(batch, _images_to_channels_last)
+
+
+def _images_to_channels_last(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+        return leaf
+    if leaf.shape[3] in IMAGE_CHANNELS:
+        return leaf.permute(0, 3, 1, 2)
+    if leaf.shape[1] in IMAGE_CHANNELS:
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf

@@ -20,7 +20,7 @@ import torch
 
 from fastload.memory.lease import ALIGNMENT_BYTES, Arena
 from fastload.memory.segment import round_up
-from fastload.nested.device_tree import map_leaves
+from fastload.nested.device_tree import map_movable
 
 
 class Leaf(NamedTuple):
@@ -174,7 +174,7 @@ def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
             moves_itself = True
         return leaf
 
-    map_leaves(batch, note)
+    map_movable(batch, note)
     return num_moved < packed.num_places and not moves_itself
 
 

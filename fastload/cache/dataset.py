@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.protocol import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 # Samples of a CachedDataset went through `prepare` and `transform`. If it had the fingerprint of the dataset
 # inside, other jobs would take a cache of these samples for a cache of that dataset, and get wrong images.

@@ -76,6 +76,16 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     return Fingerprint(parts, key)
 
 
+def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
+    """The reason why these samples have no fingerprint and no key, as a clause that says what to do."""
+    if _source_parts(dataset) is None:
+        named, what_to_do = type(dataset).__name__, "add a fingerprint() to the dataset"
+    else:
+        named = f"prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
+        what_to_do = "give prepare a fingerprint(), or use albumentations without your own functions"
+    return f"{named} has neither a fingerprint() nor a key: {what_to_do}, or pass key='...'"
+
+
 def digest_of(value: Any) -> str:
     """A short digest of any JSON value; the order of a dict's keys does not matter."""
     text = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb, check_source
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.fingerprint import fingerprint_of, without_fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.protocol import SampleCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
+from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
@@ -155,11 +155,9 @@ class Opener:
 
     def _private_ram(self) -> SharedMemoryCache:
         cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
-        kind = type(self._request.dataset).__name__
-        samples = kind if self._request.prepare is None else f"{kind} with this prepare"
+        why = without_fingerprint(self._request.dataset, self._request.prepare)
         cache.reason = (
-            f"private to this process and its workers, because {samples} has neither a fingerprint() nor a "
-            "key: add a fingerprint() to the dataset, or pass key='...', to share with other ranks and jobs"
+            f"private to this process and its workers, because {why}, to share with other ranks and jobs"
         )
         self._warn_ranks(cache.reason)
         return cache

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastload.cache.protocol import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 log = logging.getLogger("fastload")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from fastload.cache.sample_cache import BaseCache
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
 from fastload.nested.tree import private_copy
@@ -55,10 +56,10 @@ class PreparedDataset(Dataset[Any]):
         return self._call(before, sample, index)
 
 
-class StoredSamples(Dataset[Any]):
+class StoredSamples(Dataset[Any], BaseCache):
     """The stored samples of a finished LMDB cache as a dataset, numbered from 0.
 
-    It also implements the interface of a cache (see `protocol`), through which whole batches are read.
+    It also implements the interface of a cache (see `sample_cache`), through which whole batches are read.
 
     Args:
         cache: The finished cache.
@@ -68,20 +69,13 @@ class StoredSamples(Dataset[Any]):
         classes: Names of the classes of the dataset that it was built from, or None.
     """
 
-    is_shared = True
-    budget_bytes: int | None = None
+    num_samples = 0  # set by each object
 
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache
         self.classes = cache.classes
         self._indices = cache.stored_indices
         self.num_samples = cache.num_cached
-
-    def __copy__(self) -> StoredSamples:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> StoredSamples:
-        return self
 
     def __len__(self) -> int:
         return self.num_samples
@@ -116,20 +110,12 @@ class StoredSamples(Dataset[Any]):
         """The reason why this cache is in use, and the parts of its fingerprint."""
         return self.cache.explain()
 
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Empty: `put` accepts nothing."""
-        return np.empty(0, np.intp)
-
     def __contains__(self, index: object) -> bool:
         return isinstance(index, (int, np.integer)) and 0 <= int(index) < self.num_samples
 
     def get(self, index: int) -> Any | None:
         """The sample, with read-only arrays; None only after close()."""
         return self.cache.get(index if self._indices is None else int(self._indices[index]))
-
-    def put(self, index: int, sample: Any) -> bool:
-        """False: a finished cache stores nothing."""
-        return False
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples; see LMDBCache.gather()."""

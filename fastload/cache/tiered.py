@@ -10,16 +10,16 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.pace import Pace
+from fastload.cache.sample_cache import BaseCache, SampleCache
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.protocol import SampleCache
 
 
-class TieredCache:
+class TieredCache(BaseCache):
     """Two caches of the same samples; reads try the fast cache first.
 
     Args:
@@ -31,12 +31,6 @@ class TieredCache:
         self.fast = fast
         self.slow = slow
         self._pace = Pace()
-
-    def __copy__(self) -> TieredCache:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        return self
 
     @property
     def num_samples(self) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.zero_copy import keeps_read_only
 from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import detached, is_seen_through, leaves, outline, private_copy
+from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
 from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:
@@ -107,14 +107,16 @@ class TransformCaller:
         """
         if not self.needs_copies:
             sample = fetch()
-            arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
             try:
                 output = self._call(sample, sample, index)
             except Exception as error:
                 if not _is_refusal(error):
                     raise
             else:
+                if owns_its_memory(output):
+                    return output
                 if is_seen_through(output):
+                    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
                     return detached(output, arrays)
             self.needs_copies = True
             rewind()  # this call drew random numbers; the next call starts from the same random state

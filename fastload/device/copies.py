@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fastload.errors import LoaderClosedError
-from fastload.nested.device_tree import map_leaves
+from fastload.nested.device_tree import map_movable
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -171,7 +171,7 @@ class CopiesAhead(Iterator[T]):
             return started[id(leaf)][1]
 
         try:
-            ahead.batch = map_leaves(batch, start)
+            ahead.batch = map_movable(batch, start)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"raised while a batch was copied ahead; the device holds {self._depth + 1} batches in "
@@ -208,7 +208,7 @@ class CopiesAhead(Iterator[T]):
                 ahead.made.append(leaf)
             return leaf
 
-        map_leaves(ahead.batch, note)
+        map_movable(ahead.batch, note)
         return ahead
 
     def _hand_over(self, ahead: _Ahead) -> T:
@@ -227,7 +227,7 @@ class CopiesAhead(Iterator[T]):
                 self._reading.keep(moves, list(ahead.late.values()))
                 # Slots are unregistered once the side stream is done: let it wait for these reads, too.
                 backend.wait_event(self._stream, moves)
-            batch = map_leaves(batch, lambda leaf: moved.get(id(leaf), leaf))
+            batch = map_movable(batch, lambda leaf: moved.get(id(leaf), leaf))
             if self._transform is not None:
                 batch = apply_transform(self._transform, batch, backend.device)
         return batch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_leaves
+from fastload.nested.device_tree import map_movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ class Normalize(nn.Module):
         """Normalise the images of a batch; see the class."""
         images = self._find_images(batch)
         normalized = self._normalize(images)
-        return map_leaves(batch, lambda leaf: normalized if leaf is images else leaf)
+        return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
         """The text that `print` shows between the brackets."""

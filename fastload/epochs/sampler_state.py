@@ -40,8 +40,9 @@ def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     found = {DEFAULT: torch.default_generator}
     for place, owner in (("loader", loader), *samplers_by_place(loader).items()):
         generator = getattr(owner, "generator", None)
-        is_known = any(generator is other for other in found.values())
-        if isinstance(generator, torch.Generator) and not is_known:
+        if generator is None or any(generator is other for other in found.values()):
+            continue
+        if isinstance(generator, torch.Generator):
             found[place] = generator
     return found
 

@@ -1,45 +1,125 @@
 """Walks over nested samples and over the outputs of transforms: copies, read-only views, comparison.
 
-A nest consists of dicts, lists, tuples and namedtuples, including subclasses; any other value is a leaf.
+In a sample, containers are dicts, lists, tuples and namedtuples, including subclasses. `map_leaves` also
+walks over batches, which may be of more types.
 """
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from fastload.nested.leaves import to_bytes
-from fastload.nested.spec import flatten, is_namedtuple
+from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from fastload.nested.leaves import Array
 
 
-def map_leaves(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """The nest with every leaf replaced by `change(leaf)`; containers without a changed leaf are kept."""
-    if isinstance(nest, dict):
-        items = {key: map_leaves(value, change) for key, value in nest.items()}
-        if all(items[key] is value for key, value in nest.items()):
-            return nest
-        if type(nest) is dict:
-            return items
-        other = copy.copy(nest)  # keeps a subclass and its attributes, such as a default factory
-        other.update(items)
-        return other
-    if isinstance(nest, (list, tuple)):
-        values = [map_leaves(value, change) for value in nest]
-        if all(new is old for new, old in zip(values, nest, strict=True)):
-            return nest
-        if is_namedtuple(nest):
-            return type(nest)._make(values)  # type: ignore[union-attr]
-        return type(nest)(values)
-    return change(nest)
+# Sequences that are values, and types whose objects hold no leaves.
+_VALUES = (torch.Tensor, np.ndarray, str, bytes, bytearray, memoryview, range)
+
+
+def map_leaves(
+    value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """``value`` with each leaf replaced by ``function(leaf)``.
+
+    The walk enters dicts, lists, tuples, namedtuples, dataclasses, and every other Mapping and Sequence; all
+    other values are leaves. Containers are never changed in place: a container in which no leaf was replaced
+    is returned itself, any other container is returned as a new one of the same type. ``is_leaf`` can name
+    containers that are leaves.
+
+    Raises:
+        Exception: The error of ``function``, or of the constructor of a container type.
+    """
+    rebuild = _rebuilder(value.__class__)
+    if rebuild is None or (is_leaf is not None and is_leaf(value)):
+        return function(value)
+    return rebuild(value, lambda part: map_leaves(part, function, is_leaf))
+
+
+@functools.lru_cache(maxsize=1024)
+def _rebuilder(cls: type) -> Callable[[Any, Callable[[Any], Any]], Any] | None:
+    """The function that maps the parts of a container of this class; None if its objects are leaves."""
+    if issubclass(cls, _VALUES):
+        return None
+    if issubclass(cls, Mapping):
+        return _map_mapping
+    if issubclass(cls, Sequence):
+        return _map_sequence
+    return _map_dataclass if dataclasses.is_dataclass(cls) else None
+
+
+def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
+    parts = dict(value.items())
+    changed = {}
+    for key, part in parts.items():
+        mapped = visit(part)
+        if mapped is not part:
+            changed[key] = mapped
+    if not changed:
+        return value
+    if type(value) is dict:
+        return {**parts, **changed}
+    if isinstance(value, (dict, collections.UserDict)):
+        clone = copy.copy(value)  # keeps a default_factory and other extras
+        for key, mapped in changed.items():
+            clone[key] = mapped  # some subclasses refuse update()
+        return clone
+    # Not copy.copy: if a class keeps its data in an attribute, the copy shares that attribute.
+    return _make_like(value, {**parts, **changed})
+
+
+def _map_sequence(value: Any, visit: Callable[[Any], Any]) -> Any:
+    parts = list(value)
+    mapped = [visit(part) for part in parts]
+    if all(new is old for new, old in zip(mapped, parts, strict=True)):
+        return value
+    if type(value) is list:
+        return mapped
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(mapped)  # a namedtuple
+    if isinstance(value, (list, collections.UserList)):
+        clone = copy.copy(value)
+        clone[:] = mapped
+        return clone
+    return _make_like(value, mapped)
+
+
+def _make_like(value: Any, content: Any) -> Any:
+    """A container of the type of ``value``; ``content`` itself if the type's constructor does not take it."""
+    try:
+        return type(value)(content)
+    except TypeError:
+        return content  # as torch's pin_memory does
+
+
+def _map_dataclass(value: Any, visit: Callable[[Any], Any]) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):
+            continue  # declared with init=False and never set
+        part = getattr(value, field.name)
+        mapped = visit(part)
+        if mapped is not part:
+            changed[field.name] = mapped
+    if not changed:
+        return value
+    clone = copy.copy(value)  # not replace(): it would run __post_init__ again
+    for name, mapped in changed.items():
+        object.__setattr__(clone, name, mapped)  # also where the dataclass is frozen
+    return clone
 
 
 def leaves(nest: Any) -> list[Any]:
@@ -67,11 +147,27 @@ def private_copy(sample: Any) -> Any:
     return map_leaves(sample, lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
+# Types of leaves that refer to no memory of an array.
+_NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None))
 # Types of leaves whose memory is known. np.void may be a view, and any other object may hold a view.
 _SEEN_THROUGH = (
     *(np.ndarray, np.number, np.bool_, np.character, torch.Tensor),
-    *(bool, int, float, complex, str, bytes, type(None)),
+    *_NUMBERS_AND_TEXTS,
 )
+
+
+def owns_its_memory(nest: Any) -> bool:
+    """Whether every array owns its memory and every other leaf is a number or a text.
+
+    Most outputs of transforms do; this is a quick check before `is_seen_through` and `detached`.
+    """
+    for leaf in leaves(nest):
+        if type(leaf) is np.ndarray:
+            if not leaf.flags.owndata or leaf.dtype.hasobject:
+                return False
+        elif type(leaf) not in _NUMBERS_AND_TEXTS:
+            return False
+    return True
 
 
 def is_seen_through(nest: Any) -> bool:
@@ -82,7 +178,7 @@ def is_seen_through(nest: Any) -> bool:
     return True
 
 
-def detached(nest: Any, arrays: Iterable[Array]) -> Any:
+def detached(nest: Any, arrays: Sequence[Array]) -> Any:
     """The nest with private copies of the arrays and tensors that lie in the memory of the given arrays.
 
     Args:
@@ -92,28 +188,21 @@ def detached(nest: Any, arrays: Iterable[Array]) -> Any:
     Returns:
         The nest; the strides of the copies have the same order as those of the originals.
     """
-    ranges: list[tuple[int, int]] = []
 
     def detach(leaf: Any) -> Any:
-        if isinstance(leaf, (bool, int, float, str)) or (type(leaf) is np.ndarray and leaf.flags.owndata):
-            return leaf  # most leaves
-        if not ranges:
-            ranges.extend((_address(array), _address(array) + array.nbytes) for array in arrays)
         if isinstance(leaf, np.ndarray):
-            return leaf.copy(order="K") if _starts_within(_address(leaf), ranges) else leaf
+            is_within = any(np.may_share_memory(leaf, array) for array in arrays)
+            return leaf.copy(order="K") if is_within else leaf
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
-            return leaf.clone() if _starts_within(leaf.data_ptr(), ranges) else leaf
+            return leaf.clone() if any(_starts_within(leaf, array) for array in arrays) else leaf
         return leaf
 
     return map_leaves(nest, detach)
 
 
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _starts_within(address: int, ranges: list[tuple[int, int]]) -> bool:
-    return any(start <= address < stop for start, stop in ranges)
+def _starts_within(tensor: torch.Tensor, array: Array) -> bool:
+    start: int = array.__array_interface__["data"][0]
+    return start <= tensor.data_ptr() < start + array.nbytes
 
 
 def read_only(sample: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_leaves
+from fastload.nested.device_tree import map_movable
 
 Result = TypeVar("Result")
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -294,7 +294,7 @@ def _leaves(value: Any) -> list[Any]:
         found.append(leaf)
         return leaf
 
-    map_leaves(value, note)
+    map_movable(value, note)
     return found
 
 
@@ -309,4 +309,4 @@ def _slice(batch: Any, samples: slice, num_samples: int) -> Any:
     def cut(leaf: Any) -> Any:
         return leaf[samples] if not isinstance(leaf, torch.Tensor) or leaf.ndim else leaf
 
-    return map_leaves(batch, cut, is_per_sample)
+    return map_movable(batch, cut, is_per_sample)

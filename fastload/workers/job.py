@@ -27,7 +27,6 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.fetch import FetchSettings
-from fastload.batch.loader_collate import own_collate
 from fastload.memory.segment import Segment, round_up
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Job(FetchSettings):
             dataset=loader.dataset,
             is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
             auto_collation=loader._auto_collation,
-            collate_fn=own_collate(loader.collate_fn),
+            collate_fn=vars(loader)["collate_fn"],
             drop_last=loader.drop_last,
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,

@@ -18,7 +18,7 @@ from tests.cache.zoo import Everything, Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
-    from fastload.cache.protocol import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 
 def read_all(cache: SampleCache, pipe: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from fastload.cache.build import unfinished
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.tasks import Slots
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheMismatchError
@@ -61,6 +62,27 @@ def test_slots_are_used_again(tmp_path: Path) -> None:
 
     assert cache.verify() == []
     for index in range(0, 700, 37):
+        assert_same_samples(cache.get(index), dataset.sample(index))
+
+
+def test_more_tasks_in_flight_than_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task that finds no free slot sends its values in the answer; no slot is overwritten."""
+    take, without = Slots.take, []
+
+    def scarce(slots: Slots) -> int | None:
+        slot = take(slots)
+        without.append(slot is None)
+        return slot
+
+    monkeypatch.setattr(Slots, "take", scarce)
+    monkeypatch.setattr("fastload.cache.build.build.TASKS_A_WORKER", 12)  # the slots are for four
+    dataset = Images(700)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=2)
+
+    assert True in without
+    assert False in without
+    assert cache.verify() == []
+    for index in range(700):
         assert_same_samples(cache.get(index), dataset.sample(index))
 
 

@@ -19,8 +19,8 @@ from fastload.cache import open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.protocol import SampleCache
 from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
 from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages

@@ -218,6 +218,24 @@ def test_ranks_are_warned_of_private_caches(
     assert "private to this process and its workers" in caplog.text
 
 
+def _halved(sample: Any) -> Any:
+    return sample[0][::2], sample[1]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prepare", "lacks"),
+    [
+        (Images(30), None, "because Images has neither"),
+        (Images(30), _halved, "because Images has neither"),
+        (KnownImages(30), _halved, "because prepare=_halved has neither"),
+    ],
+    ids=["dataset", "both", "prepare"],
+)
+def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prepare: Any, lacks: str) -> None:
+    """The user learns whether the dataset or prepare needs a fingerprint()."""
+    assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
+
+
 @pytest.mark.parametrize("variables", ALONE)
 def test_one_process_alone_is_not_warned(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any

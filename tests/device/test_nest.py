@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.nested.device_tree import map_leaves, move_leaf
+from fastload.nested.device_tree import map_movable, move_leaf
 
 
 class Point(NamedTuple):
@@ -155,7 +155,7 @@ def flat(value: Any) -> Any:
 def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
     """Each container comes back as a new one of its type with new leaves, and the old one is unchanged."""
     value = make(ONE)
-    mapped = map_leaves(value, doubled)
+    mapped = map_movable(value, doubled)
 
     assert type(mapped) is type(value)
     assert flat(mapped) == flat(make(TWO))
@@ -167,9 +167,9 @@ def test_what_does_not_change_is_the_same_object(make: Any) -> None:
     """A container whose leaves stay comes back itself."""
     value = make(ONE)
 
-    assert map_leaves(value, lambda leaf: leaf) is value
+    assert map_movable(value, lambda leaf: leaf) is value
     without = make("no tensor")
-    assert map_leaves(without, doubled) is without
+    assert map_movable(without, doubled) is without
 
 
 def test_extras_of_containers_are_kept() -> None:
@@ -177,15 +177,15 @@ def test_extras_of_containers_are_kept() -> None:
     tagged = Tagged([ONE])
     tagged.tag = "t"
 
-    assert map_leaves(with_default(ONE), doubled).default_factory is list
-    assert map_leaves(tagged, doubled).tag == "t"
-    assert map_leaves(Frozen(ONE), doubled).seen == ["init"]
+    assert map_movable(with_default(ONE), doubled).default_factory is list
+    assert map_movable(tagged, doubled).tag == "t"
+    assert map_movable(Frozen(ONE), doubled).seen == ["init"]
 
 
 def test_a_type_made_in_another_way_becomes_a_plain_one() -> None:
     """As with torch's pin_memory, a mapping whose constructor takes no mapping becomes a dict."""
-    assert flat(map_leaves(KeyedByArguments(ONE, 1), doubled)) == {"first": [2], "second": 1}
-    assert type(map_leaves(KeyedByArguments(ONE, 1), doubled)) is dict
+    assert flat(map_movable(KeyedByArguments(ONE, 1), doubled)) == {"first": [2], "second": 1}
+    assert type(map_movable(KeyedByArguments(ONE, 1), doubled)) is dict
 
 
 def test_objects_with_torchs_to_are_leaves() -> None:
@@ -193,9 +193,9 @@ def test_objects_with_torchs_to_are_leaves() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
     quantity, array = Quantity(), np.zeros(2)
 
-    assert map_leaves([packed, Graph()], doubled) == ["moved", "moved"]
+    assert map_movable([packed, Graph()], doubled) == ["moved", "moved"]
     values = [quantity, array, Graph, "text", {1, 2}]
-    assert map_leaves(values, doubled) is values
+    assert map_movable(values, doubled) is values
 
 
 class Boxes:
@@ -212,7 +212,7 @@ def test_a_to_that_takes_a_device_alone_is_enough() -> None:
     """An object whose ``to`` has no ``non_blocking`` is a leaf, and is moved without it."""
     there = torch.device("meta")
 
-    (moved,) = map_leaves([Boxes()], lambda leaf: move_leaf(leaf, there))
+    (moved,) = map_movable([Boxes()], lambda leaf: move_leaf(leaf, there))
 
     assert moved.device == there
 
@@ -220,7 +220,7 @@ def test_a_to_that_takes_a_device_alone_is_enough() -> None:
 def test_struct_sequences_of_torch_keep_their_type() -> None:
     """What torch.max returns is a tuple that is made in a way of its own."""
     found = torch.max(torch.tensor([[1, 5]]), dim=1)
-    mapped = map_leaves(found, doubled)
+    mapped = map_movable(found, doubled)
 
     assert type(mapped) is type(found)
     assert flat(mapped) == [[10], [2]]
@@ -244,12 +244,12 @@ def test_any_nest_of_lists_and_dicts(value: Any) -> None:
             return {key: expected(p) for key, p in part.items()}
         return [2] if part is ONE else part
 
-    assert flat(map_leaves(value, doubled)) == expected(value)
+    assert flat(map_movable(value, doubled)) == expected(value)
 
 
 def test_more_kinds_of_leaves_can_be_named() -> None:
     """``is_leaf`` is asked about containers before their content, and what it takes is not walked."""
     value = {"names": ["a", "b"], "pair": (ONE, ["c", ONE])}
-    mapped = map_leaves(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
+    mapped = map_movable(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
 
     assert mapped == {"names": 2, "pair": (1, ["c", 1])}

@@ -24,7 +24,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return tensor.clone()
 
     def move(self: plain.PlainDevice, batch: Any) -> Any:
-        return plain.map_leaves(batch, lambda leaf: to(leaf, self.device))
+        return plain.map_movable(batch, lambda leaf: to(leaf, self.device))
 
     monkeypatch.setattr(cuda, "why_no_plain_device", lambda device: None)
     monkeypatch.setattr(plain.PlainDevice, "move", move)

@@ -26,7 +26,7 @@ from fastload.batch.failures import check_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.progress import BuildProgress
-from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Slots, plan_tasks
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
 from fastload.cache.lmdb.codecs import LOSSY, check_codec
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
-    from fastload.cache.build.tasks import Value
+    from fastload.cache.build.tasks import Answer, Value
     from fastload.cache.fingerprint import Fingerprint
 
 log = logging.getLogger("fastload")
@@ -300,21 +300,20 @@ class _Build:
             lock=self._lock,
         )
         # Workers start before a file is opened, because they must not inherit LMDB environments.
-        answers = processes.run(tasks, num_processes, ahead=TASKS_A_WORKER)
+        answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
         try:
             title = f"building {self._path}"
             with BuildProgress(title, self._num_samples, shown=shown, done=self._position) as progress:
-                numbered = enumerate(ranges)
+                spans_left = iter(ranges)
                 for shard in shards:
-                    self._write_shard(shard, numbered, answers, slots, progress)
+                    self._write_shard(shard, spans_left, tasks, answers, progress)
             self._partial.publish(plan)
         except (Exception, KeyboardInterrupt) as error:
             self._note_what_is_kept(error)
             raise
         finally:
             processes.stop(answers)
-            if slots is not None:
-                slots.close()
+            tasks.close()
         if self._partial.skipped:
             log.warning(
                 "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
@@ -327,9 +326,9 @@ class _Build:
     def _write_shard(
         self,
         shard: int,
-        ranges: Iterator[tuple[int, range]],
-        answers: Iterator[list[Value]],
-        slots: Slots | None,
+        spans: Iterator[range],
+        tasks: RecordTasks,
+        answers: Iterator[Answer],
         progress: BuildProgress,
     ) -> None:
         indices = self._plan.indices_of(shard)
@@ -337,9 +336,9 @@ class _Build:
         try:
             position = max(indices.start, self._position)
             while position < indices.stop:
-                task, span = next(ranges)
-                memory = memoryview(b"") if slots is None else slots.memory(task)
-                self._write_values(writer, span, next(answers), memory, progress)
+                span, (values, slot) = next(spans), next(answers)
+                self._write_values(writer, span, values, tasks.memory(slot), progress)
+                tasks.free(slot)
                 position = span.stop
             left_out = sorted(index for index in self._partial.skipped if index in indices)
             writer.finish(Description(self._plan, shard, runs_of(left_out)))

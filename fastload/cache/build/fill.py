@@ -18,7 +18,7 @@ from fastload.system.sizes import readable_size
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastload.cache.protocol import SampleCache
+    from fastload.cache.sample_cache import SampleCache
 
 log = logging.getLogger("fastload")
 
@@ -98,7 +98,7 @@ def _read(
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    answers = processes.run(_Chunks(dataset, cache, chunks), num_processes)
+    answers = processes.run(_Chunks(dataset, cache, chunks), range(len(chunks)), num_processes)
     refused, nbytes = 0, cache.nbytes
     try:
         for chunk, stored in zip(chunks, answers, strict=True):

@@ -1,6 +1,6 @@
 """Runs worker processes that read samples to fill a cache, with torch's own loader, set up for this purpose.
 
-Answers come in the order of tasks.
+Answers come in the order of the orders that were given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.utils.data
 from fastload.system.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _MOST_WORKERS = 16
 _WORTH_WORKERS = 64  # samples; fewer samples are read before workers have started
@@ -34,17 +34,21 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     return min(worthwhile_cpus(), _MOST_WORKERS)
 
 
-def run(tasks: torch.utils.data.Dataset[Any], num_workers: int, *, ahead: int = 2) -> Iterator[Any]:
-    """`tasks[0]`, `tasks[1]` and so on, computed by workers; workers start now, not at the first answer.
+def run(
+    tasks: torch.utils.data.Dataset[Any], orders: Iterable[Any], num_workers: int, *, ahead: int = 2
+) -> Iterator[Any]:
+    """`tasks[order]` for each order, computed by workers; workers start now, not at the first answer.
 
     Args:
-        tasks: Map-style; one item per task.
+        tasks: Map-style.
+        orders: Drawn one by one in this process, each when a worker can get it.
         num_workers: Processes; 0 for none.
         ahead: Tasks that each worker gets ahead of the answers that are taken.
     """
     loader = torch.utils.data.DataLoader(
         tasks,
         batch_size=None,
+        sampler=orders,
         num_workers=num_workers,
         prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,

@@ -3,10 +3,10 @@
 Rules:
 
 1. Workers read, encode and compute checksums; the parent only copies values from shared memory to the file.
-2. Task k writes to slot k mod `num_slots`. When torch's loader returns the answer to task k to the parent, it
-   hands out task k + 4 W, and the parent has already stored the answer to task k - 1: with 4 W + 2 slots,
-   tasks never collide. If they did, the checksum of the record would show it at the first read.
-3. Values that do not fit into the slot are sent in the answer, through torch's queue.
+2. A task owns its slot: the parent takes a free slot when it hands the task out, the answer names the slot,
+   and the parent frees it after it has stored the values.
+3. Values of a task without a slot, and values that do not fit into the slot, are sent in the answer, through
+   torch's queue.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import pickle
 import traceback
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
@@ -28,14 +28,13 @@ from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
 
 log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
-_SPARE_SLOTS = 2
 _LEAST_SLOT_BYTES = 4 << 20  # pages are allocated as they are used; a task aims at half a slot
 _MOST_SLOT_BYTES = 128 << 20
 _MOST_TASK_SAMPLES = 64
@@ -58,6 +57,8 @@ Value = bytes | tuple[int, int] | FailedSample | Failed
 class Slots:
     """Memory that workers write and the parent reads; pickles as a handle.
 
+    Only the parent takes and frees slots.
+
     Args:
         num_slots: Number of slots of equal size.
         slot_bytes: Size of a slot.
@@ -66,14 +67,23 @@ class Slots:
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.num_slots = num_slots
         self.slot_bytes = slot_bytes
+        self._free = list(range(num_slots))
         self._segment = Segment.create(num_slots * slot_bytes, name="fastload-build")
         self._mapping: mmap.mmap | None = None
 
-    def memory(self, task: int) -> memoryview:
-        """The slot of a task."""
+    def take(self) -> int | None:
+        """A slot that belongs to the caller's task until `free`; None if all slots are taken."""
+        return self._free.pop() if self._free else None
+
+    def free(self, slot: int) -> None:
+        """Take back a slot whose values were stored."""
+        self._free.append(slot)
+
+    def memory(self, slot: int) -> memoryview:
+        """The bytes of a slot."""
         if self._mapping is None:
             self._mapping = self._segment.map(writable=True)
-        start = task % self.num_slots * self.slot_bytes
+        start = slot * self.slot_bytes
         return memoryview(self._mapping)[start : start + self.slot_bytes]
 
     def close(self) -> None:
@@ -85,8 +95,22 @@ class Slots:
         return {**self.__dict__, "_mapping": None}
 
 
-class RecordTasks(Dataset[list[Value]]):
-    """Reads ranges of samples; returns their values, in order.
+class Order(NamedTuple):
+    """What a worker gets to do."""
+
+    task: int
+    slot: int | None  # None: the values are sent in the answer
+
+
+class Answer(NamedTuple):
+    """The values of one task, in the order of its samples; fewer values if the last one failed."""
+
+    values: list[Value]
+    slot: int | None
+
+
+class RecordTasks(Dataset[Answer]):
+    """Reads ranges of samples, and returns their values; indexed by the order for a task.
 
     Args:
         dataset: Map-style.
@@ -123,12 +147,31 @@ class RecordTasks(Dataset[list[Value]]):
     def __len__(self) -> int:
         return len(self.ranges)
 
-    def __getitem__(self, task: int) -> list[Value]:
+    def orders(self) -> Iterator[Order]:
+        """An order for each task, made by the parent when a worker can get it."""
+        for task in range(len(self.ranges)):
+            yield Order(task, None if self._slots is None else self._slots.take())
+
+    def memory(self, slot: int | None) -> memoryview:
+        """The bytes of a task's slot; empty if the task has none."""
+        return memoryview(b"") if self._slots is None or slot is None else self._slots.memory(slot)
+
+    def free(self, slot: int | None) -> None:
+        """Take back a task's slot, once its values are stored."""
+        if self._slots is not None and slot is not None:
+            self._slots.free(slot)
+
+    def close(self) -> None:
+        """Release the memory of the slots."""
+        if self._slots is not None:
+            self._slots.close()
+
+    def __getitem__(self, order: Order) -> Answer:
         self._lock.leave_in_worker()
         values: list[Value] = []
-        memory = memoryview(b"") if self._slots is None else self._slots.memory(task)
+        memory = self.memory(order.slot)
         used = 0
-        for index in self.ranges[task]:
+        for index in self.ranges[order.task]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
@@ -151,7 +194,7 @@ class RecordTasks(Dataset[list[Value]]):
             for part in parts:
                 memory[used : used + len(part)] = memoryview(part).cast("B")
                 used += len(part)
-        return values
+        return Answer(values, order.slot)
 
 
 def skipped(index: int, error: Exception) -> FailedSample:
@@ -193,7 +236,8 @@ def plan_tasks(
     if not num_workers or not is_supported():
         return tasks, None
     try:
-        return tasks, Slots(TASKS_A_WORKER * num_workers + _SPARE_SLOTS, slot_bytes)
+        num_slots = TASKS_A_WORKER * num_workers + 1  # the values of one more task are being stored
+        return tasks, Slots(num_slots, slot_bytes)
     except SegmentError as error:
         log.info("values are sent through torch's queue, which is slower: %s", str(error))
         return tasks, None

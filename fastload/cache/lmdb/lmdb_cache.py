@@ -21,6 +21,7 @@ from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
 from fastload.cache.record import decode
+from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.nested.spec import Spec
 from fastload.system.sizes import readable_size
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.open_file import OpenFile
 
 
-class LMDBCache:
+class LMDBCache(BaseCache):
     """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
@@ -54,8 +55,6 @@ class LMDBCache:
     """
 
     layout = "lmdb"
-    budget_bytes: int | None = None  # the files are complete, and the system limits the page cache
-    is_shared = True
     num_shapes: int | None = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -85,12 +84,6 @@ class LMDBCache:
         except CacheError:
             return None
         return spec
-
-    def __copy__(self) -> LMDBCache:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LMDBCache:
-        return self
 
     @property
     def is_closed(self) -> bool:
@@ -212,14 +205,6 @@ class LMDBCache:
             return decode(record)
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
-
-    def put(self, index: int, sample: Any) -> bool:
-        """False: a finished cache stores nothing."""
-        return False
-
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Empty: `put` accepts nothing."""
-        return np.empty(0, np.intp)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples, read in the order of keys.

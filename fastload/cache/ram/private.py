@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.record import decode, encode
+from fastload.cache.sample_cache import BaseCache
 from fastload.system.budget import available_bytes, parse_budget
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from fastload.cache.columns import Allocate
 
 log = logging.getLogger("fastload")
 
@@ -28,7 +27,7 @@ _CHECK_EVERY_BYTES = 64 << 20
 _FREE_SHARE = 0.25  # of the budget: "auto" is 80% of free memory, and the other 20% are for everything else
 
 
-class PrivateCache:
+class PrivateCache(BaseCache):
     """A cache of records in this process's own memory.
 
     Args:
@@ -38,8 +37,8 @@ class PrivateCache:
     """
 
     layout = "private"
-    capacity: int | None = None
     is_shared = False
+    num_samples, nbytes, budget_bytes = 0, 0, 0  # set by each cache
 
     def __init__(
         self, num_samples: int, *, budget: str | float = "auto", reason: str = "it was made so"
@@ -54,12 +53,6 @@ class PrivateCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, (self.num_samples, self.budget_bytes, self.reason)
-
-    def __copy__(self) -> PrivateCache:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PrivateCache:
-        return self
 
     @property
     def num_cached(self) -> int:
@@ -118,10 +111,6 @@ class PrivateCache:
             reason,
         )
         return False
-
-    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> None:
-        """None: records are not contiguous, so each sample is read by itself."""
-        return
 
     def close(self) -> None:
         """Forget all samples; samples that were handed out stay valid."""

@@ -32,6 +32,7 @@ from fastload.cache.columns import ColumnReader
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout, Origin, create
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
+from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import round_up
 from fastload.nested.spec import Spec, flatten
@@ -58,7 +59,7 @@ _MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
 _LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
 
 
-class SharedMemoryCache:
+class SharedMemoryCache(BaseCache):
     """A cache of samples in shared memory.
 
     Args:
@@ -72,8 +73,6 @@ class SharedMemoryCache:
         UnsupportedSampleError: A value in an example cannot be cached.
         ValueError: `parse_budget` does not accept the budget.
     """
-
-    is_shared = True
 
     def __init__(
         self,
@@ -118,12 +117,6 @@ class SharedMemoryCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self._segment, self._plan)
-
-    def __copy__(self) -> SharedMemoryCache:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedMemoryCache:
-        return self
 
     # --- properties ---------------------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
-"""The interface that CachedDataset expects of SharedMemoryCache, LMDBCache, PrivateCache or a user's cache.
+"""SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
 A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+
+import numpy as np
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
@@ -62,3 +63,35 @@ class SampleCache(Protocol):
 
     def close(self) -> None:
         """Release this process's resources; samples that were handed out stay valid."""
+
+
+class BaseCache(SampleCache):
+    """The defaults of a cache; those of a finished cache, which stores nothing more."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """None: the cache has no limit of its own."""
+        return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Yes: all processes see the same samples."""
+        return True
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Empty: `put` accepts nothing."""
+        return np.empty(0, np.intp)
+
+    def put(self, index: int, sample: Any) -> bool:
+        """False: the cache stores nothing more."""
+        return False
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """None: each sample is read by itself."""
+        return None
