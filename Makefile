@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
-.PHONY: demo test soak test-emulated lint docs bench bench-peers mutants photos clean
+.PHONY: demo test test-fast soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -23,6 +23,10 @@ demo: $(PHOTOS)/.ready
 
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# What to run at each edit: under a minute on two cores.
+test-fast: $(BIN)/.ready
+	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow and not matrix"
 
 # Random cases until the time is over, from any seed on, or from SEED.
 MINUTES ?= 30

@@ -1,30 +1,66 @@
-"""What every test shares: the leak guard, and caches that store without delay."""
+"""What all tests share: the leak guard, caches that store without delay, the markers of `make test-fast`."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import select
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from fastload.cache import pace
-from tests import leaks
+from tests.kit import accelerator, leaks
+from tests.kit.processes import Gate, Interpreter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+TESTS = Path(__file__).parent
+INTERPRETERS = {"spawn", "forkserver"}  # start methods
+MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
+# Imported once by the fork server, before it forks workers; with torch's loader each would import torch.
+PRELOADED = (
+    "__main__",
+    "fastload.cache.dataset",
+    "albumentations",
+    "tests.kit.datasets",
+    "fastload.workers.preload",
+)
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C, which the background job of a shell ignores: tests send it, and would wait for ever."""
+    """Let the fork server import what workers need, and take Ctrl-C.
+
+    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever.
+    """
+    os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """What was imported by now stays: keep it out of the guard's collections, which then take no time."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test-fast` leaves out, where it shows in a test's parameters, fixtures or folder."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        texts = {value for value in parameters.values() if isinstance(value, str)}
+        if "interpreter" in getattr(item, "fixturenames", ()) or texts & INTERPRETERS:
+            item.add_marker("slow")
+        if item.path.relative_to(TESTS).parts[0] in MATRICES and parameters.get("num_workers") != 0:
+            item.add_marker("matrix")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_out_of_collections() -> None:
+    """Keep what was imported by now out of the guard's collections, which then take no time.
+
+    Once for each module, because tests import more: an optimizer brings the whole of torch's compiler.
+    """
     gc.collect()
     gc.freeze()
 
@@ -40,8 +76,34 @@ def leak_guard() -> Iterator[None]:
     """No test leaves a process, a thread, a descriptor or a file in /dev/shm behind."""
     before = leaks.snapshot()
     yield
+    gc.collect()
     deadline = time.monotonic() + leaks.GRACE_S
+    pause_s = 0.001
     while grown := leaks.grown(before, leaks.snapshot()):
         if time.monotonic() > deadline:
             pytest.fail(f"left behind: {grown}")
-        select.select([], [], [], 0.02)
+        select.select([], [], [], pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+        gc.collect()
+
+
+@pytest.fixture
+def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it, and the loaders of this test pin their batches in a thread."""
+    return lambda: accelerator.pretend_accelerator(monkeypatch.setattr)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Where samples wait for the test; it is opened when the test is over."""
+    gate = Gate()
+    yield gate
+    gate.open()
+    gate.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """Runs programs in processes of their own, in which nothing but torch has been imported."""
+    with Interpreter("import torch") as interpreter:
+        yield interpreter

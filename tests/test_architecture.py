@@ -6,10 +6,14 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 import fastload
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 PACKAGE = Path(fastload.__file__).parent
 
@@ -97,9 +101,10 @@ def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
     assert {name.split(".")[0] for name in naming} == {"device", "training"}
 
 
-def test_import_starts_nothing_and_brings_no_heavy_guests() -> None:
+def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpreter) -> None:
     """No process, no thread, no CUDA context; albumentations, OpenCV and rich only where they are used."""
     _run(
+        interpreter,
         "import os, sys, threading, torch.utils.data\n"
         "before = set(sys.modules)\n"
         "from fastload import *\n"
@@ -107,36 +112,42 @@ def test_import_starts_nothing_and_brings_no_heavy_guests() -> None:
         "assert not torch.cuda.is_initialized()\n"
         "assert not open(f'/proc/self/task/{os.getpid()}/children').read()\n"
         "guests = {'albumentations', 'cv2', 'rich', 'matplotlib', 'scipy', 'typer'}\n"
-        "assert not guests & (set(sys.modules) - before), guests & set(sys.modules)\n"
+        "assert not guests & (set(sys.modules) - before), guests & set(sys.modules)\n",
     )
 
 
 def test_import_of_the_package_alone_imports_nothing_else() -> None:
     """Every public name brings its module when it is used."""
-    _run(
+    program = (
         "import sys, fastload\n"
         "found = {name for name in sys.modules if name.startswith(('fastload.', 'torch', 'numpy'))}\n"
         "assert not found, found\n"
     )
 
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
 
 @pytest.mark.parametrize("program", ["from fastload import DataLoader", "import fastload.workers.worker"])
-def test_a_loader_and_a_worker_bring_no_cache(program: str) -> None:
+def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpreter) -> None:
     """Pillow, LMDB, psutil and the caches are imported with a CachedDataset, not before."""
     _run(
+        interpreter,
         f"import sys\n{program}\n"
         "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.record'}\n"
-        "assert not guests & set(sys.modules), guests & set(sys.modules)\n"
+        "assert not guests & set(sys.modules), guests & set(sys.modules)\n",
     )
 
 
 def test_errors_are_there_without_an_import_of_their_own() -> None:
     """`fastload.errors` needs no more than `import fastload`."""
-    _run("import fastload\nassert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n")
+    program = "import fastload\nassert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n"
 
-
-def _run(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def _run(interpreter: Interpreter, program: str) -> None:
+    done = interpreter.run(program, exits=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_all_is_sorted_and_is_what_can_be_seen() -> None:

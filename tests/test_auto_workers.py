@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 import fastload
 from fastload.workers import auto_workers
 from fastload.workers.auto_workers import Timing, fastest, safest
-from tests import zoo
+from tests.kit import datasets
 
 SECONDS = st.floats(1e-5, 10.0)
 
@@ -56,7 +56,7 @@ class Counted:
 
     def __getitem__(self, index: int) -> Any:
         self.num_read += 1
-        return zoo.image(index)
+        return datasets.image(index)
 
 
 class Order:
@@ -236,6 +236,7 @@ def test_arguments_of_workers_want_workers(option: dict[str, Any]) -> None:
         assert len(list(loader)) == 4
 
 
+@pytest.mark.slow
 def test_the_trial_starts_its_process_and_workers_as_the_loader_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -256,6 +256,7 @@ class TestBuild:
 
         assert run("build", "tests.cli_zoo:factory", dest).exit_code == 0
 
+    @pytest.mark.slow
     def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path) -> None:
         """The user asked for them; torch's warning speaks of a DataLoader that is not the user's."""
         result = start("build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "9")
@@ -405,6 +406,7 @@ class TestUsage:
 
 
 class TestInterruption:
+    @pytest.mark.slow
     @pytest.mark.parametrize("workers", ["0", "2"])
     def test_ctrl_c_says_what_is_kept_and_how_to_go_on(self, workers: str, tmp_path: Path) -> None:
         """Exit code 130, one line, no traceback; the next run finishes the same cache."""
@@ -421,12 +423,14 @@ class TestInterruption:
         cache = LMDBCache(tmp_path / "cache")
         assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
 
+    @pytest.mark.slow
     def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(self, tmp_path: Path) -> None:
         """CPython would end the process by the signal, though the command has handled it."""
         stopped = start("build", "tests.cli_zoo:InterruptedInText", tmp_path / "cache", "--workers", "0")
 
         assert stopped.returncode == 130, stopped.stderr
 
+    @pytest.mark.slow
     def test_a_killed_build_is_listed_and_gone_on_with(self, tmp_path: Path) -> None:
         """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
@@ -468,6 +472,7 @@ class TestInterruption:
 
 
 class TestOutput:
+    @pytest.mark.slow
     @pytest.mark.parametrize("workers", ["0", "2"])
     def test_json_is_alone_on_standard_output(self, workers: str, tmp_path: Path) -> None:
         """Whatever a dataset prints, in Python or below it, in workers too, goes to standard error."""

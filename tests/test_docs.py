@@ -14,7 +14,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +22,9 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -34,6 +37,14 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+# Runs page.py as `python -W error::UserWarning page.py` does, after torch has been imported.
+AS_A_SCRIPT = """
+import os, runpy, sys, warnings
+sys.path.insert(0, os.getcwd())
+sys.warnoptions.append("error::UserWarning")
+warnings.filterwarnings("error", category=UserWarning)
+names = runpy.run_path(os.path.abspath("page.py"), run_name="__main__")
+"""
 
 
 class Block(NamedTuple):
@@ -75,28 +86,24 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(command: list[str], cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"FASTLOAD_RUNTIME_DIR": str(cwd / "runtime"), **more},
-    )
+def _registry(folder: Path) -> dict[str, str]:
+    """A registry of shared caches that no other test uses."""
+    return {"FASTLOAD_RUNTIME_DIR": str(folder / "runtime")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page: Path, folder: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
+    page: Path, folder: Path, interpreter: Interpreter
+) -> None:
     """All Python blocks of the page, in order, are one program."""
     (folder / "page.py").write_text(_script(page))
 
-    done = _run(
-        [sys.executable, "-W", "error::UserWarning", "page.py"],
-        folder,
-        **(ONE_RANK if page.stem == "ranks" else {}),
+    done = interpreter.run(
+        AS_A_SCRIPT,
+        cwd=folder,
+        environment={**_registry(folder), **(ONE_RANK if page.stem == "ranks" else {})},
+        limit_s=100,
     )
 
     assert done.returncode == 0, done.stderr
@@ -125,7 +132,15 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path) -> None:
 
     assert len(commands) >= 6
     for command in commands:
-        done = _run([sys.executable, "-m", "fastload", *shlex.split(command)], folder)
+        done = subprocess.run(
+            [sys.executable, "-m", "fastload", *shlex.split(command)],
+            cwd=folder,
+            env=os.environ | _registry(folder),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
         assert done.returncode == 0, (command, done.stderr)
 
 

@@ -24,6 +24,8 @@ from fastload.errors import SegmentError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.kit.processes import Interpreter
+
 
 def run(*words: str) -> Any:
     """Run `fastload doctor ...` in this process."""
@@ -260,6 +262,7 @@ def test_help_lists_the_exit_codes() -> None:
     assert "Exit codes:" in run("--help").stdout
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_command() -> None:
     """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""
     done = subprocess.run(
@@ -275,15 +278,15 @@ def test_it_runs_as_a_command() -> None:
 
 
 @pytest.mark.slow
-def test_without_proc_the_command_answers() -> None:
+def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
     """Resident memory is unknown then, in JSON and as text; the machine's memory is known."""
     program = (
-        "import sys; from tests.refusals import hide_proc; hide_proc() or sys.exit(77)\n"
+        "import sys; from tests.kit.faults import hide_proc; hide_proc() or sys.exit(77)\n"
         "import fastload; from fastload.cli.main import main\n"
         "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
         "sys.argv = ['fastload', 'doctor', '--json']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
+    done = interpreter.run(program)
     if done.returncode == 77:
         pytest.skip("this user may not change what is mounted")
 

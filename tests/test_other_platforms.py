@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 # What macOS and Windows lack, taken away before the import.
 _TAKE_AWAY = """
@@ -46,18 +48,16 @@ for num_workers in WORKERS:
 """
 
 
-def _run(program: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+def _run(interpreter: Interpreter, program: str) -> list[str]:
+    done = interpreter.run(program)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith("LOG ")]
 
 
 @pytest.mark.slow
-def test_without_memfd_loader_and_cache_work_and_say_so_once_each() -> None:
+def test_without_memfd_loader_and_cache_work_and_say_so_once_each(interpreter: Interpreter) -> None:
     """Without memfd the loader uses torch's iterator and the RAM cache is private: a warning for each."""
-    warnings = _run(_TAKE_AWAY + "WORKERS = (0, 1, 1)" + _USE)
+    warnings = _run(interpreter, _TAKE_AWAY + "WORKERS = (0, 1, 1)" + _USE)
 
     assert len(warnings) == 2, warnings
     assert any("workers use torch's own transport" in line for line in warnings)
@@ -65,6 +65,8 @@ def test_without_memfd_loader_and_cache_work_and_say_so_once_each() -> None:
 
 
 @pytest.mark.slow
-def test_without_anything_of_linux_the_package_imports_and_works_in_this_process() -> None:
+def test_without_anything_of_linux_the_package_imports_and_works_in_this_process(
+    interpreter: Interpreter,
+) -> None:
     """On a system with neither descriptors over sockets nor private mappings, num_workers=0 works."""
-    _run(_TAKE_AWAY + _NO_POSIX + "WORKERS = (0,)" + _USE)
+    _run(interpreter, _TAKE_AWAY + _NO_POSIX + "WORKERS = (0,)" + _USE)

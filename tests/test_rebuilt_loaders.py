@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,14 +16,17 @@ import fastload
 from fastload import DataLoader
 from fastload.batch import loader_collate
 from fastload.batch.loader_collate import LoaderCollate
-from tests import zoo
+from tests.kit import datasets
 
-IMAGES = zoo.Made(zoo.image, 12)
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
+
+IMAGES = datasets.Made(datasets.image, 12)
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 LOST: dict[str, dict[str, Any]] = {
     'rng="sample"': {"rng": "sample"},
     "device": {"device": "cpu"},
-    "device, device_transform": {"device": "cpu", "device_transform": zoo.mixed_up},
+    "device, device_transform": {"device": "cpu", "device_transform": datasets.mixed_up},
     'rng="sample", device': {"rng": "sample", "device": "auto", **CHANNELS_LAST},
 }
 
@@ -92,7 +93,7 @@ def test_once_for_each_process_and_loss() -> None:
     assert len(other) == 1
 
 
-def test_one_of_torch_s_workers_warns() -> None:
+def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     """Of two workers the first writes the warning to stderr, once in two epochs of persistent workers."""
     program = (
         "import fastload, tests.test_rebuilt_loaders as these\n"
@@ -100,10 +101,9 @@ def test_one_of_torch_s_workers_warns() -> None:
         "prepared = these.prepared_as_accelerate_does(loader)\n"
         "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, timeout=60, capture_output=True, text=True
-    )
+    done = interpreter.run(program)
 
+    assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
 
 

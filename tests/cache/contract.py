@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from fastload.cache.record import decode, encode
-from tests.cache.zoo import Everything, Images, RaggedImages, assert_same
+from tests.cache.zoo import Everything, Images, RaggedImages
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from fastload.cache.sample_cache import SampleCache
@@ -42,7 +43,7 @@ class CacheContract(ABC):
         cache = self.make(dataset, tmp_path)
 
         for index in range(12):
-            assert_same(cache.get(index), dataset.sample(index))
+            assert_same_samples(cache.get(index), dataset.sample(index))
 
     def test_arrays_are_read_only(self, dataset: Images, tmp_path: Any) -> None:
         """What get() returns cannot be written to."""
@@ -61,7 +62,7 @@ class CacheContract(ABC):
         cache = self.make(dataset, tmp_path)
         cache.get(3)["pair"].image.fill_(-1)
 
-        assert_same(cache.get(3), dataset.sample(3))
+        assert_same_samples(cache.get(3), dataset.sample(3))
 
     def test_counts(self, dataset: Images, tmp_path: Any) -> None:
         """A full cache says that it holds every sample, in more than no bytes."""
@@ -78,7 +79,7 @@ class CacheContract(ABC):
         del cache
         gc.collect()
 
-        assert_same(sample, dataset.sample(5))
+        assert_same_samples(sample, dataset.sample(5))
 
     def test_closed_cache_holds_nothing(self, dataset: Images, tmp_path: Any) -> None:
         """After close(), repeated or not, nothing is cached and nothing is taken, without an error."""
@@ -105,7 +106,7 @@ class CacheContract(ABC):
 
         for position, sample in enumerate(samples):
             if sample is not None:  # a private cache travels empty
-                assert_same(sample, dataset.sample(position % 12))
+                assert_same_samples(sample, dataset.sample(position % 12))
 
 
 class SharedContract(CacheContract):
@@ -128,8 +129,8 @@ class SharedContract(CacheContract):
         child.close()
 
         for index, record in enumerate(records):
-            assert_same(decode(record), dataset.sample(index))
-        assert_same(cache.get(1), dataset.sample(1))
+            assert_same_samples(decode(record), dataset.sample(index))
+        assert_same_samples(cache.get(1), dataset.sample(1))
 
     def test_pickles_as_a_handle(self, tmp_path: Any) -> None:
         """The pickle of a cache is small and opens the same samples."""
@@ -138,4 +139,4 @@ class SharedContract(CacheContract):
         text = pickle.dumps(cache)
 
         assert len(text) < 2048
-        assert_same(pickle.loads(text).get(7), dataset.sample(7))
+        assert_same_samples(pickle.loads(text).get(7), dataset.sample(7))

@@ -14,7 +14,8 @@ import numpy as np
 
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,11 +205,11 @@ def _read_all(path: str, expected: list[Any]) -> str:
             answers.add(_if_named(path, error, "damaged"))
             continue
         if batch is not None:
-            assert_same(batch[0].numpy(), np.stack([expected[index][0] for index in indices]))
+            assert_same_samples(batch[0].numpy(), np.stack([expected[index][0] for index in indices]))
             assert batch[1].tolist() == indices.tolist()
     for index, sample in enumerate(expected):
         try:
-            assert_same(cache.get(index), sample)
+            assert_same_samples(cache.get(index), sample)
         except CacheCorruptError as error:
             answers.add(_if_named(path, error, "damaged"))
     assert cache.num_samples == len(expected)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget
-from tests.refusals import limited
+from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from pathlib import Path

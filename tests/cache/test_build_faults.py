@@ -23,7 +23,8 @@ from fastload.errors import (
     UnsupportedSampleError,
 )
 from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -161,7 +162,7 @@ def test_file_size_limit(nbytes: int, num_workers: int, tmp_path: Path) -> None:
     assert code == 0
     cache = build_lmdb(Images(40, shape=(64, 64, 3)), tmp_path / "cache", num_workers=0)
     assert cache.verify() == []
-    assert_same(cache.get(39), Images(40, shape=(64, 64, 3)).sample(39))
+    assert_same_samples(cache.get(39), Images(40, shape=(64, 64, 3)).sample(39))
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "rename", "ftruncate", "makedirs"])
@@ -178,7 +179,7 @@ def test_full_disk(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ):
             build_lmdb(Images(6), tmp_path / "cache", num_workers=0)
 
-    assert_same(build_lmdb(Images(6), tmp_path / "cache", num_workers=0).get(5), Images(6).sample(5))
+    assert_same_samples(build_lmdb(Images(6), tmp_path / "cache", num_workers=0).get(5), Images(6).sample(5))
     assert os.listdir(tmp_path) == ["cache"]
 
 

@@ -15,7 +15,8 @@ from fastload.cache.lmdb import inventory
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +116,7 @@ def test_a_finished_cache_is_opened_beside_a_foreign_lock(kind: str, tmp_path: P
     FOREIGN[kind](tmp_path / "cache.lock")
     before = look(tmp_path)
 
-    assert_same(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
+    assert_same_samples(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
     with pytest.raises(CacheError, match="move it away"):
         inventory.remove(str(tmp_path / "cache"))
     assert look(tmp_path) == before
@@ -193,7 +194,7 @@ def test_opening_a_cache_clears_up_after_builders_alone(kind: str, tmp_path: Pat
     PARTIALS[kind](tmp_path / "cache.partial")
     before = look(tmp_path)
 
-    assert_same(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
+    assert_same_samples(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
     assert look(tmp_path) == before
 
 

@@ -22,7 +22,8 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheError, ImageReadError
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Images, RaggedImages, assert_same
+from tests.cache.zoo import Images, RaggedImages
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -55,7 +56,7 @@ def check(dataset: Images, cache: Any) -> None:
             expected = dataset.sample(index)
         except ImageReadError:
             expected = None
-        assert_same(cache.get(index), expected)
+        assert_same_samples(cache.get(index), expected)
 
 
 def run_in_child(function: Callable[[], Any]) -> int:
@@ -124,6 +125,7 @@ def test_killed_at_random_points(number: int, tmp_path: Path, monkeypatch: pytes
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_killed_in_the_middle_of_a_write(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

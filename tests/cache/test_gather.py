@@ -10,16 +10,8 @@ import torch
 from torch.utils.data import default_collate
 
 from fastload.cache.dataset import CachedDataset
-from tests.cache.zoo import (
-    BareImages,
-    Everything,
-    Images,
-    MixedImages,
-    Pair,
-    RaggedImages,
-    Triple,
-    assert_same,
-)
+from tests.cache.zoo import BareImages, Everything, Images, MixedImages, Pair, RaggedImages, Triple
+from tests.kit.batches import assert_same_samples
 
 
 class Made(Images):
@@ -84,7 +76,7 @@ def test_same_as_default_collate(name: str) -> None:
     batch = ds.gather(indices, np.empty)
 
     assert batch is not None
-    assert_same(batch, default_collate([ds[i] for i in indices]))
+    assert_same_samples(batch, default_collate([ds[i] for i in indices]))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,7 @@ def test_batch_is_private() -> None:
     ds = warmed(BareImages(20))
     ds.gather([1, 2], np.empty).fill_(0)  # type: ignore[union-attr]
 
-    assert_same(ds[1], BareImages(20).sample(1))
+    assert_same_samples(ds[1], BareImages(20).sample(1))
 
 
 def test_numpy_indices() -> None:
@@ -140,7 +132,7 @@ def test_numpy_indices() -> None:
         np.array([1, 2], np.uint8),
         torch.tensor([1, 2]).numpy(),
     ):
-        assert_same(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
+        assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
 
 
 @pytest.mark.parametrize("indices", [[], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]])
@@ -177,7 +169,7 @@ def test_lmdb_gives_the_same(name: str, tmp_path: Any) -> None:
     ds = CachedDataset(Made(SAMPLES[name]), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
     indices = [3, 0, 19, 7, 7]
 
-    assert_same(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
+    assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
 
 
 @pytest.mark.parametrize(
@@ -196,4 +188,4 @@ def test_everything() -> None:
     ds = warmed(Everything(20))
     order = np.random.RandomState(0).permutation(20)
 
-    assert_same(ds.gather(order, np.empty), default_collate([ds[int(i)] for i in order]))
+    assert_same_samples(ds.gather(order, np.empty), default_collate([ds[int(i)] for i in order]))

@@ -10,10 +10,8 @@ import os
 import pickle
 import platform
 import resource
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,15 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.ram import owners
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import SegmentError
 from fastload.memory import segment
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages, assert_same
-from tests.refusals import limited, mapped_bytes
+from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import limited, mapped_bytes
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[2]
 MB = 1 << 20
@@ -37,17 +38,14 @@ GB = 1 << 30
 KINDS = [Images, RaggedImages, MixedImages]
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty registry of this test's own."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def assert_right(ds: CachedDataset, dataset: Images) -> None:
     """Two passes over the samples bring what the dataset holds."""
     for _ in range(2):
         for index in range(len(dataset)):
-            assert_same(ds[index], dataset.sample(index))
+            assert_same_samples(ds[index], dataset.sample(index))
 
 
 # --- what is planned --------------------------------------------------------------------------------------
@@ -371,8 +369,9 @@ def test_a_lock_that_is_refused_later_leaves_samples_out(
 _PROGRAM = """
 import errno, json, logging, os, sys
 import fastload
-from tests.cache.zoo import Images, RaggedImages, assert_same
-from tests.refusals import hide_proc, refuse
+from tests.cache.zoo import Images, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import hide_proc, refuse
 
 class Lines(logging.Handler):
     def emit(self, record):
@@ -388,7 +387,7 @@ for dataset in (Images(8), RaggedImages(8)):
         cached = fastload.CachedDataset(dataset, key=key)
         for _ in range(2):
             for index in range(8):
-                assert_same(cached[index], dataset.sample(index))
+                assert_same_samples(cached[index], dataset.sample(index))
         assert cached.cache_info().num_cached == 8
         found[f"{type(dataset).__name__} {key}"] = cached.cache_info().layout
 for method in METHODS:
@@ -399,12 +398,12 @@ print(json.dumps([found, lines]))
 """
 
 
-def run_in_process(prepare: str, methods: list[str]) -> tuple[dict[str, str], list[str]]:
+def run_in_process(
+    interpreter: Interpreter, prepare: str, methods: list[str]
+) -> tuple[dict[str, str], list[str]]:
     """Layouts of four caches and lines of the log, of a process to which something was done before."""
     program = _PROGRAM.replace("PREPARE", prepare).replace("METHODS", repr(methods))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = interpreter.run(program)
     if done.returncode == 77:
         pytest.skip("this user may not change what is mounted")
     assert done.returncode == 0, done.stderr
@@ -420,9 +419,9 @@ filters = pytest.mark.skipif(
 @pytest.mark.slow
 @filters
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
-def test_a_container_without_memfd_create(error: str) -> None:
+def test_a_container_without_memfd_create(error: str, interpreter: Interpreter) -> None:
     """Caches are private, workers use torch's transport; each cache warns once, and the loader once."""
-    layouts, lines = run_in_process(f"refuse('memfd_create', errno.{error})", ["fork"])
+    layouts, lines = run_in_process(interpreter, f"refuse('memfd_create', errno.{error})", ["fork"])
 
     assert set(layouts.values()) == {"private"}
     assert sum("Each process decodes every sample" in line for line in lines) == 4
@@ -432,9 +431,9 @@ def test_a_container_without_memfd_create(error: str) -> None:
 
 @pytest.mark.slow
 @filters
-def test_a_container_without_pidfd_open() -> None:
+def test_a_container_without_pidfd_open(interpreter: Interpreter) -> None:
     """Caches are shared as ever; workers use torch's transport, which is logged once with the reason."""
-    layouts, lines = run_in_process("refuse('pidfd_open', errno.ENOSYS)", ["fork", "fork"])
+    layouts, lines = run_in_process(interpreter, "refuse('pidfd_open', errno.ENOSYS)", ["fork", "fork"])
     warnings = [line for line in lines if "workers use torch's own transport" in line]
 
     assert list(layouts.values()) == ["uniform", "uniform", "ragged", "ragged"]
@@ -444,18 +443,18 @@ def test_a_container_without_pidfd_open() -> None:
 
 @pytest.mark.slow
 @filters
-def test_a_container_without_flock() -> None:
+def test_a_container_without_flock(interpreter: Interpreter) -> None:
     """Uniform caches are shared memory, others are private; workers are ours."""
-    layouts, lines = run_in_process("refuse('flock', errno.ENOSYS)", ["fork"])
+    layouts, lines = run_in_process(interpreter, "refuse('flock', errno.ENOSYS)", ["fork"])
 
     assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
     assert not any("torch's own transport" in line for line in lines)
 
 
 @pytest.mark.slow
-def test_without_proc() -> None:
+def test_without_proc(interpreter: Interpreter) -> None:
     """No error anywhere: no registry, which is logged once; samples of several sizes are cached privately."""
-    layouts, lines = run_in_process("hide_proc() or sys.exit(77)", ["fork", "forkserver"])
+    layouts, lines = run_in_process(interpreter, "hide_proc() or sys.exit(77)", ["fork", "forkserver"])
 
     assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
     assert sum("no registry of shared caches" in line for line in lines) == 1

@@ -21,7 +21,8 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.contract import SharedContract
-from tests.cache.zoo import Everything, Images, RaggedImages, Triples, assert_same
+from tests.cache.zoo import Everything, Images, RaggedImages, Triples
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,13 +50,6 @@ class TestPNG(SharedContract):
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A finished cache of 20 images."""
-    build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
-    return tmp_path / "cache"
-
-
-@pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A finished cache of 20 images in 3 shards."""
     build_lmdb(Images(20), tmp_path / "shards", num_workers=0, shards=3).close()
@@ -72,7 +66,7 @@ def test_one_open_file(path: Path) -> None:
     assert one._opened()[0] is other._opened()[0]
     one.close()
 
-    assert_same(other.get(3), Images(20).sample(3))
+    assert_same_samples(other.get(3), Images(20).sample(3))
 
 
 def test_unpickled_cache_opens_late(path: Path) -> None:
@@ -84,7 +78,7 @@ def test_unpickled_cache_opens_late(path: Path) -> None:
         handle.get(0)
     build_lmdb(Images(4), path, num_workers=0).close()
 
-    with pytest.raises(CacheMismatchError, match="replaced"):
+    with pytest.raises(CacheMismatchError, match="was replaced by another cache while it was in use"):
         handle.get(0)
 
 
@@ -199,7 +193,7 @@ def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> 
         LMDBCache(directory)
 
     os.replace(tmp_path / "kept", directory / names[1])
-    assert_same(LMDBCache(directory).get(8), Images(20).sample(8))
+    assert_same_samples(LMDBCache(directory).get(8), Images(20).sample(8))
 
 
 def test_one_shard_is_no_cache(directory: Path) -> None:
@@ -216,7 +210,7 @@ def test_any_number_of_shards(shards: int, tmp_path: Path) -> None:
 
     assert cache.num_shards == min(shards, 7)
     for index in range(7):
-        assert_same(cache.get(index), dataset.sample(index))
+        assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 # --- batches ---------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ def test_gather_is_default_collate(kind: type[Images], shards: int, tmp_path: Pa
     order = [13, 2, 19, 2, 0, 7]
     batch = cache.gather(np.array(order), np.empty)
 
-    assert_same(batch, default_collate([dataset.sample(index) for index in order]))
+    assert_same_samples(batch, default_collate([dataset.sample(index) for index in order]))
 
 
 def test_gather_lies_where_it_was_told(path: Path) -> None:
@@ -248,7 +242,7 @@ def test_gather_lies_where_it_was_told(path: Path) -> None:
     images[0].fill_(0)
 
     assert images.data_ptr() == given[0].__array_interface__["data"][0]
-    assert_same(LMDBCache(path).get(1), Images(20).sample(1))
+    assert_same_samples(LMDBCache(path).get(1), Images(20).sample(1))
 
 
 @pytest.mark.parametrize(

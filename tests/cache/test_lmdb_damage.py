@@ -15,17 +15,11 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.lmdb.format import read_description, write_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A finished cache of 20 images."""
-    build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
-    return tmp_path / "cache"
 
 
 def rewrite(path: Path, change: Any) -> None:
@@ -79,7 +73,7 @@ def test_flipped_bits_are_found(path: Path) -> None:
             with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
                 cache.get(index)
         else:
-            assert_same(cache.get(index), dataset.sample(index))
+            assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 def flipped(transaction: Any) -> bytes:
@@ -110,7 +104,7 @@ def read_everything(path: str, expected: list[Any], first_by: str) -> None:
             found = cache.get(index)
         except CacheError:
             continue
-        assert_same(found, sample)
+        assert_same_samples(found, sample)
     os._exit(0)
 
 

@@ -16,7 +16,8 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.forge import Forgery
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +94,7 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
         cache.get(5)
     with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
         gather(cache)
-    assert_same(cache.get(4), Images(20).sample(4))
+    assert_same_samples(cache.get(4), Images(20).sample(4))
 
 
 @pytest.mark.parametrize("read", READS)
@@ -149,10 +150,10 @@ def test_touched(path: Path) -> None:
     cache = LMDBCache(path)
     gather(cache)
     os.utime(path)
-    assert_same(cache.get(3), Images(20).sample(3))
+    assert_same_samples(cache.get(3), Images(20).sample(3))
     path.write_bytes(path.read_bytes())
     for index in range(20):
-        assert_same(cache.get(index), Images(20).sample(index))
+        assert_same_samples(cache.get(index), Images(20).sample(index))
 
 
 def test_moved_over(path: Path, tmp_path: Path) -> None:
@@ -160,9 +161,9 @@ def test_moved_over(path: Path, tmp_path: Path) -> None:
     cache = LMDBCache(path)
     os.replace(built(tmp_path / "other", OtherImages(20)), path)
 
-    assert_same(cache.get(3), Images(20).sample(3))
-    assert_same(LMDBCache(path).get(3), OtherImages(20).sample(3))
-    assert_same(cache.get(4), Images(20).sample(4))
+    assert_same_samples(cache.get(3), Images(20).sample(3))
+    assert_same_samples(LMDBCache(path).get(3), OtherImages(20).sample(3))
+    assert_same_samples(cache.get(4), Images(20).sample(4))
     assert gather(cache)[0][5].numpy().tobytes() == Images(20).sample(5)[0].tobytes()
 
 
@@ -171,7 +172,7 @@ def test_removed(path: Path) -> None:
     cache = LMDBCache(path)
     path.unlink()
 
-    assert_same(cache.get(3), Images(20).sample(3))
+    assert_same_samples(cache.get(3), Images(20).sample(3))
 
 
 def test_opened_again(path: Path, tmp_path: Path) -> None:
@@ -180,11 +181,11 @@ def test_opened_again(path: Path, tmp_path: Path) -> None:
     shutil.copyfile(built(tmp_path / "other", OtherImages(20)), path)
     again = LMDBCache(path)
 
-    assert_same(again.get(3), OtherImages(20).sample(3))
-    assert_same(LMDBCache(path).get(3), OtherImages(20).sample(3))
+    assert_same_samples(again.get(3), OtherImages(20).sample(3))
+    assert_same_samples(LMDBCache(path).get(3), OtherImages(20).sample(3))
     with pytest.raises(CacheMismatchError, match=CHANGED):
         cache.get(3)
-    assert_same(again.get(4), OtherImages(20).sample(4))
+    assert_same_samples(again.get(4), OtherImages(20).sample(4))
 
 
 def test_one_shard_of_several(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_one_shard_of_several(tmp_path: Path) -> None:
     cache = LMDBCache(path)
     shutil.copyfile(other / "00001-of-00002.lmdb", path / "00001-of-00002.lmdb")
 
-    assert_same(cache.get(9), Images(20).sample(9))
+    assert_same_samples(cache.get(9), Images(20).sample(9))
     with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
         cache.get(10)
     with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
@@ -210,7 +211,7 @@ def test_threads_that_read_a_touched_file(path: Path) -> None:
     def read() -> None:
         try:
             for index in list(range(20)) * 20:
-                assert_same(cache.get(index), expected[index])
+                assert_same_samples(cache.get(index), expected[index])
         except BaseException as error:  # noqa: BLE001 - told in the main thread
             errors.append(error)
 
@@ -244,4 +245,4 @@ def test_a_forked_worker_reads_what_its_parent_opened(path: Path, tmp_path: Path
     loader = fastload.DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork")
 
     images = next(iter(loader))[0]
-    assert_same(images[3].numpy(), Images(20).sample(3)[0])
+    assert_same_samples(images[3].numpy(), Images(20).sample(3)[0])

@@ -24,7 +24,8 @@ from tests.cache.forge import (
     SmallSamples,
     forge,
 )
-from tests.cache.zoo import Images, assert_same
+from tests.cache.zoo import Images
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -205,7 +206,7 @@ def test_left_out_samples_take_no_memory_and_no_time(path: Path) -> None:
         assert cache.get(10**11) is None
         assert cache.gather(np.array([3, 10**11]), np.empty) is None
         assert cache.verify() == []
-        assert_same(dataset[19], Images(20).sample(19))
+        assert_same_samples(dataset[19], Images(20).sample(19))
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
@@ -361,7 +362,7 @@ def test_records_at_each_other_s_place_raise(path: Path) -> None:
     forge(path, change, tree=True)
     cache = LMDBCache(path)
 
-    assert_same(cache.get(0), Images(20).sample(0))
+    assert_same_samples(cache.get(0), Images(20).sample(0))
     with pytest.raises(CacheCorruptError, match="sample 5: another record"):
         cache.get(5)
     with pytest.raises(CacheCorruptError, match="sample 1: another record"):
@@ -376,4 +377,4 @@ def test_the_older_state_does_not_matter(small: Path) -> None:
         forgery.put("QQ", older + ROOT_AT, 10**7, 10**7)
 
     forge(small, change, tree=True)
-    assert_same(LMDBCache(small).get(7), SmallSamples(8).sample(7))
+    assert_same_samples(LMDBCache(small).get(7), SmallSamples(8).sample(7))

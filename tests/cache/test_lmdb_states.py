@@ -19,7 +19,7 @@ from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
-from tests.cache.zoo import assert_same
+from tests.kit.batches import assert_same_samples
 
 _IMAGES = st.builds(
     lambda seed, height, width: np.random.RandomState(seed).randint(0, 256, (height, width, 3), np.uint8),
@@ -169,7 +169,7 @@ class LMDBStates(RuleBasedStateMachine):
         lost = 0
         for index, sample in self.model.items():
             try:
-                assert_same(self.cache.get(index), sample)
+                assert_same_samples(self.cache.get(index), sample)
             except CacheCorruptError:
                 lost += 1
         assert lost <= self.is_damaged

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 NUMBERS = st.integers(0, 2**63)
 
 
-@pytest.fixture(autouse=True)
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty registry of this test's own."""
-    path = tmp_path / "registry"
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(path))
-    return path
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 def registered(name: str, fd: int) -> Entry:

@@ -23,7 +23,8 @@ from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages, assert_same
+from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
 
 MB = 1 << 20
 
@@ -79,7 +80,7 @@ def test_odd_samples_go_to_the_ragged_area() -> None:
     assert cache.layout == "uniform"
     assert cache.num_cached == 30
     for index in range(30):
-        assert_same(cache.get(index), dataset.sample(index))
+        assert_same_samples(cache.get(index), dataset.sample(index))
     assert cache.cached_rows(np.arange(30)).tolist() == [
         dataset.sample(i)[0].shape[0] == 32 for i in range(30)
     ]
@@ -117,7 +118,7 @@ def test_small_budgets_hold(kind: type[Images], budget: int) -> None:
     assert len(held) == cache.num_cached
     assert cache.nbytes <= max(budget, 8192) + 4 * 4096
     for index in held:
-        assert_same(cache.get(index), dataset.sample(index))
+        assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 def test_uniform_budget_keeps_the_first_rows() -> None:
@@ -136,7 +137,7 @@ def test_put_twice_is_safe() -> None:
 
         assert cache.put(3, dataset.sample(3))
         assert (cache.nbytes, cache.num_cached) == before
-        assert_same(cache.get(3), dataset.sample(3))
+        assert_same_samples(cache.get(3), dataset.sample(3))
 
 
 def test_memory_is_taken_as_samples_come() -> None:
@@ -175,7 +176,7 @@ def test_half_seen_entry_is_empty() -> None:
         assert cache.get(3) is None
     cache._publish(3, own)
 
-    assert_same(cache.get(3), dataset.sample(3))
+    assert_same_samples(cache.get(3), dataset.sample(3))
 
 
 def write_until_killed(cache: SharedMemoryCache, dataset: Images, order: list[int], started: Any) -> None:
@@ -210,11 +211,11 @@ def test_killed_writer_leaves_correct_reads(kind: type[Images]) -> None:
         for index in range(400):
             sample = cache.get(index)
             if sample is not None:
-                assert_same(sample, dataset.sample(index))
+                assert_same_samples(sample, dataset.sample(index))
 
     for index in range(400):
         assert cache.put(index, dataset.sample(index))
-        assert_same(cache.get(index), dataset.sample(index))
+        assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 def hold_the_lock(cache: SharedMemoryCache, held: Any) -> None:
@@ -270,7 +271,7 @@ def test_writers_at_once(kind: type[Images]) -> None:
 
     put_some(cache, dataset, 0)  # what lost the race for the lock
     for index in range(200):
-        assert_same(cache.get(index), dataset.sample(index))
+        assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 def test_segment_is_sealed() -> None:
@@ -330,7 +331,7 @@ def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room
     assert cached == [index < num_fitting for index in range(8)]
     assert len(caplog.records) == 1
     for index in range(num_fitting):
-        assert_same(cache.get(index), samples[index])
+        assert_same_samples(cache.get(index), samples[index])
 
 
 @pytest.mark.parametrize("where", ["open", "lock"])
@@ -422,7 +423,8 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
     real = os.pwritev
 
     def cut(fd: int, buffers: Any, offset: int) -> int:
-        return real(fd, [b"".join(bytes(buffer) for buffer in buffers)[:most_bytes]], offset)
+        first = next(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
+        return real(fd, [first[:most_bytes]], offset)
 
     monkeypatch.setattr(os, "pwritev", cut)
     samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]
@@ -431,4 +433,4 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
         assert cache.put(index, sample)
 
     for index, sample in enumerate(samples):
-        assert_same(cache.get(index), sample)
+        assert_same_samples(cache.get(index), sample)

@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
-from tests.cache.zoo import Images, MixedImages, RaggedImages, assert_same
+from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         if sample is None:
             assert index not in self.stored
         else:
-            assert_same(sample, self.dataset.sample(index))
+            assert_same_samples(sample, self.dataset.sample(index))
             self.held.append((index, sample))
 
     @rule(indices=st.lists(INDICES, min_size=1, max_size=6), number=st.integers(0, 9))
@@ -149,11 +150,11 @@ class CacheMachine(RuleBasedStateMachine):
             sample = self.handles[0].get(index)
             assert (index not in self.stored) or sample is not None
             if sample is not None:
-                assert_same(sample, self.dataset.sample(index))
+                assert_same_samples(sample, self.dataset.sample(index))
         for cache in self.handles:
             cache.close()
         for index, sample in self.held:
-            assert_same(sample, self.dataset.sample(index))
+            assert_same_samples(sample, self.dataset.sample(index))
         self.held.clear()
 
 

@@ -21,8 +21,9 @@ from fastload.cache.ram import owners, registry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment
-from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages, assert_same
-from tests.refusals import OTHER_KINDS, something_else
+from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import OTHER_KINDS, something_else
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,12 +34,7 @@ FORK = multiprocessing.get_context("fork")
 MB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty registry of this test's own."""
-    path = tmp_path / "registry"
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(path))
-    return path
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 class Job:
@@ -124,7 +120,7 @@ def test_a_second_job_finds_what_the_first_decoded(
     assert ds.cache_info().num_cached == 30
     assert sum(dataset.reads) == 1
     for index in range(30):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
     assert sum(dataset.reads) == 1
 
 
@@ -149,7 +145,7 @@ def test_the_cache_outlives_its_maker(start: Callable[..., Job]) -> None:
     assert start(look, KnownImages(30)).answer() == (maker, 30)
 
 
-def test_the_last_one_takes_it_along(start: Callable[..., Job], runtime: Path) -> None:
+def test_the_last_one_takes_it_along(start: Callable[..., Job], registry: Path) -> None:
     """After SIGKILL of every job the memory is free: the next one starts anew, and no entry is left."""
     jobs = [start(fill, KnownImages(30)), start(look, KnownImages(30))]
     for job in jobs:
@@ -161,7 +157,7 @@ def test_the_last_one_takes_it_along(start: Callable[..., Job], runtime: Path) -
     assert third.answer() == (third.pid, 3)
     third.kill()
     assert owners.entries() == []
-    assert os.listdir(runtime) == ["lock"]
+    assert os.listdir(registry) == ["lock"]
 
 
 def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> None:

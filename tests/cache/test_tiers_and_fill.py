@@ -23,7 +23,8 @@ from fastload.cache.ram import shared
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheMismatchError
-from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages, assert_same
+from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +53,7 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     info = ds.fill(num_workers, progress=False)
     reads = sum(dataset.reads)
     for index in range(200):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
     assert info.num_cached == 200
     assert 202 <= reads <= 202 + most_again
@@ -96,7 +97,7 @@ def test_fill_stops_at_the_budget(kind: type[Images]) -> None:
 
     assert 0 < info.num_cached < 1000
     assert sum(dataset.reads) < 1000
-    assert_same(ds.view(1999), dataset.sample(1999))
+    assert_same_samples(ds.view(1999), dataset.sample(1999))
 
 
 def test_fill_twice_reads_nothing() -> None:
@@ -194,7 +195,7 @@ def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], tmp_path: Path
     first = ds.cache_info().num_cached
     for _ in range(2):
         for index in range(40):
-            assert_same(ds.view(index), dataset.sample(index))
+            assert_same_samples(ds.view(index), dataset.sample(index))
 
     assert first <= 3
     assert ds.cache_info().num_cached == 40
@@ -207,7 +208,7 @@ def test_a_small_budget_leaves_the_rest_to_the_file(tmp_path: Path) -> None:
     ds = tiered(dataset, tmp_path / "x.lmdb", budget=8192)
     reads = sum(dataset.reads)
     for index in range(40):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
     assert ds.cache_info().num_cached < 40
     assert sum(dataset.reads) == reads

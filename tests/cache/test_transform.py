@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A
 import cv2
@@ -16,7 +14,11 @@ import torch
 from albumentations.pytorch import ToTensorV2
 
 from fastload.cache.dataset import CachedDataset
-from tests.cache.zoo import BareImages, Images, Pair, assert_same
+from tests.cache.zoo import BareImages, Images, Pair
+from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,12 +67,12 @@ def test_common_transforms_give_the_same_on_cached_input(transform: Any) -> None
         seed(pipeline)
         found = ds[index]
 
-        assert_same(found, (expected, label))
+        assert_same_samples(found, (expected, label))
         if isinstance(found[0], np.ndarray):
             assert found[0].flags.writeable
         found[0][:] = 0  # whatever the caller does
     for index in range(6):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 def test_a_function_gets_private_copies() -> None:
@@ -89,7 +91,7 @@ def test_a_function_gets_private_copies() -> None:
 
     assert [int(array.min()) for array in given] == [int(array.max()) for array in given] == [*range(1, 21)]
     assert all(array.flags.writeable and array.flags.c_contiguous for array in given)
-    assert_same(ds.view(3), dataset.sample(3))
+    assert_same_samples(ds.view(3), dataset.sample(3))
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -103,7 +105,7 @@ def test_alias_is_copied(index: int, wrap: Any) -> None:
         np.testing.assert_array_equal(np.asarray(output), dataset.sample(index)[0][2:5, ::2])
         output[:] = 0
 
-    assert_same(ds.view(index), dataset.sample(index))
+    assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 @pytest.mark.parametrize("pipeline", [A.NoOp(), A.Compose([A.HorizontalFlip(p=0), ToTensorV2()])])
@@ -114,7 +116,7 @@ def test_alias_of_a_pipeline_is_copied(pipeline: Any) -> None:
     for index in range(6):
         ds[index][0][...] = 0
 
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 def test_alias_keeps_its_strides() -> None:
@@ -143,14 +145,14 @@ def test_a_transform_may_write_to_its_input(write: Any) -> None:
     dataset = BareImages(6)
     ds = CachedDataset(dataset, write)
     for index in list(range(6)) * 5:
-        assert_same(ds[index], write(dataset.sample(index).copy()))
+        assert_same_samples(ds[index], write(dataset.sample(index).copy()))
 
     for index in range(6):
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_transform_that_writes_rarely_ends_no_process(num_workers: int) -> None:
+def test_a_transform_that_writes_rarely_ends_no_process(num_workers: int, interpreter: Interpreter) -> None:
     """A torch operation in place in every 12th call neither ends the process nor changes the cache."""
     program = f"""
 from tests.cache.test_transform import RareWriter
@@ -166,9 +168,7 @@ for epoch in range(2):
 assert all((ds.view(index) == dataset.sample(index)).all() for index in range(64))
 print("alive")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = interpreter.run(program)
 
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
@@ -214,7 +214,7 @@ def test_transform_may_change_the_containers() -> None:
 
     ds = CachedDataset(Dicts(6), take)
 
-    assert_same(ds[2], (Images(6).sample(2)[0] + 1, 2))
+    assert_same_samples(ds[2], (Images(6).sample(2)[0] + 1, 2))
 
 
 # --- conventions -----------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_albumentations_conventions(make: Any, expected: Any) -> None:
     """An array, a sequence that starts with one and a dict of targets are transformed as documented."""
     ds = CachedDataset(Shaped(make), FLIP)
 
-    assert_same(ds[1], expected(*Images(4).sample(1)))
+    assert_same_samples(ds[1], expected(*Images(4).sample(1)))
 
 
 def test_bare_transform_is_taken() -> None:
@@ -264,8 +264,8 @@ def test_bare_transform_is_taken() -> None:
 
     image, label = Images(4).sample(1)
 
-    assert_same(CachedDataset(Images(4), A.HorizontalFlip(p=1))[1], (image[:, ::-1], label))
-    assert_same(CachedDataset(Images(4), Invert(p=1))[1], (255 - image, label))
+    assert_same_samples(CachedDataset(Images(4), A.HorizontalFlip(p=1))[1], (image[:, ::-1], label))
+    assert_same_samples(CachedDataset(Images(4), Invert(p=1))[1], (255 - image, label))
 
 
 def test_mask_in_a_tuple_is_refused() -> None:

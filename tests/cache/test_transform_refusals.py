@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.transform import TransformCaller
-from tests.cache.zoo import BareImages, FloatImages, assert_same
+from tests.cache.zoo import BareImages, FloatImages
+from tests.kit.batches import assert_same_samples
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def test_a_late_refusal_is_met() -> None:
 
     assert 0 < sum(is_divided) < 20
     for index, is_done in enumerate(is_divided):
-        assert_same(found[index], divided[index] if is_done else dataset.sample(index))
+        assert_same_samples(found[index], divided[index] if is_done else dataset.sample(index))
 
 
 Link = st.sampled_from(["cause", "context", "suppressed"])
@@ -103,7 +104,7 @@ def test_a_refusal_is_found_behind_other_errors(links: list[str]) -> None:
     dataset = BareImages(4)
     ds = CachedDataset(dataset, Wrapper(links))
 
-    assert_same(ds[2], dataset.sample(2) + 1)
+    assert_same_samples(ds[2], dataset.sample(2) + 1)
 
 
 @pytest.mark.usefixtures("all_known")
@@ -132,7 +133,7 @@ def test_a_refusal_is_found_exactly_where_python_shows_it(links: list[str]) -> N
     ds = CachedDataset(BareImages(1), Wrapper(links))
 
     with contextlib.nullcontext() if is_shown else pytest.raises(RuntimeError, match="applying transform"):
-        assert_same(ds[0], BareImages(1).sample(0) + 1)
+        assert_same_samples(ds[0], BareImages(1).sample(0) + 1)
 
 
 @dataclasses.dataclass
@@ -165,4 +166,4 @@ def test_no_object_hides_cached_memory(hide: Any, reveal: Any) -> None:
         array = reveal(ds[index])
         array[...] = 0
 
-        assert_same(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds.view(index), dataset.sample(index))

@@ -14,7 +14,8 @@ import torch
 
 from fastload import DataLoader
 from fastload.cache.dataset import CachedDataset
-from tests.cache.zoo import BareImages, FloatImages, assert_same
+from tests.cache.zoo import BareImages, FloatImages
+from tests.kit.batches import assert_same_samples
 
 
 def run_threads(*functions: Any) -> None:
@@ -89,8 +90,8 @@ def test_threads_share_a_cached_dataset() -> None:
 
     for index in range(8):
         for output in found[index]:
-            assert_same(output, dataset.sample(index) + 1)
-        assert_same(ds.view(index), dataset.sample(index))
+            assert_same_samples(output, dataset.sample(index) + 1)
+        assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 def test_threads_share_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_the_transform_may_be_replaced_while_threads_read() -> None:
     run_threads(lambda: found.append(ds[1]), replace)
 
     assert found == ["new", "old"]
-    assert_same(ds[1], BareImages(2).sample(1))
+    assert_same_samples(ds[1], BareImages(2).sample(1))
 
 
 @pytest.mark.parametrize("normalization", ["min_max_per_channel", "standard"])
@@ -147,4 +148,4 @@ def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
     )
     for _ in range(2):
         for index, image in enumerate(loader):
-            assert_same(np.asarray(image), pipeline(image=dataset.sample(index))["image"])
+            assert_same_samples(np.asarray(image), pipeline(image=dataset.sample(index))["image"])

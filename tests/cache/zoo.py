@@ -144,31 +144,6 @@ class RandomImages(Images):
         return {"image": image, "meta": [label, draws[self.way]() < 0.5]}
 
 
-def assert_same(one: Any, other: Any) -> None:
-    """Equal in type, dtype, shape and value, through all nests; NaN equals NaN."""
-    assert type(one) is type(other)
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_same(left, right)
-    elif isinstance(one, np.ndarray):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.tobytes() == np.ascontiguousarray(other).tobytes()
-    elif isinstance(one, torch.Tensor):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        contents = [t.clone(memory_format=torch.contiguous_format).untyped_storage() for t in (one, other)]
-        assert bytes(contents[0]) == bytes(contents[1])
-    elif isinstance(one, np.generic):
-        assert one.dtype == other.dtype
-        assert one.tobytes() == other.tobytes()
-    else:
-        assert one == other or (one != one and other != other)
-
-
 class Triples(Images):
     """Samples are namedtuples of this module."""
 

@@ -18,8 +18,8 @@ import fastload
 from fastload import DataLoader
 from fastload.device import cuda
 from fastload.epochs import on_device, with_workers
-from tests import zoo
 from tests.device.fake import FakeBackend
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ WAYS: list[dict[str, Any]] = [
     {"num_workers": 2, "persistent_workers": True},
     {"num_workers": 2, "worker_method": "thread"},
 ]
-IMAGES = zoo.Made(zoo.image, 22)
+IMAGES = datasets.Made(datasets.image, 22)
 quietly = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 
 
@@ -285,7 +285,7 @@ def test_the_end_is_the_callers_end(fake: FakeBackend, way: dict[str, Any]) -> N
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, Any]) -> None:
     """Batches before the error come first, who goes on gets those behind it, and the state follows."""
-    with DataLoader(zoo.Made(zoo.raises), 4, device="cuda", **way) as loader:
+    with DataLoader(datasets.Made(datasets.raises), 4, device="cuda", **way) as loader:
         iterator = iter(loader)
         came: list[Any] = []
         for number in range(6):
@@ -299,7 +299,7 @@ def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, 
         fake.drain()
         plain = ["batch" if isinstance(item, torch.Tensor) else item for item in came]
         is_local = not way or "worker_method" in way
-        odd = zoo.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
+        odd = datasets.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
         assert plain == ["batch", ValueError, KeyError, odd, "batch", "batch"]
         assert came[4].tolist() == [[16], [17], [18], [19]]
     fake.check()
@@ -421,7 +421,7 @@ def test_a_transform_may_be_a_module(without_cuda: None) -> None:
     normalize = fastload.Normalize([0.5] * 3, [0.25] * 3)
     loader = DataLoader(IMAGES, 4, device="auto", device_transform=normalize)
     images, _ = next(iter(loader))
-    exact = (np.stack([zoo.image(n)[0] for n in range(4)]) / 255 - 0.5) / 0.25
+    exact = (np.stack([datasets.image(n)[0] for n in range(4)]) / 255 - 0.5) / 0.25
 
     np.testing.assert_allclose(images.numpy(), exact.transpose(0, 3, 1, 2), atol=1e-5)
     assert images.is_contiguous(memory_format=torch.channels_last)

@@ -22,6 +22,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_tools")
 
 
+@pytest.mark.slow
 def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     """Exit status 2, one line, and older results stay."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
@@ -57,6 +58,7 @@ def test_when_no_check_succeeds_the_status_says_so(tools: Any, tmp_path: Path) -
     assert "left out" in json.loads(path.read_text())["checks"]["late"]["error"]
 
 
+@pytest.mark.slow
 def test_the_training_check_measures_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In miniature, on the CPU: three sources train, and their figures and ratios are there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -10,14 +10,14 @@ import torch
 
 from fastload import DataLoader
 from fastload.epochs import on_device
-from tests import zoo
 from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, on
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-IMAGES = zoo.Made(zoo.image, 24)
+IMAGES = datasets.Made(datasets.image, 24)
 MODES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
     contextlib.nullcontext,
     torch.no_grad,

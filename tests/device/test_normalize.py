@@ -110,10 +110,10 @@ def test_a_shape_that_fits_both_layouts_has_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("shape", "layout", "message"),
     [
-        ((2, 5, 6, 4), "auto", "3 means"),
-        ((2, 3, 6, 4), "HWC", "'HWC'"),
-        ((2, 5, 6, 3), "CHW", "'CHW'"),
-        ((5, 6, 3), "auto", r"\(B, H, W, C\)"),
+        ((2, 5, 6, 4), "auto", "3 means, but .* 3 channels in the layout 'auto'"),
+        ((2, 3, 6, 4), "HWC", "3 means, but .* 3 channels in the layout 'HWC'"),
+        ((2, 5, 6, 3), "CHW", "3 means, but .* 3 channels in the layout 'CHW'"),
+        ((5, 6, 3), "auto", r"images of shape \(B, H, W, C\) or \(B, C, H, W\), but got"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...], layout: str, message: str) -> None:
@@ -157,16 +157,21 @@ def test_only_the_images_are_normalised(batch: Any, key: Any, where: Any) -> Non
 @pytest.mark.parametrize(
     ("batch", "key", "error", "message"),
     [
-        ({"label": LABELS}, None, ValueError, "'label'"),
-        ({"image": IMAGES, "images": IMAGES}, None, ValueError, "key="),
-        ({"image": IMAGES}, "pixels", ValueError, "pixels"),
-        ((IMAGES,), 3, ValueError, "sequence of 1"),
-        ((), None, ValueError, "sequence of 0"),
-        ((IMAGES,), "image", ValueError, "'image'"),
-        (("a.jpg", IMAGES), None, TypeError, r"\$\[0\]"),
-        ({"image": IMAGES.float()}, None, TypeError, "float32"),
+        ({"label": LABELS}, None, ValueError, r"in a mapping, but got the keys \['label'\]"),
+        (
+            {"image": IMAGES, "images": IMAGES},
+            None,
+            ValueError,
+            r"the keys \['image', 'images'\]; name the key",
+        ),
+        ({"image": IMAGES}, "pixels", ValueError, r"key='pixels', but the batch has the keys \['image'\]"),
+        ((IMAGES,), 3, ValueError, "key=3, but the batch is a sequence of 1"),
+        ((), None, ValueError, "key=0, but the batch is a sequence of 0"),
+        ((IMAGES,), "image", ValueError, "key='image', but the batch is a sequence of 1"),
+        (("a.jpg", IMAGES), None, TypeError, r"a uint8 tensor at \$\[0\], but got str"),
+        ({"image": IMAGES.float()}, None, TypeError, r"uint8 images at \$\['image'\], but got torch.float32"),
         (IMAGES, "image", ValueError, "the batch is a tensor"),
-        (b"bytes", None, TypeError, "bytes"),
+        (b"bytes", None, TypeError, r"a uint8 tensor at \$, but got bytes"),
     ],
 )
 def test_a_batch_without_images_in_their_place_is_refused(
@@ -241,13 +246,17 @@ def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"mean": (0.5,), "std": STD}, ValueError, "1 and 3 values"),
-        ({"mean": (), "std": ()}, ValueError, "0 and 0"),
-        ({"mean": (0.5,), "std": (0.0,)}, ValueError, "above zero"),
-        ({"mean": (0.5,), "std": (float("nan"),)}, ValueError, "above zero"),
-        ({"mean": (float("inf"),), "std": (1.0,)}, ValueError, "finite"),
-        ({"mean": MEAN, "std": STD, "max_pixel_value": 0}, ValueError, "above zero"),
-        ({"mean": MEAN, "std": STD, "dtype": torch.uint8}, TypeError, "torch.uint8"),
+        ({"mean": (0.5,), "std": STD}, ValueError, "one value per channel, but got 1 and 3 values"),
+        ({"mean": (), "std": ()}, ValueError, "one value per channel, but got 0 and 0 values"),
+        ({"mean": (0.5,), "std": (0.0,)}, ValueError, r"should be above zero, but got \(0.0,\)"),
+        ({"mean": (0.5,), "std": (float("nan"),)}, ValueError, r"should be above zero, but got \(nan,\)"),
+        ({"mean": (float("inf"),), "std": (1.0,)}, ValueError, "mean / std should be finite"),
+        (
+            {"mean": MEAN, "std": STD, "max_pixel_value": 0},
+            ValueError,
+            "should be above zero, but got .* and 0$",
+        ),
+        ({"mean": MEAN, "std": STD, "dtype": torch.uint8}, TypeError, "dtype should be .* got torch.uint8"),
         ({"mean": MEAN, "std": STD, "dtype": "float32"}, TypeError, "dtype should be .* got 'float32'"),
         ({"mean": 0.5, "std": (0.2,)}, TypeError, "mean should be a sequence of numbers.* got 0.5"),
         ({"mean": (0.5,), "std": "1"}, TypeError, "std should be a sequence of numbers.* got '1'"),
@@ -255,8 +264,12 @@ def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
         ({"mean": torch.tensor(0.5), "std": (0.2,)}, TypeError, "mean should be a sequence of numbers"),
         ({"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numbers"),
         ({"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numbers"),
-        ({"mean": MEAN, "std": STD, "memory_format": torch.preserve_format}, ValueError, "preserve_format"),
-        ({"mean": MEAN, "std": STD, "layout": "NHWC"}, ValueError, "'NHWC'"),
+        (
+            {"mean": MEAN, "std": STD, "memory_format": torch.preserve_format},
+            ValueError,
+            "^memory_format should be",
+        ),
+        ({"mean": MEAN, "std": STD, "layout": "NHWC"}, ValueError, "layout should be one of .* got 'NHWC'"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -12,7 +12,7 @@ import torch.utils.data as tud
 
 import fastload
 from fastload.epochs import with_workers, without_workers
-from tests import zoo
+from tests.kit import datasets
 
 
 def numbered(index: int) -> Any:
@@ -51,7 +51,7 @@ def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_come_pinned_in_order_from_another_thread(pinned_in: list[str], persistent: bool) -> None:
     """Two epochs, the first of them left early: right batches, all pinned by the one thread."""
-    loader = fastload.DataLoader(zoo.Made(numbered, 12), 2, num_workers=2, persistent_workers=persistent)
+    loader = fastload.DataLoader(datasets.Made(numbered, 12), 2, num_workers=2, persistent_workers=persistent)
     for _ in loader:
         break
     labels = [batch[1].tolist() for batch in loader]
@@ -63,7 +63,7 @@ def test_batches_come_pinned_in_order_from_another_thread(pinned_in: list[str], 
 
 def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> None:
     """As torch has it, and the epoch goes on."""
-    iterator = iter(fastload.DataLoader(zoo.Made(numbered, 18), 2, num_workers=1))
+    iterator = iter(fastload.DataLoader(datasets.Made(numbered, 18), 2, num_workers=1))
     seen = [next(iterator)[1].tolist() for _ in range(6)]
 
     with pytest.raises(ValueError, match="in pin memory thread for device"):
@@ -76,18 +76,18 @@ def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> 
 def test_an_error_of_the_dataset_comes_through_the_thread(pinned_in: list[str]) -> None:
     """With torch's text."""
     with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker process 1"):
-        list(fastload.DataLoader(zoo.Made(missing_seven, 12), 1, num_workers=2))
+        list(fastload.DataLoader(datasets.Made(missing_seven, 12), 1, num_workers=2))
 
 
 def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -> None:
     """The thread hands the error over instead of dying of it."""
-    with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
-        list(fastload.DataLoader(zoo.Made(zoo.killed), 4, num_workers=2))
+    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+        list(fastload.DataLoader(datasets.Made(datasets.killed), 4, num_workers=2))
 
 
 def test_without_workers_the_batch_is_pinned_where_it_is_made(pinned_in: list[str]) -> None:
     """As in torch: there is no thread then."""
-    list(fastload.DataLoader(zoo.Made(numbered, 4), 2))
+    list(fastload.DataLoader(datasets.Made(numbered, 4), 2))
 
     assert pinned_in == ["MainThread"] * 2
 
@@ -100,7 +100,7 @@ def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: i
     """Torch's own warning; the batches come all the same."""
     with pytest.warns(UserWarning, match="no accelerator is found"):
         batches = list(
-            fastload.DataLoader(zoo.Made(numbered, 4), 2, num_workers=num_workers, pin_memory=True)
+            fastload.DataLoader(datasets.Made(numbered, 4), 2, num_workers=num_workers, pin_memory=True)
         )
 
     assert len(batches) == 2

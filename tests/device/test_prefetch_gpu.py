@@ -19,8 +19,8 @@ from fastload.device.prefetch import CUDAPrefetcher
 from fastload.memory.lease import Memory
 from fastload.memory.ring import Ring, SlotState
 from fastload.memory.segment import Segment, populate
-from tests import zoo
 from tests.device.loaders import Loader
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -222,7 +222,7 @@ def test_a_loader_with_device_never_synchronises() -> None:
     """Neither its first epoch, where slots are registered and Normalize moves there, nor the later ones."""
     normalize = Normalize([0.5] * 3, [0.25] * 3, torch.bfloat16)
     loader = DataLoader(
-        zoo.Made(zoo.image, 40),
+        datasets.Made(datasets.image, 40),
         4,
         num_workers=2,
         persistent_workers=True,
@@ -335,7 +335,7 @@ def test_registered_shared_memory_is_pinned_until_it_is_unregistered() -> None:
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loader_delivers_what_its_workers_wrote(persistent: bool) -> None:
     """With a slow consumer that holds some batches, over epochs; slots are read in place."""
-    dataset = zoo.Made(zoo.image, 400)
+    dataset = datasets.Made(datasets.image, 400)
     expected = [images for images, _ in DataLoader(dataset, 4)]
     with DataLoader(dataset, 4, num_workers=2, persistent_workers=persistent, device="cuda") as loader:
         for _ in range(3):
@@ -365,7 +365,7 @@ def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) ->
                 num_poisoned += 1
 
     monkeypatch.setattr(Ring, "reclaim", poison)
-    dataset = zoo.Made(zoo.image, 400)
+    dataset = datasets.Made(datasets.image, 400)
     with DataLoader(dataset, 4, num_workers=2, device="cuda") as loader:
         arrived = [images for images, _ in loader]
 
@@ -377,7 +377,7 @@ def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_loader_normalises_on_the_copy_stream() -> None:
     """The same values as on the CPU, channels-last and in bfloat16."""
     normalize = Normalize([0.5] * 3, [0.25] * 3, torch.bfloat16)
-    dataset = zoo.Made(zoo.image, 40)
+    dataset = datasets.Made(datasets.image, 40)
     expected = [normalize(images) for images, _ in DataLoader(dataset, 4)]
     with DataLoader(dataset, 4, num_workers=2, device="cuda", device_transform=normalize) as loader:
         for (images, _), there in zip(loader, expected, strict=True):
@@ -388,7 +388,7 @@ def test_a_loader_normalises_on_the_copy_stream() -> None:
 
 def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:
     """After a prefetched epoch over persistent workers, plain batches are pageable memory again."""
-    with DataLoader(zoo.Made(zoo.image, 40), 4, num_workers=2, persistent_workers=True) as loader:
+    with DataLoader(datasets.Made(datasets.image, 40), 4, num_workers=2, persistent_workers=True) as loader:
         list(CUDAPrefetcher(loader))
 
         assert not any(images.is_pinned() for images, _ in loader)

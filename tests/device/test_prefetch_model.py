@@ -60,6 +60,7 @@ class Consumer:
                 self.fake.advance(stream)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
 def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Random, depth: int) -> None:

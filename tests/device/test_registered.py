@@ -25,15 +25,15 @@ from fastload.device.registered import RegisteredSlots
 from fastload.epochs import on_device
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.memory.lease import Memory
-from tests import zoo
 from tests.device.fake import FakeBackend
 from tests.device.loaders import on
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-IMAGES = zoo.Made(zoo.image, 64)
+IMAGES = datasets.Made(datasets.image, 64)
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
 
@@ -64,7 +64,7 @@ def shared_memory(nbytes: int = 4096) -> Memory:
 def check_values(batches: list[Any]) -> None:
     for number, (images, labels) in enumerate(batches):
         assert labels.tolist() == list(range(4 * number, 4 * number + 4))
-        assert np.array_equal(images.numpy(), np.stack([zoo.image(int(n))[0] for n in labels]))
+        assert np.array_equal(images.numpy(), np.stack([datasets.image(int(n))[0] for n in labels]))
 
 
 # --- read in place ----------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_channels_last_batches_are_read_in_place(fake: FakeBackend) -> None:
     assert fake.num_read_in_place > fake.num_pinned_copies
     for number, (images, _) in enumerate(got):
         assert images.is_contiguous(memory_format=torch.channels_last)
-        assert np.array_equal(images[1].permute(1, 2, 0).numpy(), zoo.image(4 * number + 1)[0])
+        assert np.array_equal(images[1].permute(1, 2, 0).numpy(), datasets.image(4 * number + 1)[0])
     fake.check()
 
 
@@ -141,22 +141,22 @@ def test_a_slot_that_a_plain_caller_still_holds_is_not_registered(fake: FakeBack
 
         assert fake.registered
         assert not fake._is_registered(held)
-    assert np.array_equal(held[0].numpy(), zoo.image(0)[0])
+    assert np.array_equal(held[0].numpy(), datasets.image(0)[0])
     fake.check()
 
 
 def test_arrays_that_pass_through_are_the_callers_own(fake: FakeBackend) -> None:
     """A batch with arrays in it, which a prefetcher passes on, is copied out of its slot."""
-    with DataLoader(IMAGES, 4, collate_fn=zoo.as_arrays, **PERSISTENT) as loader:
+    with DataLoader(IMAGES, 4, collate_fn=datasets.as_arrays, **PERSISTENT) as loader:
         batches = list(on(fake, loader))
 
         assert fake.registered == {}
         assert all(isinstance(batch["x"], np.ndarray) for batch in batches)
-        assert np.array_equal(batches[3]["x"][0], zoo.image(12)[0])
+        assert np.array_equal(batches[3]["x"][0], datasets.image(12)[0])
     fake.check()
 
 
-@pytest.mark.parametrize("collate", [zoo.in_a_box, zoo.beside_a_box, zoo.in_a_set])
+@pytest.mark.parametrize("collate", [datasets.in_a_box, datasets.beside_a_box, datasets.in_a_set])
 def test_tensors_that_pass_through_are_the_callers_own(fake: FakeBackend, collate: Any) -> None:
     """So are tensors in objects that no prefetcher looks into, also those that it found elsewhere as well."""
     with DataLoader(IMAGES, 4, collate_fn=collate, **PERSISTENT) as loader:
@@ -169,7 +169,7 @@ def test_tensors_that_pass_through_are_the_callers_own(fake: FakeBackend, collat
 
 def test_objects_that_move_themselves_are_read_in_place(fake: FakeBackend) -> None:
     """Their copies are not given up for those of objects that stay."""
-    with DataLoader(IMAGES, 4, collate_fn=zoo.packed, **PERSISTENT) as loader:
+    with DataLoader(IMAGES, 4, collate_fn=datasets.packed, **PERSISTENT) as loader:
         batches = list(on(fake, loader))
 
         assert fake.registered
@@ -179,7 +179,7 @@ def test_objects_that_move_themselves_are_read_in_place(fake: FakeBackend) -> No
 
 def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
     """Batches that grow bring new memory, and the registrations follow what slots hold."""
-    with DataLoader(zoo.Made(zoo.growing, 40), 4, **PERSISTENT) as loader:
+    with DataLoader(datasets.Made(datasets.growing, 40), 4, **PERSISTENT) as loader:
         got = list(on(fake, loader))
         fake.drain()
         slots = loader._iterator._pool.ring.slots
@@ -442,7 +442,7 @@ class Consumer:
             self.next_number += 4
             expected = torch.arange(first, first + 4)
             self.fake.read(labels, expected)
-            pixels = torch.from_numpy(np.stack([zoo.image(n)[0] for n in range(first, first + 4)]))
+            pixels = torch.from_numpy(np.stack([datasets.image(n)[0] for n in range(first, first + 4)]))
             self.fake.read(images, pixels)
             how = self.choose(4)
             if how == 1:
@@ -459,6 +459,7 @@ class Consumer:
                 break
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
 def test_no_consumer_finds_a_slot_that_came_back_early(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,6 +15,8 @@ from fastload.training.report import MemoryReport, memory_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.kit.processes import Interpreter
 
 MIB = 2**20
 
@@ -179,7 +179,7 @@ def test_without_a_context_the_report_says_so(
     assert note in str(found)
 
 
-def test_before_the_first_cuda_call_the_driver_is_not_asked() -> None:
+def test_before_the_first_cuda_call_the_driver_is_not_asked(interpreter: Interpreter) -> None:
     """Neither is_available nor device_count is called: the first can break a later fork."""
     code = (
         "import torch; torch.backends.cuda.is_built = lambda: True; "
@@ -188,7 +188,7 @@ def test_before_the_first_cuda_call_the_driver_is_not_asked() -> None:
         "import sys; sys.exit(torch.cuda.is_initialized() or found.devices != ())"
     )
 
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert interpreter.run(code).returncode == 0
 
 
 # --- as text and as data ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from fastload import CUDAPrefetcher, DataLoader
 from fastload.device import cuda, streamless
 from fastload.errors import DeviceUnavailableError
-from tests import zoo
+from tests.kit import datasets
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def plain_batches() -> list[Any]:
-    return list(DataLoader(zoo.Made(zoo.image, 12), 4))
+    return list(DataLoader(datasets.Made(datasets.image, 12), 4))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -41,7 +41,7 @@ def test_each_batch_is_moved_when_it_is_asked_for(num_workers: int, moves: list[
     """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
     with caplog.at_level(logging.WARNING, "fastload"):
         loader = DataLoader(
-            zoo.Made(zoo.image, 12),
+            datasets.Made(datasets.image, 12),
             4,
             num_workers=num_workers,
             device="xpu",
@@ -62,9 +62,9 @@ def test_each_batch_is_moved_when_it_is_asked_for(num_workers: int, moves: list[
 def test_what_counts_is_what_was_handed_out(moves: list[Any]) -> None:
     """A state taken in the middle resumes with the next batch."""
     options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "device": "xpu"}
-    loader = DataLoader(zoo.Made(zoo.image, 12), **options)
+    loader = DataLoader(datasets.Made(datasets.image, 12), **options)
     next(iter(loader))
-    again = DataLoader(zoo.Made(zoo.image, 12), **options)
+    again = DataLoader(datasets.Made(datasets.image, 12), **options)
     again.load_state_dict(loader.state_dict())
     loader.close()
 
@@ -88,7 +88,7 @@ def test_the_prefetcher_moves_the_batches_of_any_iterable(moves: list[Any]) -> N
 def test_one_that_is_not_there_is_an_error(device: str) -> None:
     """As with CUDA: it says what torch found, and that "auto" would do."""
     with pytest.raises(DeviceUnavailableError, match=rf"{device}.*no accelerator here.*auto"):
-        iter(DataLoader(zoo.Made(zoo.image, 12), device=device))
+        iter(DataLoader(datasets.Made(datasets.image, 12), device=device))
 
 
 def test_move_keeps_what_is_no_tensor() -> None:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import errno
 
-from tests.refusals import refuse
+from tests.kit.faults import refuse
 
 refuse("clone", errno.EAGAIN)

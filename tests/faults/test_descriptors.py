@@ -12,8 +12,8 @@ from torch._utils import ExceptionWrapper
 import fastload
 from fastload.errors import SegmentError
 from fastload.workers import pool, worker
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
 
 
 def assert_right_or_lost(iterator: Any, numbers: range, *, match: str) -> int:

@@ -12,8 +12,9 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.faults.zoo import rows
+from tests.kit import datasets
 
 MODES: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
@@ -28,10 +29,6 @@ def make_loader(dataset: Any, **options: Any) -> fastload.DataLoader:
     generator = torch.Generator().manual_seed(5)
     usual = {"batch_size": 4, "on_error": "replace", "error_budget": 8, "generator": generator}
     return fastload.DataLoader(dataset, **usual | options)
-
-
-def rows(loader: Any) -> list[list[int]]:
-    return [[zoo.value_of(sample) for sample in batch] for batch in loader]
 
 
 @EVERY_MODE

@@ -13,20 +13,11 @@ import torch
 
 import fastload
 from fastload.workers import starting
-from tests import zoo as datasets
 from tests.faults import zoo
-from tests.survival.attack_zoo import Gate
+from tests.kit import datasets
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-    gate.close()
+    from tests.kit.processes import Gate
 
 
 @pytest.mark.timeout(60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,14 @@ import pytest
 import fastload
 from fastload.workers import channel, pool
 from fastload.workers.channel import Received
-from tests import zoo as datasets
 from tests.faults import zoo
+from tests.kit import datasets
+from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.kit.processes import Interpreter
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
 
@@ -80,7 +82,7 @@ def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(
 PROGRAM = """
 import os, signal, sys
 import fastload
-from tests import zoo as datasets
+from tests.kit import datasets
 from tests.faults import zoo
 
 signal.signal(signal.SIGTERM, lambda *_: None)  # as launchers and loggers do
@@ -94,20 +96,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("how", "code"), [("exits", 3), ("is killed", -signal.SIGKILL)])
-def test_a_process_that_ignores_sigterm_takes_its_workers_with_it(how: str, code: int) -> None:
+def test_a_process_that_ignores_sigterm_takes_its_workers_with_it(
+    how: str, code: int, interpreter: Interpreter
+) -> None:
     """An interpreter that ends with a live iterator does not wait for workers that ignore it."""
-    program = [sys.executable, "-c", PROGRAM, how]
-    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, timeout=60, cwd=_root(), check=False)
+    done = interpreter.run(PROGRAM, how)
 
     assert done.returncode == code
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    assert still_running(pids, 30) == []
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.faults import table_zoo as zoo
-from tests.programs import run_each
+from tests.kit.processes import run_each
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,8 +35,8 @@ import fastload
 from fastload.workers import pool
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
-from tests.leaks import names_in_shm
-from tests.refusals import hide_proc, limited, refuse
+from tests.kit.leaks import names_in_shm
+from tests.kit.faults import hide_proc, limited, refuse
 
 
 class Lines(logging.Handler):
@@ -285,7 +285,7 @@ ROWS = {
 def reports() -> dict[str, tuple[int, str, str]]:
     """What each program printed."""
     programs = {name: f"left_by_others = {list(row.left)}\n{row.program}" for name, row in ROWS.items()}
-    return run_each(programs, shared=_SHARED)
+    return run_each(programs, shared=_SHARED, exits=False)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -322,12 +322,8 @@ fault, context = held.worker_init_fn.fault, multiprocessing.get_context({method!
 fault.begins, fault.may_begin = context.Event(), context.Event()
 iterator = iter(held)
 print(*iterator._pool.pids, flush=True)
-if {is_idle}:
-    batches = list(iterator)
-    fault.may_begin.set()
-else:
-    fault.may_begin.set()
-    batches = [next(iterator) for _ in range(4)]
+batches = list(iterator) if {is_idle} else [next(iterator) for _ in range(4)]
+fault.may_begin.set()
 assert fault.begins.wait(20)
 """
 

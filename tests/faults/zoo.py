@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.survival.attack_zoo import Gate
+    from tests.kit.processes import Gate
 
 
 def array(index: int) -> Any:
@@ -32,6 +32,11 @@ def long_text(index: int) -> str:
 def value_of(sample: Any) -> int:
     """The index that a sample was made of."""
     return int(sample[:4]) if isinstance(sample, str) else int(torch.as_tensor(sample).reshape(-1)[0])
+
+
+def rows(loader: Any) -> list[list[int]]:
+    """The indices of all batches."""
+    return [[value_of(sample) for sample in batch] for batch in loader]
 
 
 class KeepsBatches:

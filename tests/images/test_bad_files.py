@@ -92,7 +92,7 @@ class TestBadFiles:
 
     def test_null_in_path(self) -> None:
         """A path that no file can have is an ImageReadError like any other."""
-        with pytest.raises(ImageReadError, match="null"):
+        with pytest.raises(ImageReadError, match=r"embedded null byte$"):
             read_image("a\0b.jpg")
 
     def test_error_pickles(self, tmp_path: Path) -> None:

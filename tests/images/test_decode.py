@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import subprocess
-import sys
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,8 @@ from fastload.images.decode import read_image
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.kit.processes import Interpreter
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -350,9 +350,9 @@ class TestSize:
                 read_image(tmp_path / "missing.jpg", size)
 
 
-def test_import_brings_no_opencv() -> None:
+def test_import_brings_no_opencv(interpreter: Interpreter) -> None:
     """Reading images needs Pillow and numpy; OpenCV and torchvision are not imported."""
     code = "import sys, fastload.images.decode; print({'cv2', 'torchvision'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = interpreter.run(code)
 
     assert done.stdout.strip() == "set()"

@@ -83,8 +83,10 @@ def test_foreign_folder(photos: ModuleType, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["holidays"]
 
 
-@pytest.mark.parametrize(("count", "classes"), [(1, 2), (10, 0), (100, 13)])
-def test_impossible_numbers(photos: ModuleType, tmp_path: Path, count: int, classes: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "classes", "named"), [(1, 2, "count"), (10, 0, "classes"), (100, 13, "classes")]
+)
+def test_impossible_numbers(photos: ModuleType, tmp_path: Path, count: int, classes: int, named: str) -> None:
     """More classes than photographs, or than pictures, is refused."""
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=f": {named} must be "):
         photos.make_photos(tmp_path / "new", count, classes=classes)

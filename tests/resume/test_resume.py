@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
-from tests import zoo
+from tests.kit import datasets
 from tests.resume.loaders import LENGTH, SAMPLERS, labels, make, seeded, through_json, through_torch_save
 from tests.resume.zoo import Foreign, Numbers
 from tests.transport.fetch_zoo import Silent
@@ -443,7 +443,7 @@ def _constant(key: Any) -> int:
 
 
 def _loader_of_keys(keys: list[Any]) -> DataLoader:
-    return DataLoader(zoo.Made(_constant, len(keys)), 2, sampler=keys)
+    return DataLoader(datasets.Made(_constant, len(keys)), 2, sampler=keys)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def cut(loader: DataLoader, num_batches: int) -> tuple[list[Any], Any]:
     return batches, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
 @given(data=st.data())
 @settings(max_examples=6, deadline=None)

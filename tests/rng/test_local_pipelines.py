@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +21,9 @@ from fastload.rng import local_pipelines as module
 from fastload.rng.loans import Loan
 from tests.rng import pipelines_zoo as zoo
 from tests.rng.draws_zoo import Kept, Pictures, SharedState
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 
 def run(dataset: Any, num_workers: int, epochs: int = 2, **options: Any) -> list[Any]:
@@ -282,7 +283,7 @@ class TestCost:
         list(iterator)
         assert len(searches) == 1
 
-    def test_without_albumentations_there_is_no_search(self) -> None:
+    def test_without_albumentations_there_is_no_search(self, interpreter: Interpreter) -> None:
         """A process that has not imported albumentations has no pipelines, and searches for none."""
         program = (
             "import sys, fastload\n"
@@ -292,7 +293,9 @@ class TestCost:
             "assert 'albumentations' not in sys.modules\n"
         )
 
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+        done = interpreter.run(program)
+
+        assert done.returncode == 0, done.stderr
 
 
 # --- the books of loans ----------------------------------------------------------------------------------

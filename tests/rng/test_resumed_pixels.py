@@ -18,6 +18,9 @@ LENGTH = 24
 EPOCHS = 3
 
 
+pytestmark = pytest.mark.slow  # each case reads several epochs in several loaders
+
+
 def seeded() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 

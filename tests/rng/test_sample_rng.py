@@ -38,7 +38,7 @@ def expected() -> list[dict[int, list[int]]]:
 
 
 class TestSamePixels:
-    @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", "forkserver"])  # test_claims.py has spawn
     def test_any_start_method(self, method: str, expected: Any) -> None:
         """Workers draw what the parent draws, however they were started."""
         assert epochs(Dice(), num_workers=2, multiprocessing_context=method) == expected
@@ -305,7 +305,9 @@ class TestRefusals:
             def __iter__(self) -> Any:
                 return iter(())
 
-        with pytest.raises(ValueError, match=r"map-style"):
+        with pytest.raises(
+            ValueError, match=r'^rng="sample" derives random streams from indices, but a Stream has none'
+        ):
             DataLoader(Stream(), rng="sample")
 
     def test_getitems(self) -> None:
@@ -319,5 +321,5 @@ class TestRefusals:
 
     def test_other_words(self) -> None:
         """A mode that does not exist is named."""
-        with pytest.raises(ValueError, match=r"'batch'"):
+        with pytest.raises(ValueError, match=r'^rng should be "worker" or "sample", but got \'batch\'$'):
             DataLoader(Dice(), rng="batch")  # type: ignore[arg-type]

@@ -6,9 +6,7 @@ import collections
 import functools
 import pickle
 import random
-import subprocess
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A  # the name its own documentation uses
 import numpy as np
@@ -18,6 +16,9 @@ from torch.utils.data import DataLoader
 
 from fastload.rng.seeding import seed_everything, seed_libraries, seed_pipelines, seed_worker
 from tests.rng import pipelines_zoo as zoo
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 NUM_DRAWS = 2_000
 CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed, so no luck is involved
@@ -83,14 +84,14 @@ def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
     assert theirs == pytest.approx(zoo.Draws()[0], abs=0)
 
 
-def test_albumentations_is_not_imported() -> None:
+def test_albumentations_is_not_imported(interpreter: Interpreter) -> None:
     """Neither importing this module nor searching a dataset imports albumentations."""
     code = (
         "import sys; from fastload.rng.seeding import find_pipelines; "
         "assert find_pipelines({'a': [object()]}) == []; sys.exit('albumentations' in sys.modules)"
     )
 
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert interpreter.run(code).returncode == 0
 
 
 # --- in workers ------------------------------------------------------------------------------------------
@@ -113,6 +114,7 @@ def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
     assert not set(crops_of(0, samples)) & set(crops_of(1, samples))
 
 
+@pytest.mark.slow
 def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> None:
     """The base seed alone decides the crops, whatever state the parent's pipeline is in."""
     used = zoo.Crops()
@@ -163,7 +165,7 @@ def test_then_leaves_the_original_as_it_was() -> None:
 
 def test_then_refuses_what_cannot_be_called() -> None:
     """then() names what it was given when that is not a function."""
-    with pytest.raises(TypeError, match="got 3"):
+    with pytest.raises(TypeError, match=r"^then\(\) expects a function of the worker's id, got 3$"):
         seed_worker.then(3)  # type: ignore[arg-type]
 
 

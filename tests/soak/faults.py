@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import fastload
-from tests import leaks
+from tests.kit import leaks
 from tests.soak.compare import SoakError
 from tests.soak.modes import Held, some
 

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from tests import leaks
+from tests.kit import leaks
 from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
@@ -101,6 +101,7 @@ class Soak:
             time.sleep(0.02)
 
     def _snapshot(self) -> dict[str, set[Any]]:
+        gc.collect()
         return {
             **leaks.snapshot(),
             "shared memory": _mapped(),

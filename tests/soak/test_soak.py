@@ -185,7 +185,7 @@ def test_a_case_that_hangs_ends_with_all_stacks() -> None:
 
 _LEAKS = """
 import os, subprocess, threading
-from tests import leaks
+from tests.kit import leaks
 from tests.soak import run
 from tests.soak.case import Case
 

@@ -13,6 +13,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.kit.processes import Gate
+
 SIDES = (0, 1, 33, 2, 90)
 
 
@@ -57,23 +59,6 @@ def bad_seventh(index: int) -> Any:
     if index == 7:
         raise ValueError("seven")
     return numbered(index)
-
-
-class Gate:
-    """Lets one sample of a dataset through each time that it is opened; forked workers inherit it."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def wait(self) -> None:
-        os.read(self._read, 1)
-
-    def open(self, times: int = 1) -> None:
-        os.write(self._write, b"." * times)
-
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
 
 
 class Held:
@@ -123,3 +108,10 @@ class _Raising:
         if self.number >= self.num_batches:
             raise StopIteration
         return [2 * self.number, 2 * self.number + 1]
+
+
+def assert_numbered(batch: Any, start: int, stop: int) -> None:
+    """The batch holds exactly the samples `numbered` from `start` to `stop`."""
+    images, labels = batch
+    assert labels.tolist() == list(range(start, stop))
+    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()

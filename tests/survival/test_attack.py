@@ -20,20 +20,15 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from tests import zoo
-from tests.parity.test_parity import assert_same, compare
+from tests.kit import datasets
+from tests.kit.batches import assert_same_batches, compare_with_torch
 from tests.survival import attack_zoo
+from tests.survival.attack_zoo import assert_numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
-
-
-def assert_numbered(batch: Any, start: int, stop: int) -> None:
-    images, labels = batch
-    assert labels.tolist() == list(range(start, stop))
-    assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
 
 
 # --- shapes and sizes ------------------------------------------------------------------------------------
@@ -43,11 +38,11 @@ def assert_numbered(batch: Any, start: int, stop: int) -> None:
 @pytest.mark.parametrize("ring_bytes", [1, "20KB"])
 def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, ring_bytes: Any) -> None:
     """Leaves without elements, strings and nests, in a ring that has room for next to nothing."""
-    expected = list(tud.DataLoader(zoo.Made(attack_zoo.nest, 80), 4))
+    expected = list(tud.DataLoader(datasets.Made(attack_zoo.nest, 80), 4))
     rng = random.Random(0)
     held: dict[int, Any] = {}
     loader = fastload.DataLoader(
-        zoo.Made(attack_zoo.nest, 80),
+        datasets.Made(attack_zoo.nest, 80),
         4,
         num_workers=2,
         ring_bytes=ring_bytes,
@@ -59,7 +54,7 @@ def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, ring_
         for kept in rng.sample(sorted(held), rng.randrange(len(held) + 1)):
             del held[kept]
         for kept, other in held.items():
-            assert_same(expected[kept], other)
+            assert_same_batches(expected[kept], other)
 
     assert number == 19
 
@@ -69,7 +64,7 @@ def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, ring_
 def test_samples_larger_than_the_whole_ring_are_no_error(method: str, batch_size: int | None) -> None:
     """A slot of its own for each worker; what the caller holds is copied."""
     loader = fastload.DataLoader(
-        zoo.Made(attack_zoo.large, 20),
+        datasets.Made(attack_zoo.large, 20),
         batch_size,
         num_workers=2,
         ring_bytes="64KB",
@@ -94,7 +89,7 @@ def test_two_loaders_interleaved_at_random_do_not_disturb_each_other(method: str
     rng = random.Random(1)
     loaders = [
         fastload.DataLoader(
-            zoo.Made(attack_zoo.numbered, 40 * batch_size),
+            datasets.Made(attack_zoo.numbered, 40 * batch_size),
             batch_size,
             num_workers=2,
             ring_bytes=ring_bytes,
@@ -123,7 +118,7 @@ def test_two_loaders_interleaved_at_random_do_not_disturb_each_other(method: str
 def test_an_iterator_may_be_abandoned_by_a_thread_that_ends(method: str, persistent: bool) -> None:
     """Its batch stays as it is, its workers go with it, and the loader serves the next thread."""
     loader = fastload.DataLoader(
-        zoo.Made(attack_zoo.numbered, 40),
+        datasets.Made(attack_zoo.numbered, 40),
         4,
         num_workers=2,
         persistent_workers=persistent,
@@ -147,7 +142,7 @@ def test_an_iterator_may_be_abandoned_by_a_thread_that_ends(method: str, persist
 def test_an_iterator_may_be_handed_from_thread_to_thread() -> None:
     """Workers live as long as the process, not as long as the thread that started them."""
     iterators: list[Any] = []
-    loader = fastload.DataLoader(zoo.Made(attack_zoo.numbered, 40), 4, num_workers=2)
+    loader = fastload.DataLoader(datasets.Made(attack_zoo.numbered, 40), 4, num_workers=2)
     thread = threading.Thread(target=lambda: iterators.append(iter(loader)))
     thread.start()
     thread.join()
@@ -160,7 +155,7 @@ def test_an_iterator_may_be_handed_from_thread_to_thread() -> None:
 def test_other_processes_may_be_started_while_iterating(method: str) -> None:
     """Run and fork between batches: none of them holds on to the workers' pipes or to what is lent."""
     loader = fastload.DataLoader(
-        zoo.Made(attack_zoo.numbered, 40), 4, num_workers=2, multiprocessing_context=method
+        datasets.Made(attack_zoo.numbered, 40), 4, num_workers=2, multiprocessing_context=method
     )
     held = []
     for number, batch in enumerate(loader):
@@ -195,10 +190,10 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
     """No cycle keeps the workers, also not one through an error's traceback."""
     if pinned:
         pretend_accelerator()
-    make = {"after an error": attack_zoo.bad_seventh, "after a death": zoo.killed}.get(
+    make = {"after an error": attack_zoo.bad_seventh, "after a death": datasets.killed}.get(
         how, attack_zoo.numbered
     )
-    iterator = iter(fastload.DataLoader(zoo.Made(make), 4, num_workers=2))
+    iterator = iter(fastload.DataLoader(datasets.Made(make), 4, num_workers=2))
     pids = iterator._pool.pids
     next(iterator)
     if how == "finished":
@@ -214,7 +209,7 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
 
 def test_without_a_garbage_collector_an_error_of_a_thread_keeps_no_iterator(no_gc: None) -> None:
     """The error keeps its own traceback into the dataset, and the iterator goes all the same."""
-    dataset = zoo.Made(attack_zoo.bad_seventh)
+    dataset = datasets.Made(attack_zoo.bad_seventh)
     iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, worker_method="thread"))
     alive = weakref.ref(iterator)
     with pytest.raises(ValueError, match="seven") as caught:
@@ -229,7 +224,7 @@ def test_without_a_garbage_collector_an_error_of_a_thread_keeps_no_iterator(no_g
 
 def test_without_a_garbage_collector_batches_are_returned(no_gc: None) -> None:
     """An epoch of many batches takes no more slots than a few."""
-    loader = fastload.DataLoader(zoo.Made(attack_zoo.numbered, 400), 4, num_workers=1)
+    loader = fastload.DataLoader(datasets.Made(attack_zoo.numbered, 400), 4, num_workers=1)
     iterator = iter(loader)
     for number, batch in enumerate(iterator):
         assert_numbered(batch, 4 * number, 4 * number + 4)
@@ -256,10 +251,10 @@ def test_dataclass_samples_are_treated_as_by_torch(num_workers: int, options: di
     """Refused by the default collate function with torch's error, carried whole in every other case."""
 
     def make(loader_class: Any) -> Any:
-        loader = loader_class(zoo.Made(attack_zoo.record, 12), num_workers=num_workers, **options)
+        loader = loader_class(datasets.Made(attack_zoo.record, 12), num_workers=num_workers, **options)
         return _AsDict(loader), None
 
-    got = compare(make, epochs=1)
+    got = compare_with_torch(make, epochs=1)
 
     assert len(got[0]) == (3 if options["batch_size"] else 12)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from tests.programs import run_each
+from tests.kit.processes import run_each
 
 _SHARED = """
 import threading
 import fastload
-from tests import zoo
-from tests.survival import attack_zoo, pretending
+from tests.kit import datasets
+from tests.kit.accelerator import pretend_accelerator
+from tests.survival import attack_zoo
 
 
 def loader(**options):
     return fastload.DataLoader(
-        zoo.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
+        datasets.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
     )
 
 
@@ -65,13 +66,13 @@ batches = [next(iterator) for iterator in iterators]
 pids(*iterators)
 """,
     "a pin thread that is ahead": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 iterator = iter(loader())
 batch = next(iterator)
 pids(iterator)
 """,
     "a pin thread and persistent workers": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 held = loader(persistent_workers=True)
 for epoch in range(2):
     for batch in held:
@@ -105,7 +106,7 @@ threading.Thread(target=consume, daemon=True).start()
 started.wait()
 """,
     "a daemon thread that goes on iterating behind a pin thread": """
-pretending.pretend_accelerator(setattr)
+pretend_accelerator(setattr)
 started = threading.Event()
 def consume():
     iterator = iter(loader())

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import fastload
-from tests import zoo
+from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 
 def settings_of_worker(index: int) -> Any:
@@ -21,10 +22,11 @@ def settings_of_worker(index: int) -> Any:
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_worker_has_one_thread_and_asks_no_network(method: str) -> None:
+def test_a_worker_has_one_thread_and_asks_no_network(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch and OpenCV run on the worker's own core; albumentations looks for no newer version."""
+    monkeypatch.delenv("NO_ALBUMENTATIONS_UPDATE")
     loader = fastload.DataLoader(
-        zoo.Made(settings_of_worker, 1), num_workers=1, multiprocessing_context=method, collate_fn=list
+        datasets.Made(settings_of_worker, 1), num_workers=1, multiprocessing_context=method, collate_fn=list
     )
 
     (((torch_threads, cv2_threads, no_update),),) = loader
@@ -45,17 +47,7 @@ def test_opencv_that_a_worker_imports_later_has_one_thread_unless_the_user_says_
     if users is not None:
         monkeypatch.setenv("OPENCV_FOR_THREADS_NUM", users)
 
-    assert list(fastload.DataLoader(zoo.Made(_opencv_threads, 1), None, num_workers=1)) == [expected]
-
-
-def _run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    assert list(fastload.DataLoader(datasets.Made(_opencv_threads, 1), None, num_workers=1)) == [expected]
 
 
 _INTERACTIVE = """
@@ -75,9 +67,11 @@ print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessi
 
 
 @pytest.mark.slow
-def test_a_dataset_typed_into_a_notebook_is_refused_under_spawn_with_the_way_out() -> None:
+def test_a_dataset_typed_into_a_notebook_is_refused_under_spawn_with_the_way_out(
+    interpreter: Interpreter,
+) -> None:
     """The worker could not import it; under fork it works."""
-    out = _run(_INTERACTIVE).stdout
+    out = interpreter.run(_INTERACTIVE).stdout
 
     assert "the dataset's class Typed was defined interactively" in out
     assert "multiprocessing_context='fork'" in out
@@ -94,10 +88,10 @@ print([int(x) for x in loader], server._forkserver._preload_modules)
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_is_not_running_yet_imports_torch_once() -> None:
+def test_a_fork_server_that_is_not_running_yet_imports_torch_once(interpreter: Interpreter) -> None:
     """And one that the user has set up is left as it is."""
-    ours = _run(_PRELOAD).stdout
-    users = _run(
+    ours = interpreter.run(_PRELOAD).stdout
+    users = interpreter.run(
         "import multiprocessing\nmultiprocessing.set_forkserver_preload(['json'])\n" + _PRELOAD
     ).stdout
 
@@ -106,16 +100,16 @@ def test_a_fork_server_that_is_not_running_yet_imports_torch_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_server_imports_the_caches_once_if_this_process_has_them() -> None:
+def test_a_fork_server_imports_the_caches_once_if_this_process_has_them(interpreter: Interpreter) -> None:
     """A CachedDataset is made of them in every worker."""
-    out = _run("import fastload\nfastload.CachedDataset\n" + _PRELOAD).stdout
+    out = interpreter.run("import fastload\nfastload.CachedDataset\n" + _PRELOAD).stdout
 
     assert out == "[1, 2] ['__main__', 'fastload.cache.dataset', 'fastload.workers.preload']\n"
 
 
 def test_workers_inside_a_worker_are_refused_as_by_torch() -> None:
     """Daemonic processes have no children."""
-    loader = fastload.DataLoader(zoo.Made(_nested, 1), num_workers=1)
+    loader = fastload.DataLoader(datasets.Made(_nested, 1), num_workers=1)
 
     with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
         next(iter(loader))

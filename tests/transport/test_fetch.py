@@ -10,7 +10,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
-from tests import zoo
+from tests.kit import datasets
 from tests.transport import fetch_zoo
 
 WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
@@ -23,9 +23,9 @@ WORKERS = pytest.mark.parametrize("num_workers", [0, 1])
 @WORKERS
 def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_workers: int) -> None:
     """The rows of a batch start anew when the shape changes, and no sample lies under them."""
-    expected = list(tud.DataLoader(zoo.Made(make, 16), 4))
+    expected = list(tud.DataLoader(datasets.Made(make, 16), 4))
 
-    batches = list(fastload.DataLoader(zoo.Made(make, 16), 4, num_workers=num_workers))
+    batches = list(fastload.DataLoader(datasets.Made(make, 16), 4, num_workers=num_workers))
 
     for batch, wanted in zip(batches, expected, strict=True):
         assert {key: value.tolist() for key, value in batch.items()} == {
@@ -35,7 +35,7 @@ def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_worker
 
 def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
     """Only the thread that makes the batch stacks into the slot."""
-    dataset = zoo.Made(fetch_zoo.plain, 64)
+    dataset = datasets.Made(fetch_zoo.plain, 64)
     loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.collate_in_two_threads)
 
     for number, (batch, others) in enumerate(loader):
@@ -45,7 +45,7 @@ def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
 
 def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> None:
     """What user code in a worker holds is checked by it at every later batch."""
-    dataset = zoo.Made(fetch_zoo.plain, 80)
+    dataset = datasets.Made(fetch_zoo.plain, 80)
     loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.KeepsBatches())
 
     batches = list(loader)
@@ -62,7 +62,7 @@ def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> Non
 @WORKERS
 def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, wrap: Any, num_workers: int) -> None:
     """The gather serves the original methods alone."""
-    dataset = wrap(kind(zoo.Made(fetch_zoo.array, 8)))
+    dataset = wrap(kind(datasets.Made(fetch_zoo.array, 8)))
 
     for _ in range(2):  # from the source, then from the cache
         batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
@@ -72,7 +72,7 @@ def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, wrap: Any, num
 
 def test_a_batch_sampler_of_iterators_reads_a_cache() -> None:
     """As in torch, a batch of indices may be an iterator."""
-    dataset = fastload.CachedDataset(zoo.Made(fetch_zoo.array, 8))
+    dataset = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8))
 
     batches = list(fastload.DataLoader(dataset, batch_sampler=fetch_zoo.IteratorBatches()))
 
@@ -85,7 +85,7 @@ def test_a_batch_sampler_of_iterators_reads_a_cache() -> None:
 def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
     loader = loader_class(
-        zoo.Made(fetch_zoo.worker_seed, 6),
+        datasets.Made(fetch_zoo.worker_seed, 6),
         num_workers=2,
         persistent_workers=persistent,
         generator=generator,
@@ -116,7 +116,9 @@ def _notes(loader: Any, error: type[Exception]) -> str:
 @pytest.mark.parametrize("collate_fn", [None, list], ids=["default", "list"])
 def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, collate_fn: Any) -> None:
     """Batch 1 holds the samples 4 to 7, and number 5 fails."""
-    loader = fastload.DataLoader(zoo.Made(zoo.raises, 8), 4, num_workers=num_workers, collate_fn=collate_fn)
+    loader = fastload.DataLoader(
+        datasets.Made(datasets.raises, 8), 4, num_workers=num_workers, collate_fn=collate_fn
+    )
 
     notes = _notes(loader, ValueError)
 
@@ -127,7 +129,7 @@ def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, c
 
 def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
     """Its class, its message and its traceback are in the text; the batch behind it comes."""
-    loader = fastload.DataLoader(zoo.Made(fetch_zoo.raises_what_cannot_be_pickled, 4), num_workers=1)
+    loader = fastload.DataLoader(datasets.Made(fetch_zoo.raises_what_cannot_be_pickled, 4), num_workers=1)
     iterator = iter(loader)
     before = [next(iterator).tolist(), next(iterator).tolist()]
 
@@ -142,7 +144,7 @@ def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_names_the_path_of_its_sample(num_workers: int) -> None:
     """An error that knows a file says which."""
-    loader = fastload.DataLoader(zoo.Made(fetch_zoo.missing_file, 4), 2, num_workers=num_workers)
+    loader = fastload.DataLoader(datasets.Made(fetch_zoo.missing_file, 4), 2, num_workers=num_workers)
 
     assert "dataset index 3, /nowhere/3.jpg" in _notes(loader, FileNotFoundError)
 
@@ -159,7 +161,9 @@ def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
     """The error's class takes no notes, its path is no path, and the repr of the index raises."""
     get = fetch_zoo.Silent if collate_fn is not None else fetch_zoo.raises_frozen
     batches = [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
-    loader = fastload.DataLoader(zoo.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options)
+    loader = fastload.DataLoader(
+        datasets.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options
+    )
     iterator = iter(loader)
 
     for _ in batches:
@@ -171,7 +175,7 @@ def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
 
 def test_an_error_of_a_cached_sample_names_the_samplers_index() -> None:
     """Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset."""
-    cached = fastload.CachedDataset(zoo.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
+    cached = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
 
     notes = _notes(fastload.DataLoader(tud.Subset(cached, [1, 6, 2]), 3), ValueError)
 
@@ -181,7 +185,7 @@ def test_an_error_of_a_cached_sample_names_the_samplers_index() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: int) -> None:
     """The text says which leaf differs, between which samples, and what to do."""
-    loader = fastload.DataLoader(zoo.Made(zoo.images_of_two_sizes, 12), 12, num_workers=num_workers)
+    loader = fastload.DataLoader(datasets.Made(datasets.images_of_two_sizes, 12), 12, num_workers=num_workers)
 
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
         list(loader)
@@ -194,13 +198,13 @@ def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: in
 def test_bytes_that_no_leaf_shares_are_no_excuse_for_another_error() -> None:
     """An error of default_collate that has nothing to do with shapes stays as it is."""
     with pytest.raises(TypeError) as caught:
-        list(fastload.DataLoader(zoo.Made(fetch_zoo.an_object, 4), 4))
+        list(fastload.DataLoader(datasets.Made(fetch_zoo.an_object, 4), 4))
 
     assert "differ in shape" not in "\n".join(getattr(caught.value, "__notes__", []))
 
 
 def test_values_of_a_batch_are_checked_in_this_file_with_torch() -> None:
     """The formula of the zoo is what torch's loader gives, too."""
-    batch = next(iter(tud.DataLoader(zoo.Made(fetch_zoo.array, 8), 4)))
+    batch = next(iter(tud.DataLoader(datasets.Made(fetch_zoo.array, 8), 4)))
 
     assert torch.equal(batch, torch.from_numpy(np.stack([np.full(3, i) for i in range(4)])))

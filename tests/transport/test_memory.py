@@ -19,7 +19,7 @@ from fastload.memory import lease as memory_module
 from fastload.memory.lease import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
 from fastload.memory.segment import Segment
 from fastload.workers import worker
-from tests import zoo
+from tests.kit import datasets
 
 
 def _shared(nbytes: int = 4096) -> Memory:
@@ -282,7 +282,7 @@ def _slot_bytes(pid: int | str) -> int:
 
 def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> None:
     """What is lent stays mapped until its last view is gone; nothing else does."""
-    loader = fastload.DataLoader(zoo.Made(zoo.image, 400), 4, num_workers=2)
+    loader = fastload.DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=2)
     iterator = iter(loader)
     held = next(iterator)
     next(iterator)
@@ -292,14 +292,14 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
 
     del held
 
-    assert torch.equal(images[1], torch.as_tensor(zoo.image(1)[0]))
+    assert torch.equal(images[1], torch.as_tensor(datasets.image(1)[0]))
     assert with_batch > 0
     assert _slot_bytes("self") == 0
 
 
 def test_a_worker_writes_its_batches_into_the_memory_that_its_slots_have() -> None:
     """A hundred batches that the caller drops need no more memories than there are slots."""
-    iterator = iter(fastload.DataLoader(zoo.Made(zoo.image, 400), 4, num_workers=1))
+    iterator = iter(fastload.DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=1))
     seen: dict[int, Any] = {}  # held, so that no other gets its id
     for _ in iterator:
         memories = [slot.memory for slot in iterator._pool.ring.slots]
@@ -315,7 +315,9 @@ def _grows(index: int) -> Any:
 
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
-    loader = fastload.DataLoader(zoo.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, ring_bytes="2MB")
+    loader = fastload.DataLoader(
+        datasets.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, ring_bytes="2MB"
+    )
     iterator = iter(loader)
     (pid,) = iterator._pool.pids
     for number, batch in enumerate(iterator):
@@ -350,7 +352,7 @@ def _outgrowing_or_count(index: int) -> Any:
 
 def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
     """What it has open is what it has mapped, for later batches."""
-    batches = list(fastload.DataLoader(zoo.Made(_outgrowing_or_count, 8), None, num_workers=1))
+    batches = list(fastload.DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     assert batches[1::2] == [0] * 4
     assert [int(large[0]) for _, large in batches[::2]] == [0, 2, 4, 6]
@@ -363,7 +365,7 @@ def _no_memory(mapping: Any) -> None:
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch that wants some fails on its own; the worker keeps none of the segments."""
     monkeypatch.setattr(worker, "populate", _no_memory)
-    iterator = iter(fastload.DataLoader(zoo.Made(_array_or_count, 8), None, num_workers=1))
+    iterator = iter(fastload.DataLoader(datasets.Made(_array_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
         with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
@@ -373,7 +375,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
 
 def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_closed() -> None:
     """The second epoch's batches lie where the first one's lay; a batch that is held stays as it is."""
-    loader = DataLoader(zoo.Made(zoo.image, 40), 4)
+    loader = DataLoader(datasets.Made(datasets.image, 40), 4)
     first, second = ({images.data_ptr() for images, _ in loader} for _ in range(2))
     held, _ = next(iter(loader))
     before = held.clone()
@@ -389,7 +391,7 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
 def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:
     """Epochs that overlap give the batches of epochs that do not."""
-    loader = DataLoader(zoo.Made(zoo.image, 12), 4)
+    loader = DataLoader(datasets.Made(datasets.image, 12), 4)
     whole = [images.clone() for images, _ in loader]
 
     pairs = [(one[0], other[0]) for one, other in zip(loader, loader, strict=True)]

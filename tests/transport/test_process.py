@@ -14,7 +14,7 @@ import fastload
 from fastload.workers import process as process_module
 from fastload.workers import starting
 from fastload.workers.process import WorkerProcess, wait_for_all
-from tests import zoo
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +51,7 @@ def watched() -> Iterator[list[Any]]:
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
     """The one worker of a loader, which is closed after the test."""
-    loader = fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1, persistent_workers=True)
+    loader = fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1, persistent_workers=True)
     iterator: Any = iter(loader)
     yield iterator._pool._workers[0].process
     loader.close()
@@ -203,7 +203,7 @@ def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(starting, "why_no_processes", lambda: None)
 
     with pytest.raises(OSError, match="Too many open files"):
-        iter(fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1))
+        iter(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
 
     (pid,) = started
     with pytest.raises(ProcessLookupError):
@@ -223,7 +223,7 @@ def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(process_module, "_pidfd_of", open_as_0)
     try:
-        batches = list(fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1))
+        batches = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(0)
     finally:
@@ -244,7 +244,7 @@ def test_a_forked_worker_blocks_the_signals_that_its_parent_blocked() -> None:
     """Not those that waited while it was forked."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     try:
-        loader = fastload.DataLoader(zoo.Made(_blocked_signals, 1), None, num_workers=1)
+        loader = fastload.DataLoader(datasets.Made(_blocked_signals, 1), None, num_workers=1)
         (found,) = loader
         expected = _blocked_signals(0)
     finally:
@@ -266,7 +266,7 @@ def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytes
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         monkeypatch.setattr(os, "fork", fork_and_look)
-        batches = list(fastload.DataLoader(zoo.Made(zoo.image, 8), 2, num_workers=1))
+        batches = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     finally:
         signal.signal(signal.SIGUSR2, before)
@@ -284,6 +284,6 @@ def test_a_forked_worker_keeps_no_end_of_a_pipe_but_its_own() -> None:
     """Neither the parent's end of it nor those of workers that were started before."""
     before = _num_sockets()
 
-    found = list(fastload.DataLoader(zoo.Made(_num_sockets, 3), None, num_workers=3))
+    found = list(fastload.DataLoader(datasets.Made(_num_sockets, 3), None, num_workers=3))
 
     assert found == [before + 1] * 3

@@ -16,7 +16,7 @@ from fastload.errors import SegmentError
 from fastload.memory import segment
 from fastload.memory.segment import Segment, open_in_process
 from fastload.workers import starting
-from tests.refusals import OTHER_KINDS, limited, something_else
+from tests.kit.faults import OTHER_KINDS, limited, something_else
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,10 +16,14 @@ from torch.utils.data import get_worker_info as torch_worker_info
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.errors import LoaderClosedError
-from tests import zoo
-from tests.parity.test_parity import SAMPLES, assert_same, epoch
+from tests.kit import datasets
+from tests.kit.batches import assert_same_batches, read_epoch
+from tests.kit.datasets import SAMPLES
 from tests.rng.draws_zoo import Pictures
 from tests.rng.pipelines_zoo import Crops, crop
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 
 def threads(dataset: Any, **options: Any) -> DataLoader:
@@ -73,14 +75,14 @@ class TestBatches:
     @pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {"draws", "worker info"}))
     def test_they_are_those_without_workers(self, name: str) -> None:
         """Values, types, dtypes, shapes, strides, order and errors are those of torch's loader."""
-        theirs = epoch(torch.utils.data.DataLoader(zoo.Made(SAMPLES[name]), 4))
-        ours = epoch(threads(zoo.Made(SAMPLES[name])))
+        theirs = read_epoch(torch.utils.data.DataLoader(datasets.Made(SAMPLES[name]), 4))
+        ours = read_epoch(threads(datasets.Made(SAMPLES[name])))
 
         for one, other in zip(theirs, ours, strict=True):
             if isinstance(one, Exception):
                 assert (type(one), str(one)) == (type(other), str(other))
             else:
-                assert_same(one, other)
+                assert_same_batches(one, other)
 
     def test_work_is_spread_over_threads_of_this_process(self) -> None:
         """Batch k comes from thread k mod W."""
@@ -112,7 +114,7 @@ class TestBatches:
         )
 
         for one, other in zip(local, ours, strict=True):
-            assert_same(one, other)
+            assert_same_batches(one, other)
 
     def test_a_cache_is_filled_and_read(self) -> None:
         """Many threads fill one cache, each sample once, and read it."""
@@ -306,7 +308,7 @@ class TestFaults:
 
         assert fastload_threads() == []
 
-    def test_an_interpreter_that_exits_with_a_live_iterator(self) -> None:
+    def test_an_interpreter_that_exits_with_a_live_iterator(self, interpreter: Interpreter) -> None:
         """Exit code 0, nothing on standard error."""
         program = (
             "import fastload\n"
@@ -316,7 +318,7 @@ class TestFaults:
             "iterator = iter(fastload.DataLoader(Data(), 4, num_workers=2, worker_method='thread'))\n"
             "next(iterator)\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        done = interpreter.run(program)
 
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -356,7 +358,7 @@ class TestRefusals:
             def __iter__(self) -> Any:
                 return iter(())
 
-        with pytest.raises(ValueError, match="map-style"):
+        with pytest.raises(ValueError, match=r"^worker_method=.thread. needs a map-style dataset: "):
             threads(Stream())
 
     @pytest.mark.parametrize(

@@ -280,3 +280,59 @@ class TupleBatches:
 
     def __len__(self) -> int:
         return 3
+
+
+def floats(index: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(index).random((2, 3), dtype=np.float32)
+
+
+# Kinds of samples: each makes a sample of its index.
+SAMPLES: dict[str, Any] = {
+    "HWC uint8 and label": image,
+    "one channel": lambda i: torch.full((1, 5, 6), float(i)),
+    "one channel array": lambda i: np.full((1, 5, 6), i, np.float32),
+    "1 x 1": lambda i: np.full((3, 1, 1), i, np.uint8),
+    "tensor": lambda i: torch.arange(6).view(2, 3) + i,
+    "bfloat16": lambda i: torch.full((2, 3), i, dtype=torch.bfloat16),
+    "float16": lambda i: torch.full((2, 3), i, dtype=torch.float16),
+    "bool": lambda i: torch.tensor([i % 2 == 0, True]),
+    "complex": lambda i: torch.full((2,), complex(i, 1)),
+    "uint16 array": lambda i: np.full((3,), i, np.uint16),
+    "0-d tensor": lambda i: torch.tensor(i),
+    "0-d array": lambda i: np.array(i),
+    "numbers": lambda i: (i, float(i), i % 2 == 0, np.float32(i), np.int16(i), np.bool_(True)),
+    "strings": lambda i: {"s": f"{i}", "b": b"x" * i, "nest": [f"{i}", (f"{i}", i)]},
+    "bare string": lambda i: f"{i}",
+    "None": lambda i: None,
+    "named tuple": lambda i: Point(np.full(2, i), {"z": torch.tensor([i])}),
+    "list": lambda i: [torch.tensor(i), [floats(i), f"{i}"]],
+    "mixed dtypes": promoted,
+    "ints then floats": lambda i: i if i % 3 else float(i),
+    "two sizes": images_of_two_sizes,
+    "lists of unequal length": lambda i: [1] * (1 + (i == 7)),
+    "a missing key": lambda i: {"a": 1} if i == 6 else {"a": 1, "b": floats(i)},
+    "an extra key": lambda i: {"a": floats(i), "b": 1} if i == 6 else {"a": floats(i)},
+    "more keys in later batches": lambda i: {"b": 1, "a": floats(i)} if i > 7 else {"a": floats(i)},
+    "keys in another order later": lambda i: {"b": i, "a": i} if i > 7 else {"a": i, "b": i},
+    "tuple then list": lambda i: (floats(i), i) if i % 2 else [floats(i), i],
+    "requires grad": lambda i: torch.ones(2, requires_grad=True),
+    "parameter": lambda i: torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "sparse": lambda i: torch.eye(2).to_sparse(),
+    "nothing": lambda i: np.zeros((0, 3), np.float32),
+    "no elements, tensor": lambda i: torch.zeros(2, 0),
+    "transposed": lambda i: floats(i).T,
+    "HWC seen as CHW": lambda i: torch.from_numpy(image(i)[0]).permute(2, 0, 1),
+    "array HWC seen as CHW": lambda i: image(i)[0].transpose(2, 0, 1),
+    "negative strides": lambda i: floats(i)[::-1],
+    "every other": lambda i: np.arange(10.0)[::2] + i,
+    "big endian": lambda i: floats(i).astype(">f4"),
+    "objects": lambda i: np.array([None, i], object),
+    "text array": lambda i: np.array(["a"]),
+    "unknown type": lambda i: object(),
+    "expanded": lambda i: torch.tensor([float(i)]).expand(4),
+    "conjugate": lambda i: torch.full((2,), 1j).conj(),
+    "draws": draws,
+    "raises": raises,
+    "stops": stops,
+    "worker info": info_of_worker,
+}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import threading
@@ -13,6 +12,9 @@ from typing import Any
 import psutil
 
 GRACE_S = 5.0  # how long a process, thread or descriptor may take to go after its owner is gone
+
+# Whether the kernel was built with a list of each thread's children (CONFIG_PROC_CHILDREN).
+LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 # What libraries open at their first use and keep until the interpreter exits.
 KEPT_OPEN = re.compile(
@@ -28,17 +30,29 @@ def children() -> set[int]:
     are its children, and count.
     """
     found = set()
-    for child in psutil.Process().children(recursive=True):
+    for pid in _descendants(os.getpid()):
         try:
-            command = child.cmdline()
+            child = psutil.Process(pid)
             is_service = child.ppid() == os.getpid() and any(
-                "resource_tracker" in word or "forkserver" in word for word in command
+                "resource_tracker" in word or "forkserver" in word for word in child.cmdline()
             )
             if not is_service and child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child.pid)
+                found.add(pid)
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def _descendants(pid: int) -> list[int]:
+    """All processes below one; psutil finds them by reading the parent of every process of the machine."""
+    if not LISTS_CHILDREN:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process or its thread has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found + [one for child in found for one in _descendants(child)]
 
 
 def names_in_shm() -> set[str]:
@@ -76,8 +90,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def snapshot() -> dict[str, set[Any]]:
-    """What this process holds now, by kind."""
-    gc.collect()
+    """What this process holds now, by kind. Collect garbage before it if garbage must not count."""
     return {
         "child processes": children(),
         "threads": {t.name for t in threading.enumerate() if not t.name.startswith("pydevd")},
