@@ -287,7 +287,10 @@ def main() -> None:
     results = [Result(label) for label, _ in CONTENDERS]
     with console.status("") as status:
         for round_number in range(setting.rounds):
-            for number, result in enumerate(results):
+            # Another contender begins each round, because each leaves memory behind that the next one reuses.
+            for place in range(len(results)):
+                number = (round_number + place) % len(results)
+                result = results[number]
                 title = f"round {round_number + 1} of {setting.rounds}, {result.label}"
                 show = functools.partial(_show_progress, status.update, title, setting.epochs)
                 show(0)

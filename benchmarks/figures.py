@@ -112,12 +112,18 @@ def headline() -> str:
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
     bare, ours = (best(in_memory, prefix) for prefix in ("torch, ", "fastload, import only"))
     moved = [a / b for a, b in zip(sorted(ours), sorted(bare), strict=True)]
+    matrix = json.loads((RESULTS / "never_slower.json").read_text())["questions"][0]
+    ratios = {name: ratio["value"] for name, ratio in matrix["ratios"].items()}
+    name, least = next((n, r) for n, r in ratios.items() if n.startswith("0 workers, the slowest kind: "))
     machine = demo["machine"]
     where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
     return (
         f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes JPEGs, and "
         f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: "
-        f"**{times(cached)}** from the second epoch on. ({where}; nothing is trained. "
+        f"**{times(cached)}** from the second epoch on. Over {matrix['title']} that cost nothing to make, "
+        f"the median is {ratios['2 workers, the median kind']:.2g}x torch's rate with two workers and "
+        f"{ratios['0 workers, the median kind']:.2g}x without; the slowest, without workers, is {least:.2g}x "
+        f"({name.partition('kind: ')[2].replace('start: ', 'epochs of ')}). ({where}; nothing is trained. "
         "[All figures](benchmarks/README.md).)"
     )
 
