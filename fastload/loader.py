@@ -301,6 +301,13 @@ class DataLoader(LoaderSettings):
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
+        persistent: Any = self._iterator
+        if self._auto_workers is not None and persistent is not None:
+            before = self.num_workers
+            self._choose_workers(self._auto_workers)
+            if self.num_workers != before:
+                persistent.close()
+                self._iterator = None
         return resume.beginning(self, super().__iter__)
 
     def _get_iterator(self) -> Any:

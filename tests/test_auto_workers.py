@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 
 import fastload
 from fastload.workers import auto_workers
-from fastload.workers.auto_workers import Timing, fastest, safest
+from fastload.workers.auto_workers import AutoWorkers, Timing, fastest, safest
 from tests.kit import datasets
 
 SECONDS = st.floats(1e-5, 10.0)
@@ -332,3 +332,16 @@ def test_loaders_can_be_copied_and_pickled() -> None:
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert other.num_workers == loader.num_workers
         assert len(list(other)) == 4
+
+
+def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next epoch has the new number of workers, and the same batches."""
+    numbers = iter([1, 1, 2, 2, 2, 2])
+    monkeypatch.setattr(AutoWorkers, "choose", lambda *_: next(numbers))
+    loader = fastload.DataLoader(range(8), 2, num_workers="auto", persistent_workers=True)
+    found = [([batch.tolist() for batch in loader], loader.num_workers) for _ in range(3)]
+    loader.close()
+
+    assert [batches for batches, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 3
+    assert found[0][1] == 1
+    assert found[-1][1] == 2

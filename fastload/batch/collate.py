@@ -31,6 +31,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
+from fastload.errors import add_note
 from fastload.nested.tree import map_leaves
 
 if TYPE_CHECKING:
@@ -377,11 +378,12 @@ def _explain_shapes(values: Any, path: str, error: Exception) -> None:
     for number, other in enumerate(shapes):
         for path, shape in shapes[0].items():
             if other.get(path, shape) != shape:
-                error.add_note(
+                add_note(
+                    error,
                     f"fastload: the samples of one batch differ in shape: {path} is {shape} in the first "
                     f"sample of the batch and {other[path]} in sample {number} of the batch. Resize or crop "
                     "all samples to one size, for example with albumentations.RandomCrop(224, 224) or "
-                    "fastload.ImageFolder(..., size=(256, 256)), or give the loader a collate_fn."
+                    "fastload.ImageFolder(..., size=(256, 256)), or give the loader a collate_fn.",
                 )
                 return
 

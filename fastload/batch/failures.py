@@ -53,15 +53,18 @@ def num_samples_of(loader: Any) -> int:
     """How many samples an epoch of a loader reads, for its error budget.
 
     Returns:
-        0 if no sample may fail, or if the sampler has no length.
+        0 if no sample may fail. The number of samples of the dataset, if the sampler has no length, or if a
+        batch sampler of the user's does not say which sampler it uses.
     """
     if loader.on_error == "raise":
         return 0
-    try:
-        count = len(loader.sampler)
-        return count if loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler") else 0
-    except Exception:  # noqa: BLE001  # a user's sampler may raise anything in len()
-        return 0
+    is_used = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
+    for counted in (loader.sampler, loader.dataset) if is_used else (loader.dataset,):
+        try:
+            return len(counted)
+        except Exception:  # noqa: BLE001  # a user's sampler may raise anything in len()
+            continue
+    return 0
 
 
 class FailureCount:
@@ -70,7 +73,7 @@ class FailureCount:
     Args:
         loader: The loader that reads the samples.
         error_budget: How many samples may fail: a number, or a share of the epoch's samples.
-        num_samples: The number of samples in the epoch; 0 if unknown.
+        num_samples: The number of samples in the epoch.
     """
 
     def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:

@@ -27,7 +27,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.pace import Pace
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller, check_callable
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import UnsupportedSampleError, add_note
 from fastload.nested.tree import private_copy, read_only
 from fastload.rng.sample_rng import mark
 
@@ -234,10 +234,11 @@ class CachedDataset(Dataset[Any]):
         except Exception as error:
             stored = getattr(self.cache, "slow", self.cache)  # the file, if a cache in RAM is in front of it
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
-                error.add_note(
+                add_note(
+                    error,
                     f"sample {index} could not be read when {stored.path} was built and was left out, so it "
                     "is read from the dataset again. To train without such samples, use "
-                    f"CachedDataset.from_cache({stored.path!r}, transform=...)"
+                    f"CachedDataset.from_cache({stored.path!r}, transform=...)",
                 )
             raise
         read_s = time.perf_counter() - started_s
@@ -245,7 +246,7 @@ class CachedDataset(Dataset[Any]):
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:
-            error.add_note(f"in sample {index} of the dataset")
+            add_note(error, f"in sample {index} of the dataset")
             raise
         self._pace.put(self.cache, index, sample, read_s=read_s)
         return sample

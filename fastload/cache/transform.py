@@ -20,6 +20,7 @@ import numpy as np
 
 from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.zero_copy import keeps_read_only
+from fastload.errors import add_note
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
 from fastload.rng.sample_rng import rewind
@@ -68,8 +69,9 @@ class Call:
             return self._function(given)
         except Exception as error:
             extent = "the image or the named targets of a" if self._is_albumentations else "the whole"
-            error.add_note(
-                f"fastload calls the {self._role} with {extent} sample; sample {index} is {outline(sample)}"
+            add_note(
+                error,
+                f"fastload calls the {self._role} with {extent} sample; sample {index} is {outline(sample)}",
             )
             raise
 

@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fastload.cli.terminal import CommandError
-from fastload.errors import CacheError
+from fastload.errors import CacheError, add_note
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ def _import(module: str, name: str) -> Any:
         return operator.attrgetter(name)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            error.add_note(
-                _while_importing(module)
+            add_note(
+                error, _while_importing(module)
             )  # the module exists, but a module that it imports does not
             raise
         raise CommandError(
@@ -139,10 +139,10 @@ def _import(module: str, name: str) -> Any:
     except AttributeError as error:
         if module in sys.modules:
             raise CommandError(f"module {module!r} has no {name!r}") from error
-        error.add_note(_while_importing(module))
+        add_note(error, _while_importing(module))
         raise
     except Exception as error:
-        error.add_note(_while_importing(module))
+        add_note(error, _while_importing(module))
         raise
 
 
@@ -179,7 +179,7 @@ def refuse_random(dataset: Any) -> None:
         try:
             probe(dataset, [index], rechecked=[index])
         except CacheError as error:
-            error.add_note(f"in sample {index} of the dataset")
+            add_note(error, f"in sample {index} of the dataset")
             raise
         except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
             continue

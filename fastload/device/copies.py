@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fastload.errors import LoaderClosedError
+from fastload.errors import LoaderClosedError, add_note
 from fastload.nested.device_tree import map_movable
 
 if TYPE_CHECKING:
@@ -173,9 +173,10 @@ class CopiesAhead(Iterator[T]):
         try:
             ahead.batch = map_movable(batch, start)
         except torch.OutOfMemoryError as error:
-            error.add_note(
+            add_note(
+                error,
                 f"raised while a batch was copied ahead; the device holds {self._depth + 1} batches in "
-                "addition to yours"
+                "addition to yours",
             )
             return _Failed(error)
         except Exception as error:  # noqa: BLE001  # as above
@@ -239,9 +240,10 @@ def apply_transform(transform: Callable[[Any], Any], batch: Any, device: torch.d
         with outside_modes(device), torch.no_grad():
             return transform(batch)
     except Exception as error:
-        error.add_note(
+        add_note(
+            error,
             f"raised by device_transform, which gets whole batches on {device}; "
-            "the loader does not move a module's own tensors there"
+            "the loader does not move a module's own tensors there",
         )
         raise
 

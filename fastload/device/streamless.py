@@ -19,7 +19,7 @@ class StreamlessDevice:
     """Moves whole batches to one device.
 
     Args:
-        device: A device of one of `PLAIN_TYPES`.
+        device: A device whose type is in `STREAMLESS_TYPES`.
 
     Attributes:
         device: As given.

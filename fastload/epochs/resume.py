@@ -60,7 +60,7 @@ _progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary(
 
 
 def progress_of(loader: Any) -> Progress:
-    """The loader's book; not an attribute, because frameworks that copy attributes must not copy progress."""
+    """The loader's progress; not an attribute of the loader, because frameworks copy its attributes."""
     progress = _progress.get(loader)
     return _progress.setdefault(loader, Progress()) if progress is None else progress
 

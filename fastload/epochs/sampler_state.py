@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.errors import ResumeError
+from fastload.errors import ResumeError, add_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,7 +122,7 @@ def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
             if place in states:
                 sampler.load_state_dict(pickle.loads(states[place]))
         except Exception as error:
-            error.add_note(f"fastload: raised by the {place} when it got its part of the loader's state")
+            add_note(error, f"fastload: raised by the {place} when it got its part of the loader's state")
             raise
 
 
@@ -179,7 +179,7 @@ def unchanged_on_error(loader: DataLoader[Any]) -> Iterator[None]:
             set_generators(loader, generators)
             set_samplers(loader, samplers)
         except Exception as failure:  # noqa: BLE001  # the caller must see the first error
-            error.add_note(
-                f"fastload: the loader's generators and samplers could not be restored: {failure!r}"
+            add_note(
+                error, f"fastload: the loader's generators and samplers could not be restored: {failure!r}"
             )
         raise

@@ -324,14 +324,15 @@ def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
 
 
 def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
-    index = _accelerator_index()
+    # The threads must not keep the loader alive: it ends them when it is collected.
+    index, device = _accelerator_index() if pins else None, loader.pin_memory_device or None
 
     def finish(batch: Any) -> Any:
         if not pins:
             return batch
         if index is not None:
             torch.accelerator.set_device_index(index)  # of the worker's thread
-        return pin_batch(batch, loader.pin_memory_device or None)
+        return pin_batch(batch, device)
 
     watches = resume.progress_of(loader).next_number <= 1
     return ThreadPool(

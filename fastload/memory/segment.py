@@ -240,5 +240,5 @@ def populate(mapping: mmap.mmap) -> None:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
-            raise SegmentError(f"cannot take {len(mapping):,} bytes of shared memory: {error}") from error
+            raise SegmentError(f"cannot take {len(mapping):,} bytes of memory: {error}") from error
         # EINVAL: the kernel is older than 5.14; pages are allocated at the first touch.

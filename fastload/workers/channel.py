@@ -166,10 +166,14 @@ class Channel:
             return self._inbox[0]
         if not self._arrived:
             try:
-                # One call moves the message from the socket into the deque: if a signal handler raises, the
-                # message is still in one of the two.
-                self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
-            except (BlockingIOError, ConnectionResetError):
+                self._receive()
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # The other end closed with messages unread. Linux reports that once, before what it had sent.
+                with contextlib.suppress(BlockingIOError, ConnectionResetError):
+                    self._receive()
+            if not self._arrived:
                 return None
         data, ancillary, _, _ = self._arrived[0]
         if not data:
@@ -178,6 +182,11 @@ class Channel:
         self._inbox.append(Received(data, _descriptors(ancillary)))
         self._arrived.clear()
         return self._inbox[0]
+
+    def _receive(self) -> None:
+        # One call moves the message from the socket into the deque: if a signal handler raises, the message
+        # is still in one of the two.
+        self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
 
     def take_out(self) -> None:
         """Remove the message that `peek` returned, and close its descriptors."""
@@ -193,12 +202,7 @@ class Channel:
         """Whether a message is waiting to be received."""
         if self._inbox or self._arrived:
             return True
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        try:
-            return bool(poller.poll(0)) and bool(self._socket.recv(1, socket.MSG_PEEK))
-        except (BlockingIOError, ConnectionResetError):
-            return False
+        return self.peek() is not None
 
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; earlier messages may still be waiting here."""

@@ -27,6 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.fetch import FetchSettings
+from fastload.errors import add_note
 from fastload.memory.segment import Segment, round_up
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ def pickle_job(job: Job) -> PickledJob:
         for fd in fds:
             os.close(fd)
         if isinstance(error, Exception):
-            error.add_note(_explain(job))
+            add_note(error, _explain(job))
         raise
     views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     try:

@@ -35,7 +35,7 @@ import numpy as np
 
 from fastload.batch.packing import has_leaves_that_stay, unpack
 from fastload.device.registered import RegisteredSlots
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
 from fastload.memory.lease import Memory
 from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
@@ -346,12 +346,9 @@ class Pool:
             )
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
-        else:
-            if not worker.channel.is_flushed:
-                with contextlib.suppress(
-                    BrokenPipeError, ConnectionResetError
-                ):  # _wait() notices and reports it
-                    worker.channel.flush()
+        if not worker.channel.is_flushed:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _wait() notices and reports it
+                worker.channel.flush()
 
     def _send(
         self,
@@ -367,8 +364,9 @@ class Pool:
             pass  # the worker is gone: _wait() notices and reports it
         except Exception as error:
             if task is not None:
-                error.add_note(
-                    f"fastload: the index of batch {task.number} could not be sent to worker {worker_id}"
+                add_note(
+                    error,
+                    f"fastload: the index of batch {task.number} could not be sent to worker {worker_id}",
                 )
             self._is_closed = True  # the worker would never answer this task; the iterator ends the workers
             raise
@@ -410,7 +408,14 @@ class Pool:
                 self._note_death(dead)
             self.close(_GRACE_AFTER_DEATH_S)  # expect_open() raises the error in the caller
 
+    def _take_answers(self, worker: _WorkerHandle) -> None:
+        """Record all answers of a dead worker, so that its first task without an answer ended it."""
+        while (received := worker.channel.peek()) is not None:
+            self._accept(worker, received)
+
     def _note_death(self, dead: list[int]) -> None:
+        for worker_id in dead:
+            self._take_answers(self._workers[worker_id])
         messages = [self._cause_of_death(worker_id) for worker_id in dead]
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
@@ -424,8 +429,7 @@ class Pool:
     def _replace(self, worker_id: int) -> None:
         """Start a worker in place of a dead one, and give it the unanswered tasks."""
         worker = self._workers[worker_id]
-        while (received := worker.channel.peek()) is not None:
-            self._accept(worker, received)
+        self._take_answers(worker)
         self._restarts_left -= 1
         _log.warning(
             "%s A new worker reads its unfinished batches again; restart_workers allows %d more",

@@ -150,9 +150,12 @@ def drop_signal_handlers() -> None:
 # Batch systems send these to every process of a job. If the parent handles them, a worker must not die.
 _SIGNALS_OF_A_WORKER: dict[int, Any] = {
     signal.SIGINT: signal.default_int_handler,
-    signal.SIGHUP: signal.SIG_IGN,
-    signal.SIGUSR1: signal.SIG_IGN,
-    signal.SIGUSR2: signal.SIG_IGN,
+    # Windows lacks these three.
+    **{
+        getattr(signal, name): signal.SIG_IGN
+        for name in ("SIGHUP", "SIGUSR1", "SIGUSR2")
+        if hasattr(signal, name)
+    },
 }
 
 
@@ -270,17 +273,18 @@ class _Worker:
                 reply = self._with_state(reply, self._fetcher)
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory
-        if reply.packed is None or memory is None:
-            segment_fd = None
-        else:
-            self._slots[message.slot] = memory
-            segment_fd = None if segment is None else segment.fd
-        self._send(number, reply, segment_fd)
+        has_memory = reply.packed is not None and memory is not None
+        is_sent = self._send(number, reply, segment.fd if segment is not None and has_memory else None)
+        if is_sent and has_memory and memory is not None:
+            self._slots[message.slot] = (
+                memory  # the parent has it too; without the reply it has the old memory
+            )
         if segment is not None:
             segment.close()  # the mapping stays
         self._arena.begin(None)
 
-    def _send(self, number: int, reply: Reply, fd: int | None = None) -> None:
+    def _send(self, number: int, reply: Reply, fd: int | None = None) -> bool:
+        """Send a reply; if it cannot be sent, send an error instead and return False."""
         try:
             self._channel.send(reply.to_plain(), fd, number=number)
         except (BrokenPipeError, ConnectionResetError):
@@ -288,6 +292,8 @@ class _Worker:
         except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
             short = Reply(Kind.ERROR, error=short_error(reply, error, self._id))
             self._channel.send(short.to_plain(), number=number)
+            return False
+        return True
 
     def _begin(self, message: Fetch) -> None:
         for number in [number for number in self._slots if number >= message.num_slots]:

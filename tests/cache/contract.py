@@ -69,6 +69,8 @@ class CacheContract(ABC):
         cache = self.make(dataset, tmp_path)
 
         assert cache.num_samples == cache.num_cached == 12
+        assert np.int64(3) in cache
+        assert np.int64(12) not in cache
         assert cache.nbytes > 0
 
     def test_samples_outlive_the_cache(self, dataset: Images, tmp_path: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
 from tests.cache.zoo import Images, KnownImages
 
@@ -136,3 +137,17 @@ def test_the_order_of_parts_does_not_matter(parts: dict[str, str], chance: Any) 
     chance.shuffle(items)
 
     assert digest_of(dict(items)) == digest_of(parts)
+
+
+def test_a_cache_without_a_fingerprint_asks_the_dataset_once() -> None:
+    """A folder of a million files takes seconds to answer."""
+    asked = []
+
+    class Counting(KnownImages):
+        def fingerprint(self) -> Any:
+            asked.append(1)
+            return super().fingerprint()
+
+    CachedDataset(Counting(4), prepare=lambda sample: sample)
+
+    assert len(asked) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -290,3 +291,24 @@ def test_samples_without_an_image_are_refused(make: Any) -> None:
 def test_any_other_callable_gets_the_sample() -> None:
     """A function is given the whole sample."""
     assert CachedDataset(Images(4), lambda sample: ("seen", sample[1]))[3] == ("seen", 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):  # noqa: N818
+    """An error that takes no notes."""
+
+    code: int
+
+
+def test_an_error_that_takes_no_notes_stays_itself() -> None:
+    """The user's error is raised, and not the error of adding a note to it."""
+
+    def fails(sample: Any) -> Any:
+        raise Frozen(3)
+
+    dataset = CachedDataset(Images(4), transform=fails)
+
+    with pytest.raises(Frozen) as caught:
+        dataset[0]
+
+    assert caught.value.code == 3

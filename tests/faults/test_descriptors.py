@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pickle
+import types
 from typing import Any
 
 import pytest
+import torch
 from torch._utils import ExceptionWrapper
 
 import fastload
 from fastload.errors import SegmentError
+from fastload.memory.lease import Arena
 from fastload.workers import pool, worker
 from tests.faults import zoo
 from tests.kit import datasets
@@ -85,6 +88,38 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     assert parts.wrapper.exc_msg == (text if is_whole else f"{text[:400]}\n[...]\n{text[-400:]}")
     assert (parts.wrapper.exc_type, parts.place) == (ValueError, "at sample 4")
     assert len(data) < 4000
+
+
+class _Refusing:
+    """A channel that has no descriptor left for a message with one."""
+
+    def __init__(self) -> None:
+        self.kinds: list[int] = []
+
+    def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
+        if fd is not None:
+            raise OSError(24, "Too many open files")
+        self.kinds.append(message[0])
+
+
+def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
+    """The parent still has the slot's old memory, so that the worker has to keep it too."""
+    made = worker._Worker.__new__(worker._Worker)
+    made._id, made._init_error, made._job, made._new_segment = 0, None, None, None
+    made._channel = channel = _Refusing()  # type: ignore[assignment]
+    made._arena = Arena(made._make_memory)
+    old = made._make_memory(4096)
+    made._new_segment.close()  # type: ignore[attr-defined]
+    made._new_segment = None
+    made._slots = {0: old}
+    made._fetcher = types.SimpleNamespace(  # type: ignore[assignment]
+        fetch=lambda *_: torch.ones(1 << 20), replacer=None
+    )
+
+    made._answer(1, worker.Fetch(0, True, 1, [0], None, None))
+
+    assert channel.kinds == [worker.Kind.ERROR]
+    assert made._slots == {0: old}
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
+from fastload.batch import failures
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
@@ -297,3 +298,11 @@ def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
 
     with pytest.raises(ValueError, match=r"does not work with torch's own iterator, .*in_order=False"):
         iter(loader)
+
+
+def test_a_share_of_an_unknown_number_of_samples_is_of_the_dataset() -> None:
+    """A batch sampler of the user's own does not say how many samples it gives."""
+    batches = [[0, 1], [2, 3]]
+    loader = fastload.DataLoader(range(400), batch_sampler=batches, on_error="replace", error_budget=0.01)
+
+    assert failures.num_samples_of(loader) == 400

@@ -322,3 +322,21 @@ def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
         "dataset.steps[0]['resize'] cannot be sent" in note and "'fork'" in note
         for note in caught.value.__notes__
     )
+
+
+def test_what_a_process_sent_before_it_ended_arrives_although_it_left_messages_unread() -> None:
+    """Linux reports the unread messages as a reset connection first, and once."""
+    ours, end = make_channel()
+    theirs = end.open()
+    ours.send("unread")
+    theirs.send("answer", number=5)
+    theirs.close()
+
+    assert ours.has_message()
+    received = ours.peek()
+
+    assert received is not None
+    assert (received.number, received.load()) == (5, "answer")
+    ours.take_out()
+    assert ours.peek() is None
+    ours.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -377,3 +379,14 @@ class TestRefusals:
         """in_order=False is torch's iterator, which knows no threads."""
         with pytest.raises(ValueError, match=r"worker_method=\"thread\".*in_order=False"):
             iter(threads(Squares(), in_order=False))
+
+
+def test_persistent_threads_end_with_their_loader() -> None:
+    """The threads do not keep the loader alive."""
+    loader = fastload.DataLoader([1, 2, 3], num_workers=2, worker_method="thread", persistent_workers=True)
+    assert len(list(loader)) == 3
+    reference = weakref.ref(loader)
+    del loader
+    gc.collect()
+
+    assert reference() is None

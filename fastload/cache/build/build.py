@@ -35,7 +35,7 @@ from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.record import encode, spec_of
-from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError
+from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +125,7 @@ def _remove_leftovers(path: str) -> None:
     """Remove the harmless remains of a builder that was killed after it had published the cache."""
     if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
         # Another builder may remove the same files now, and this directory may be read-only.
-        with contextlib.suppress(CacheError), only_builder(path):
+        with contextlib.suppress(CacheError, OSError), only_builder(path):
             Partial(path).remove()
 
 
@@ -183,7 +183,7 @@ def _first_record(sample: Any) -> bytes:
     try:
         return encode(sample)
     except UnsupportedSampleError as error:
-        error.add_note("in sample 0 of the dataset")
+        add_note(error, "in sample 0 of the dataset")
         raise
 
 
@@ -257,9 +257,9 @@ class _Build:
             except Exception as error:
                 if self._skips:
                     return None, None
-                error.add_note("in sample 0 of the dataset")
-                error.add_note(
-                    'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
+                add_note(error, "in sample 0 of the dataset")
+                add_note(
+                    error, 'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
                 )
                 raise
         record = _first_record(self._probed[0])
@@ -392,9 +392,9 @@ class _Build:
 
     def _explained(self, failed: Failed) -> Exception:
         error = failed.error
-        error.add_note(f"in sample {failed.index} of the dataset")
+        add_note(error, f"in sample {failed.index} of the dataset")
         if error.__traceback__ is None:  # it comes from a worker
-            error.add_note(f"raised in a worker process:\n{failed.trace}")
+            add_note(error, f"raised in a worker process:\n{failed.trace}")
         self._failed = error
         return error
 
@@ -402,4 +402,4 @@ class _Build:
         if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
             return  # the dataset has to change, or nothing was kept
         way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
-        error.add_note(f"The finished part is kept at {self._partial.path}: build again to resume{way_out}")
+        add_note(error, f"The finished part is kept at {self._partial.path}: build again to resume{way_out}")

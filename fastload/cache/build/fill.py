@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache.build import processes
 from fastload.cache.build.progress import BuildProgress
+from fastload.errors import add_note
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Chunks(Dataset[int]):
                 if index not in self.cache:  # `view` may have deferred storing (see `pace`)
                     self.cache.put(index, sample)
             except Exception as error:
-                error.add_note(f"in sample {index} of the dataset")
+                add_note(error, f"in sample {index} of the dataset")
                 raise
         return sum(index in self.cache for index in chunk)
 

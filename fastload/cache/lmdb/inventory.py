@@ -94,12 +94,15 @@ def files_of(path: str) -> list[str]:
                 f"{place} is not a cache of fastload, or holds other files too: nothing was removed. "
                 "If it is a truncated cache, delete it by hand"
             )
-        if os.path.isdir(place):
-            found += [os.path.join(place, name) for name in sorted(os.listdir(place))]
-        found.append(place)
+        found += _files_at(place)
     if not found:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
     return found + [path + suffix for suffix in (REPORT,) if os.path.isfile(path + suffix)]
+
+
+def _files_at(place: str) -> list[str]:
+    inside = sorted(os.listdir(place)) if os.path.isdir(place) else []
+    return [*(os.path.join(place, name) for name in inside), place]
 
 
 def remove(path: str) -> tuple[list[str], int]:
@@ -132,7 +135,10 @@ def size_of(files: list[str]) -> int:
 
 
 def _look(path: str) -> Found:
-    nbytes = size_of(files_of(path))
+    try:
+        nbytes = size_of(files_of(path))
+    except CacheMismatchError:  # another program's file beside it ends in .partial
+        nbytes = size_of(_files_at(path))
     if not _is_finished(path):
         return Found(path, "building" if is_being_built(path) else "unfinished", nbytes)
     try:

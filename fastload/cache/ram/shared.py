@@ -205,7 +205,9 @@ class SharedMemoryCache(BaseCache):
         self._mapping = mapping  # last: other threads check this attribute before they use the others
 
     def __contains__(self, index: object) -> bool:
-        return isinstance(index, int) and self._map() and self._entries[index] != EMPTY
+        if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
+            return False
+        return self._map() and self._entries[int(index)] != EMPTY
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`, or None if it is not cached.
