@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fastload.cache.build import unfinished
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.lmdb import inventory
@@ -232,3 +233,32 @@ def test_what_came_to_the_destination_meanwhile_stays(kind: str, shards: int, tm
     assert found["cache.partial/plan.json"]
     FOREIGN[kind](tmp_path / "expected")
     assert look(tmp_path)["expected"][:2] == found["cache"][:2]
+
+
+def test_a_finished_cache_is_listed_beside_a_foreign_partial_file(tmp_path: Path) -> None:
+    """A download tool's file of that name hides no cache, neither this one nor another."""
+    for name in ("cache", "other"):
+        build_lmdb(Images(3), tmp_path / name, num_workers=0)
+    (tmp_path / "cache.partial").write_bytes(b"half a download")
+
+    found = inventory.list_caches(str(tmp_path))
+
+    assert [(os.path.basename(one.path), one.state) for one in found] == [
+        ("cache", "finished"),
+        ("other", "finished"),
+    ]
+
+
+def test_a_finished_cache_opens_although_remains_of_its_build_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may belong to another user."""
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+    (tmp_path / "cache.partial").mkdir()
+    monkeypatch.setattr(unfinished.shutil, "rmtree", refused)
+
+    assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).num_cached == 3
