@@ -174,7 +174,8 @@ class Opener:
         stored = cache.get(0) if self._num_samples else None
         if stored is None:
             return
-        path = first_difference(stored, self.examples[0] if 0 in self.examples else self.source[0])
+        fresh = self.examples[0] if 0 in self.examples else random_check.read_unnoticed(self.source, 0)
+        path = first_difference(stored, fresh)
         if path is not None:
             reason = cache.reason
             cache.close()

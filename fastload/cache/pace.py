@@ -1,12 +1,12 @@
 """Limits how fast epochs of training fill a cache in RAM, so that no epoch takes much longer.
 
 On some machines, memory that was never touched takes longer to fill than a JPEG takes to decode. An epoch
-that stored every sample would then take twice as long as an epoch without a cache. So storing is paid from an
-account of time:
+that stored every sample would then take twice as long as an epoch without a cache. Storing therefore
+has a time budget, which reads and cache hits refill:
 
 1. A sample that is read from its source earns a fifth of its reading time, or `CHEAP_S` if that is more.
 2. A sample that is found in the cache earns the time that reading it would have taken, plus a fifth.
-3. A sample is stored if the account is not negative. Otherwise it is read again in the next epoch.
+3. A sample is stored if the budget is not negative. Otherwise it is read again in the next epoch.
 
 An epoch therefore takes at most about 1.2 times as long as without a cache, and later epochs store the
 remaining samples. `CachedDataset.fill` stores all samples at once.
@@ -25,42 +25,42 @@ log = logging.getLogger("fastload")
 
 SHARE = 0.2  # of the reading time
 CHEAP_S = 0.0001  # samples that are stored faster are never deferred: only complete batches can be gathered
-_BEGIN_S = 0.2  # initial balance: a small dataset is stored in its first epoch
-_MOST_S = 1.0  # highest balance, so that no single epoch spends the savings of many
+_BEGIN_S = 0.2  # initial budget: a small dataset is stored in its first epoch
+_MOST_S = 1.0  # highest budget, so that no single epoch spends the savings of many
 _NEW_WEIGHT = 0.1  # weight of the newest sample in the running mean
 
 
 class Pace:
-    """Stores samples as far as the account of time allows.
+    """Stores samples as far as the time budget allows.
 
     Attributes:
         hits: Samples that were found in the cache since the last miss; the owner counts them.
     """
 
-    __slots__ = ("_balance_s", "_cheap_s", "_has_logged", "_read_s", "_store_s", "hits")
+    __slots__ = ("_budget_s", "_cheap_s", "_has_logged", "_read_s", "_store_s", "hits")
 
     def __init__(self) -> None:
         self.hits = 0
         self._cheap_s = CHEAP_S
-        self._balance_s = _BEGIN_S
+        self._budget_s = _BEGIN_S
         self._read_s = 0.0  # running means
         self._store_s = 0.0
         self._has_logged = False
 
     def put(self, cache: SampleCache, index: int, sample: Any, *, read_s: float) -> None:
-        """Store a sample that took ``read_s`` seconds to read, if the account allows it."""
+        """Store a sample that took ``read_s`` seconds to read, if the budget allows it."""
         self._read_s = _mean(self._read_s, read_s)
         hits, self.hits = self.hits, 0
         earned_s = max(SHARE * read_s, self._cheap_s) + hits * (1 + SHARE) * self._read_s
-        self._balance_s = min(_MOST_S, self._balance_s + earned_s)
-        if self._balance_s < 0:
+        self._budget_s = min(_MOST_S, self._budget_s + earned_s)
+        if self._budget_s < 0:
             self._log_once()
             return
         started_s = time.perf_counter()
         cache.put(index, sample)
         store_s = time.perf_counter() - started_s
         self._store_s = _mean(self._store_s, store_s)
-        self._balance_s -= store_s
+        self._budget_s -= store_s
 
     def _log_once(self) -> None:
         if not self._has_logged:

@@ -34,11 +34,7 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
-    transforms = [
-        transform
-        for transform in parts_of(find_pipelines(dataset)).values()
-        if hasattr(transform, "py_random") and hasattr(transform, "random_generator")
-    ]
+    transforms = _transforms(dataset)
     with _random_state_kept(transforms):
         for index in indices:
             # Copied as bytes: a dataset may return the same buffer again at its next access.
@@ -52,6 +48,21 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
                         "to CachedDataset(dataset, transform=...), which runs it at every access"
                     )
     return samples
+
+
+def read_unnoticed(dataset: Any, index: int) -> Any:
+    """One sample; the generators of the libraries and of pipelines stay as they were."""
+    with _random_state_kept(_transforms(dataset)):
+        return dataset[index]
+
+
+def _transforms(dataset: Any) -> list[Any]:
+    """The transforms of albumentations that the dataset holds, with generators of their own."""
+    return [
+        transform
+        for transform in parts_of(find_pipelines(dataset)).values()
+        if hasattr(transform, "py_random") and hasattr(transform, "random_generator")
+    ]
 
 
 def _read(dataset: Any, index: int, transforms: list[Any], seed: int) -> Any:

@@ -66,7 +66,7 @@ class SampleCache(Protocol):
 
 
 class BaseCache(SampleCache):
-    """The defaults of a cache; those of a finished cache, which stores nothing more."""
+    """Default methods of caches. They describe a finished cache: nothing is missing, `put` stores nothing."""
 
     @property
     def budget_bytes(self) -> int | None:

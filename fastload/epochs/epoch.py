@@ -37,7 +37,7 @@ class Epoch:
     """One epoch of one loader, from before its first draw to the last batch that the caller received.
 
     Attributes:
-        number: The number that the user set, or that was counted.
+        number: The number that set_epoch() gave, or else the previous number plus one.
         beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers);
             None: the epoch has not begun.
         generators: States of the generators before anything was drawn, by place (see `sampler_state`).

@@ -15,6 +15,7 @@ workers, for a fraction of a second each. Rules:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import warnings
@@ -266,7 +267,8 @@ def _run(
     """Send the timing of each number of workers, or the reason why the trial failed, as a clause."""
     try:
         drop_signal_handlers()
-        leave_with(parent_pid)
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: the trial is short
+            leave_with(parent_pid)
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         warnings.simplefilter("ignore")
         logging.disable()

@@ -106,7 +106,7 @@ def test_what_is_stored_quickly_is_never_put_off(read_s: float) -> None:
         patch.setattr(time, "perf_counter", clock)
         cache = SlowCache(clock, [CHEAP_S])
         keeper = Pace()
-        keeper._balance_s = 0.0  # a larger dataset, of which these are the last samples
+        keeper._budget_s = 0.0  # a larger dataset, of which these are the last samples
         run_epoch(keeper, cache, read_s)
         assert len(cache.stored) == NUM_SAMPLES
 

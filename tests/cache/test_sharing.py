@@ -459,3 +459,28 @@ def test_a_stopped_creator_delays_nobody_for_long(
 
     assert "so this one is private" in ds.cache.explain()
     assert ds[1][1] == 1
+
+
+class Drawing(KnownImages):
+    """Draws a number for each sample, and does not use it."""
+
+    def sample(self, index: int) -> Any:
+        np.random.default_rng()
+        np.random.rand()
+        torch.rand(1)
+        return super().sample(index)
+
+
+def test_attaching_to_a_cache_leaves_the_random_state_alone() -> None:
+    """The rank that attaches reads sample 0 to compare it, and then draws what the other ranks draw."""
+    first = CachedDataset(Drawing(4))
+    first[0]
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = np.random.rand(), torch.rand(1).item()
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+    CachedDataset(Drawing(4))
+
+    assert (np.random.rand(), torch.rand(1).item()) == expected

@@ -34,6 +34,7 @@ from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
+from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, spec_of
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
 
@@ -143,7 +144,7 @@ def _opened(
     num_samples = len(dataset)
     first = None
     if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
-        first = probed[0] if 0 in probed else dataset[0]
+        first = probed[0] if 0 in probed else read_unnoticed(dataset, 0)
     check_source(cache, num_samples, first, fingerprint=fingerprint)
     return cache
 
