@@ -178,7 +178,6 @@ def _build(node: Node, values: Iterator[Any]) -> Any:
     return next(values)
 
 
-@lru_cache(maxsize=64)
 def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any:
     found = _find_class(module, qualname)
     is_tuple_class = isinstance(found, type) and issubclass(found, tuple)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections import OrderedDict
+import sys
+from collections import OrderedDict, namedtuple
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -285,3 +286,14 @@ def test_dtypes_are_stored_under_the_names_that_torch_gives_them() -> None:
     assert {f"torch.{name}": dtype for name, dtype in TENSOR_DTYPES.items()} == {
         str(getattr(torch, name)): getattr(torch, name) for name in TENSOR_STORAGE if hasattr(torch, name)
     }
+
+
+def test_a_namedtuple_that_was_defined_again_is_the_new_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's cell that defines it is run again."""
+    module = sys.modules[__name__]
+    for _ in range(2):
+        kind = namedtuple("Again", ["image", "label"])
+        monkeypatch.setattr(module, "Again", kind, raising=False)
+        monkeypatch.setattr(kind, "__module__", __name__)
+
+        assert type(decode(encode(kind(np.zeros(3, np.uint8), 1)))) is kind
