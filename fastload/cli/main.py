@@ -111,7 +111,9 @@ def build(
     workers: Annotated[
         int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
     ] = None,
-    shards: Annotated[int, typer.Option(min=1, help="Number of files of the cache.")] = 1,
+    shards: Annotated[
+        int | None, typer.Option(min=1, help="Number of files of the cache; default: 1.")
+    ] = None,
     on_error: Annotated[
         OnError,
         typer.Option(
@@ -148,7 +150,7 @@ def build(
                 size,
                 path,
                 codec=None if codec is None else codec.value,
-                quality=95 if quality is None else quality,
+                quality=quality,
                 num_workers=workers,
                 shards=shards,
                 on_error=on_error.value,

@@ -314,3 +314,14 @@ def test_partial_of_no_plan_goes(tmp_path: Path) -> None:
 
     assert os.listdir(tmp_path) == ["cache"]
     assert unfinished.Partial(str(tmp_path / "cache")).skipped == {}
+
+
+def test_a_finished_cache_of_another_form_is_refused(tmp_path: Path) -> None:
+    """Another quality or number of files than requested is an error; without a request any form is taken."""
+    build_lmdb(Images(6), tmp_path / "cache", codec="jpeg", quality=90, shards=2, num_workers=0)
+
+    with pytest.raises(CacheMismatchError, match="has quality 90, but quality 50 was requested"):
+        build_lmdb(Images(6), tmp_path / "cache", codec="jpeg", quality=50, num_workers=0)
+    with pytest.raises(CacheMismatchError, match="has 2 shards, but 1 were requested"):
+        build_lmdb(Images(6), tmp_path / "cache", shards=1, num_workers=0)
+    assert build_lmdb(Images(6), tmp_path / "cache", num_workers=0).num_shards == 2

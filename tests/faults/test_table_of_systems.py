@@ -253,7 +253,7 @@ ROWS = {
     "no memory for pages in a worker": Row(
         "read_two_epochs(lambda: refuse('madvise', errno.ENOMEM))",
         OF_WORKER_1,
-        ("SegmentError", "bytes of shared memory: [Errno 12] Cannot allocate memory"),
+        ("SegmentError", "bytes of memory: [Errno 12] Cannot allocate memory"),
     ),
     "no room in files in a worker": Row(
         "read_two_epochs(lambda: limit('RLIMIT_FSIZE', 0))",

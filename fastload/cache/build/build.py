@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastload")
 
 _WHAT_TO_DO = "Delete it to build it again, or give another path"
+_QUALITY = 95  # of jpeg and webp, by default
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
 
 
@@ -59,8 +60,8 @@ def build_lmdb(
     progress: bool = True,
     probed: Mapping[int, Any] | None = None,
     codec: str | None = None,
-    quality: int = 95,
-    shards: int = 1,
+    quality: int | None = None,
+    shards: int | None = None,
     on_error: str = "raise",
     error_budget: int | float = 1.0,
     fingerprint: Fingerprint | None = None,
@@ -76,9 +77,10 @@ def build_lmdb(
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
             `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel may be a
             mask, and is encoded as png). None accepts a finished cache of any codec, and builds a raw cache.
-        quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless.
-        shards: Number of files of the cache; with more than one, `path` is a directory. Finished shards
-            survive a power failure during the build.
+        quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a finished
+            cache of any quality, and builds with 95.
+        shards: Number of files of the cache; None accepts any number, and builds one. With several, `path`
+            is a directory. Finished shards survive a power failure during the build.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
         error_budget: The most samples that may be left out: an int, or a share of all samples as a float.
@@ -92,8 +94,8 @@ def build_lmdb(
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
         ValueError: An argument has none of the forms above.
     """
-    check_codec("raw" if codec is None else codec, quality)
-    if isinstance(shards, bool) or not isinstance(shards, int) or shards < 1:
+    check_codec("raw" if codec is None else codec, _QUALITY if quality is None else quality)
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         raise ValueError(f"shards should be an int from 1, but got {shards!r}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
@@ -109,17 +111,20 @@ def build_lmdb(
                     probed,
                     skips=on_error == "skip",
                     error_budget=error_budget,
-                    quality=quality,
+                    quality=_QUALITY if quality is None else quality,
                     lock=lock,
                 )
-                resumed = build.prepare(codec or "raw", shards, fingerprint)
+                resumed = build.prepare(codec or "raw", shards or 1, fingerprint)
                 build.run(num_workers, progress)
                 cache = LMDBCache(path)
                 cache.reason = f"built now, as it did not exist{resumed}"
                 build.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
-    return _opened(dataset, path, probed, codec, fingerprint)
+    cache = LMDBCache(path)
+    _check_form(cache, codec, quality, shards)
+    _check_samples(cache, dataset, probed, fingerprint)
+    return cache
 
 
 def _remove_leftovers(path: str) -> None:
@@ -133,20 +138,31 @@ def _remove_leftovers(path: str) -> None:
 # --- opening ---------------------------------------------------------------------------------------------
 
 
-def _opened(
-    dataset: Any, path: str, probed: Mapping[int, Any], codec: str | None, fingerprint: Fingerprint | None
-) -> LMDBCache:
-    cache = LMDBCache(path)
+def _check_form(cache: LMDBCache, codec: str | None, quality: int | None, shards: int | None) -> None:
+    """Check that a finished cache has the codec, quality and number of files that were requested, if any."""
+    path = cache.path
     if codec is not None and codec != cache.codec:
         raise CacheMismatchError(
             f"{path} is a {cache.codec} cache, but codec {codec} was requested. {_WHAT_TO_DO}"
         )
+    if quality is not None and cache.quality is not None and quality != cache.quality:
+        raise CacheMismatchError(
+            f"{path} has quality {cache.quality}, but quality {quality} was requested. {_WHAT_TO_DO}"
+        )
+    if shards is not None and cache.num_shards != min(shards, max(1, cache.num_samples)):
+        raise CacheMismatchError(
+            f"{path} has {cache.num_shards} shards, but {shards} were requested. {_WHAT_TO_DO}"
+        )
+
+
+def _check_samples(
+    cache: LMDBCache, dataset: Any, probed: Mapping[int, Any], fingerprint: Fingerprint | None
+) -> None:
     num_samples = len(dataset)
     first = None
     if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
         first = probed[0] if 0 in probed else read_unnoticed(dataset, 0)
     check_source(cache, num_samples, first, fingerprint=fingerprint)
-    return cache
 
 
 def check_source(
