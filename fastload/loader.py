@@ -18,7 +18,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from fastload.batch.failures import check_budget, report_of
+from fastload.batch.failures import check_error_budget, report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
 from fastload.epochs import resume
@@ -244,7 +244,7 @@ class DataLoader(LoaderSettings):
         on_error, restarts = self.on_error, self.restart_workers
         if on_error not in ("raise", "replace") and not callable(on_error):
             raise ValueError(f'on_error should be "raise", "replace" or a function, but got {on_error!r}')
-        check_budget(self.error_budget)
+        check_error_budget(self.error_budget)
         if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
             raise ValueError(f"restart_workers should be an int of at least 0, but got {restarts!r}")
         name = "on_error" if on_error != "raise" else "restart_workers" if restarts else ""

@@ -28,7 +28,7 @@ def report_of(loader: Any) -> list[FailedSample]:
     return _reports.setdefault(loader, [])
 
 
-def check_budget(error_budget: Any) -> None:
+def check_error_budget(error_budget: Any) -> None:
     """Check the user's `error_budget`.
 
     Raises:

@@ -18,9 +18,9 @@ from torch.utils.data import Subset
 
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.failed_sample import path_of
+from fastload.batch.iterable_state import ENDED, IterableState
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import StackingInto, is_torch_default
-from fastload.batch.stream_state import ENDED, StreamState
 from fastload.errors import short_repr
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Fetcher:
         *,
         in_worker: bool,
         sample_rng: SampleRng | None,
-        dataset_state: StreamState | None = None,
+        dataset_state: IterableState | None = None,
         worker_id: int | None = None,
     ) -> None:
         if dataset_state is not None and dataset_state.progress == "begun":
@@ -119,9 +119,9 @@ class Fetcher:
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
         self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
-    def dataset_state(self) -> StreamState:
+    def dataset_state(self) -> IterableState:
         """The current state of an iterable dataset that has a state_dict()."""
-        return ENDED if self._has_ended else StreamState.of(self._dataset.state_dict())
+        return ENDED if self._has_ended else IterableState.of(self._dataset.state_dict())
 
     def fetch(self, index: Any, origin: StreamOrigin | None = None, place: Place | None = None) -> Any:
         """Fetch the batch of ``index``.

@@ -23,7 +23,7 @@ from fastload.memory.segment import round_up
 from fastload.nested.device_tree import map_movable
 
 
-class Leaf(NamedTuple):
+class PackedLeaf(NamedTuple):
     """Where one tensor or array lies in a slot."""
 
     offset: int  # bytes from the start of the slot; meaningless when span is 0
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     """The part of a batch that is sent as a message; the bytes of its leaves are in the slot."""
 
     skeleton: bytes
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[PackedLeaf, ...]
     used_bytes: int  # of the slot, from its start
     num_places: int  # how many places of the batch hold a leaf; one leaf may be in several places
 
@@ -53,7 +53,7 @@ class Packed(NamedTuple):
         """Undo `to_plain`."""
         skeleton, leaves, used_bytes, num_places = plain
         found = tuple(
-            Leaf(offset, span, _dtype_of(code) if type(code) is str else code, shape, strides)
+            PackedLeaf(offset, span, _dtype_of(code) if type(code) is str else code, shape, strides)
             for offset, span, code, shape, strides in leaves
         )
         return cls(skeleton, found, used_bytes, num_places)
@@ -178,7 +178,9 @@ def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
     return num_moved < packed.num_places and not moves_itself
 
 
-def _place(batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena) -> tuple[Leaf, ...] | None:
+def _place(
+    batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena
+) -> tuple[PackedLeaf, ...] | None:
     """Copy leaves that are not in the arena into it; return all places, or None if they do not fit."""
     placed = []
     start = end = 0
@@ -196,7 +198,7 @@ def _place(batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena
     return tuple(placed)
 
 
-def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> Leaf | None:
+def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> PackedLeaf | None:
     span = _span(value)
     offset = 0
     if span:
@@ -211,10 +213,10 @@ def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> Le
                 return None
             offset = place
             _flat_tensor(arena.lease, value.dtype, span, offset).copy_(stretch)
-    return Leaf(offset, span, value.dtype, tuple(value.shape), value.stride())
+    return PackedLeaf(offset, span, value.dtype, tuple(value.shape), value.stride())
 
 
-def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int) -> Leaf | None:
+def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int) -> PackedLeaf | None:
     # As in pickle: an array is restored as C-contiguous unless it is Fortran-contiguous.
     order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     offset = 0
@@ -232,7 +234,7 @@ def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int
             )
             target[...] = value
     strides = _dense_strides(value.shape, value.itemsize, order)
-    return Leaf(offset, value.size, value.dtype, value.shape, strides)
+    return PackedLeaf(offset, value.size, value.dtype, value.shape, strides)
 
 
 def _dense_strides(shape: tuple[int, ...], itemsize: int, order: str) -> tuple[int, ...]:
@@ -257,7 +259,7 @@ def _flat_tensor(lease: Any, dtype: torch.dtype, span: int, offset: int) -> torc
     return torch.frombuffer(lease, dtype=dtype, count=span, offset=offset)
 
 
-def _view(leaf: Leaf, lease: Any) -> Any:
+def _view(leaf: PackedLeaf, lease: Any) -> Any:
     if isinstance(leaf.dtype, torch.dtype):
         if not leaf.span:  # torch.frombuffer does not accept a count of zero
             return torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)

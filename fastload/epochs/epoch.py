@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch._utils import ExceptionWrapper
     from torch.utils.data import DataLoader
 
-    from fastload.batch.stream_state import StreamState
+    from fastload.batch.iterable_state import IterableState
     from fastload.epochs.saved_state import SavedState
     from fastload.rng.sample_streams import StreamCounter, StreamOrigin
 
@@ -66,10 +66,10 @@ class Epoch:
     checksum: int = 0
     is_finished: bool = False
     obstacle: str | None = None
-    dataset_states: list[StreamState] | None = None
+    dataset_states: list[IterableState] | None = None
     next_worker: int = 0
     error: ExceptionWrapper | None = None
-    ahead: deque[tuple[Any, int, StreamState | None]] | None = None
+    ahead: deque[tuple[Any, int, IterableState | None]] | None = None
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _streams: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
@@ -78,7 +78,7 @@ class Epoch:
         """Count an index from the sampler; return it and the origin of its samples' random streams."""
         return (index, None) if self._streams is None else self._streams.count(index)
 
-    def fetched(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
+    def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
@@ -89,7 +89,7 @@ class Epoch:
         """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
         self.is_finished = self.ahead is None
 
-    def received(self, index: Any, worker: int = 0, dataset_state: StreamState | None = None) -> None:
+    def received(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Record that the caller receives the batch of this index, and the dataset's state after it."""
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)

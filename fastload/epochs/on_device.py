@@ -26,7 +26,7 @@ from fastload.epochs import resume
 from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from fastload.batch.stream_state import StreamState
+    from fastload.batch.iterable_state import IterableState
     from fastload.device.cuda import Backend
     from fastload.epochs.epoch import Epoch
     from fastload.workers.settings import LoaderSettings
@@ -132,7 +132,7 @@ class _Counted(Iterator[Any]):
         # For each fetched batch or error: how many batches the caller will have received with it.
         self._marks: collections.deque[int] = collections.deque()
         self.register_slots = getattr(source, "register_slots", None)
-        self._waiting: collections.deque[tuple[Any, int, StreamState | None]] = collections.deque()
+        self._waiting: collections.deque[tuple[Any, int, IterableState | None]] = collections.deque()
         epoch.ahead = self._waiting
 
     def __next__(self) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.batch.stream_state import ENDED, NOT_BEGUN
+from fastload.batch.iterable_state import ENDED, NOT_BEGUN
 from fastload.epochs.epoch import Epoch
 from fastload.epochs.sampler_state import (
     DEFAULT,

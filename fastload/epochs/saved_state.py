@@ -13,7 +13,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastload.batch.stream_state import ENDED, NOT_BEGUN, StreamState
+from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
 from fastload.epochs.sampler_state import DEFAULT
 from fastload.errors import ResumeError
 
@@ -72,7 +72,7 @@ class SavedState:
     generators: dict[str, bytes]
     samplers: dict[str, bytes]
     obstacle: str | None
-    dataset_states: list[StreamState] | None
+    dataset_states: list[IterableState] | None
     next_worker: int
 
     @property
@@ -215,7 +215,7 @@ def _samplers(value: Any) -> dict[str, bytes]:
     return found
 
 
-def _streams(value: Any) -> list[StreamState] | None:
+def _streams(value: Any) -> list[IterableState] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not value:
@@ -223,11 +223,11 @@ def _streams(value: Any) -> list[StreamState] | None:
     return [_stream(f"dataset_states[{number}]", stream) for number, stream in enumerate(value)]
 
 
-def _stream(key: str, value: Any) -> StreamState:
+def _stream(key: str, value: Any) -> IterableState:
     progress = value.get("progress") if isinstance(value, dict) else None
     if type(progress) is str:
         if progress == "begun" and "state" in value:
-            return _copied(key, StreamState.of, value["state"])
+            return _copied(key, IterableState.of, value["state"])
         for mark in (NOT_BEGUN, ENDED):
             if progress == mark.progress:
                 return mark
@@ -246,7 +246,7 @@ def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
         ) from error
 
 
-def _plain_stream(state: StreamState) -> dict[str, Any]:
+def _plain_stream(state: IterableState) -> dict[str, Any]:
     if state.progress == "begun":
         return {"progress": state.progress, "state": state.load()}
     return {"progress": state.progress}

@@ -15,8 +15,8 @@ from torch._utils import ExceptionWrapper
 
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
+from fastload.batch.iterable_state import IterableState
 from fastload.batch.replacing import Place
-from fastload.batch.stream_state import StreamState
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
@@ -143,11 +143,11 @@ class LocalIterator(HostIterator):
     def _received(self, index: Any) -> None:
         self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
 
-    def _dataset_state(self) -> StreamState:
+    def _dataset_state(self) -> IterableState:
         try:
             return self._fetcher.dataset_state()
         except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
-            return StreamState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
+            return IterableState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
 
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""

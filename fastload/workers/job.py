@@ -33,7 +33,7 @@ from fastload.memory.segment import Segment, round_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastload.batch.stream_state import StreamState
+    from fastload.batch.iterable_state import IterableState
     from fastload.workers.settings import LoaderSettings
 
 _MAX_SEARCH_DEPTH = 6
@@ -59,10 +59,10 @@ class Job(FetchSettings):
     num_workers: int
     seed_pipelines: bool
     seeds_samples: bool
-    dataset_states: list[StreamState] | None = None
+    dataset_states: list[IterableState] | None = None
 
     @classmethod
-    def of(cls, loader: LoaderSettings, base_seed: int, dataset_states: list[StreamState] | None) -> Job:
+    def of(cls, loader: LoaderSettings, base_seed: int, dataset_states: list[IterableState] | None) -> Job:
         """The job for an epoch of this loader.
 
         Args:

@@ -51,8 +51,8 @@ from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
+    from fastload.batch.iterable_state import IterableState
     from fastload.batch.replacing import Place
-    from fastload.batch.stream_state import StreamState
     from fastload.device.cuda import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
@@ -157,7 +157,7 @@ class Pool:
             worker.waiting.append(Task(number, index, origin, at))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks still come first.
 
         Args:

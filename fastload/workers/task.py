@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
+    from fastload.batch.iterable_state import IterableState
     from fastload.batch.replacing import Place
-    from fastload.batch.stream_state import StreamState
     from fastload.memory.ring import Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.worker import Kind, Reply
@@ -68,5 +68,5 @@ class Task:
         self.payload: Any = None
         self.place = ""
         self.notes: tuple[str, ...] = ()
-        self.dataset_state: StreamState | None = None
+        self.dataset_state: IterableState | None = None
         self.is_stale = False

@@ -36,8 +36,8 @@ from fastload.workers.worker import Kind, Restart
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.batch.iterable_state import IterableState
     from fastload.batch.replacing import Place
-    from fastload.batch.stream_state import StreamState
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
 
@@ -123,7 +123,7 @@ class ThreadPool:
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
 
-    def restart(self, epoch: int | None, dataset_states: list[StreamState] | None) -> None:
+    def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Tell all workers that a new epoch begins; answers to older tasks are dropped.
 
         Args:

@@ -34,9 +34,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.fetch import Fetcher
+from fastload.batch.iterable_state import IterableState
 from fastload.batch.packing import Packed, pack
 from fastload.batch.stacking import install_slot_rule
-from fastload.batch.stream_state import StreamState
 from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.rng import seeding
@@ -70,7 +70,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start over."""
 
     epoch: int | None  # the number that the user set, for datasets that have a set_epoch()
-    dataset_state: StreamState | None  # the state from which a stream resumes; None: from its beginning
+    dataset_state: IterableState | None  # the state from which a stream resumes; None: from its beginning
 
 
 class Kind(enum.IntEnum):
@@ -95,7 +95,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: bytes | None = None
-    dataset_state: StreamState | None = None  # of a stream with a state_dict()
+    dataset_state: IterableState | None = None  # of a stream with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ class _Worker:
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._wrap_error()
 
-    def _make_fetcher(self, job: Job, dataset_state: StreamState | None) -> None:
+    def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> None:
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
@@ -321,7 +321,7 @@ class _Worker:
             return reply._replace(dataset_state=fetcher.dataset_state())
         except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
             return reply._replace(
-                dataset_state=StreamState("unknown", error=pickle.dumps(self._error_parts().wrapper))
+                dataset_state=IterableState("unknown", error=pickle.dumps(self._error_parts().wrapper))
             )
 
     def _make_memory(self, nbytes: int) -> Memory:

@@ -22,7 +22,7 @@ import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_budget, most_failures
+from fastload.batch.failures import check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.progress import BuildProgress
@@ -99,7 +99,7 @@ def build_lmdb(
         raise ValueError(f"shards should be an int from 1, but got {shards!r}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
-    check_budget(error_budget)
+    check_error_budget(error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
     if not os.path.lexists(path):

@@ -84,7 +84,7 @@ class SharedMemoryCache(BaseCache):
     ) -> None:
         origin = Origin(os.getpid(), time.time(), fingerprint)
         layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
-        self._attach(segment, layout)
+        self._hold(segment, layout)
         self._use(mapping)
 
     @classmethod
@@ -100,7 +100,7 @@ class SharedMemoryCache(BaseCache):
             )
         return _attached(segment, Layout.read(segment))
 
-    def _attach(self, segment: Segment, layout: Layout) -> None:
+    def _hold(self, segment: Segment, layout: Layout) -> None:
         """Take ownership of a segment; the caller maps it now, or the first access does."""
         self._segment = segment
         self._plan = layout
@@ -380,5 +380,5 @@ class SharedMemoryCache(BaseCache):
 
 def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
-    cache._attach(segment, layout)
+    cache._hold(segment, layout)
     return cache

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch._utils import ExceptionWrapper
 
 
-class StreamState(NamedTuple):
+class IterableState(NamedTuple):
     """The position of one copy of an iterable dataset.
 
     Attributes:
@@ -30,7 +30,7 @@ class StreamState(NamedTuple):
     error: bytes | ExceptionWrapper | None = None
 
     @classmethod
-    def of(cls, state: Any) -> StreamState:
+    def of(cls, state: Any) -> IterableState:
         """The position of a copy whose `state_dict()` returned ``state``; ``state`` is copied."""
         return cls("begun", pickle.dumps(state))
 
@@ -45,5 +45,5 @@ class StreamState(NamedTuple):
             wrapper.reraise()
 
 
-NOT_BEGUN = StreamState("not begun")
-ENDED = StreamState("ended")
+NOT_BEGUN = IterableState("not begun")
+ENDED = IterableState("ended")
