@@ -18,8 +18,8 @@ worker calls this code. NOTE [ Copies ahead ]:
    while the caller still reads it.
 6. Batches made ahead do not depend on the mode in which the caller asks for another batch: inference mode and
    autocast do not apply to them. Transforms run without gradients.
-7. If a signal handler raises while copies are being started, the iterator closes: it never continues with a
-   batch missing.
+7. If a signal handler raises while copies are started or a batch is handed over, the iterator closes: it
+   never continues with a batch missing.
 
 All device work goes through `Backend`.
 """
@@ -113,12 +113,18 @@ class CopiesAhead(Iterator[T]):
         first = self._ahead.popleft() if self._ahead else None
         if first is not None and self._taken is not None:
             self._taken()
+        if isinstance(first, _Ahead):
+            try:
+                batch: T = self._hand_over(first)
+            except Exception:  # of a late leaf or the transform; the next call returns the batch after it
+                self._was_interrupted = False
+                raise
+            self._was_interrupted = False
+            return batch
         self._was_interrupted = False
         if first is None:
             self._reading.release_all()
             raise StopIteration
-        if isinstance(first, _Ahead):
-            return self._hand_over(first)
         try:
             raise first.error
         finally:

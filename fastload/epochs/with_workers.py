@@ -4,7 +4,8 @@ It is built on torch's own base iterator (see `host_iterator`), which draws the 
 warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
 memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
 changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
-microseconds, the iterator closes: it never continues with a batch missing, doubled or out of order.
+microseconds, the iterator closes: it never continues with a batch doubled or out of order. A handler that
+raises after the bookkeeping, just before the batch is returned, loses that batch as the caller's code would.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class LocalIterator(HostIterator):
         self._is_closed = False
         self._turn = threading.RLock()
         self._is_fetching = False
+        self._interrupted: tuple[Any, StreamOrigin | None] | None = None  # read again after Ctrl-C
         self._num_drawn = self._epoch.num_received  # how many batches of the epoch were drawn
         self._failures: FailureCount | None = None
         if loader.on_error != "raise":
@@ -96,8 +97,12 @@ class LocalIterator(HostIterator):
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._refuse()
             try:
-                index, origin = self._epoch.count(next(self._sampler_iter))
-                self._num_drawn += 1
+                if self._interrupted is None:
+                    index, origin = self._epoch.count(next(self._sampler_iter))
+                    self._num_drawn += 1
+                else:
+                    index, origin = self._interrupted
+                self._interrupted = index, origin
                 batch = self._fetch(index, origin)
             except StopIteration:
                 self._epoch.ended()
@@ -128,13 +133,16 @@ class LocalIterator(HostIterator):
         except StopIteration:
             raise  # the stream has ended: there is no such batch
         except BaseException as error:
-            self._received(index)  # a caller who goes on after an error gets the next batch
+            if isinstance(error, Exception):
+                self._received(index)  # a caller who goes on after an error gets the next batch
+                self._interrupted = None
             place = self._fetcher.place_of_error(index, error)
             add_place(error, f"{self._num_drawn - 1}, {place}")
             raise
         finally:
             self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
+        self._interrupted = None
         self._received(index)
         if self._failures is not None and self._fetcher.replacer is not None:
             self._failures.note(self._fetcher.replacer.failed)

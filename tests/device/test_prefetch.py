@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastload.device import copies
+from fastload.errors import LoaderClosedError
 from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, Stumbles, batch, on
 
@@ -321,6 +322,33 @@ def test_an_interrupt_comes_out_at_once() -> None:
 
     assert [int(b[0, 0]) for b in batches] == [0, 2, 3]
     fake.check()
+
+
+class _Late:
+    """A leaf that is moved when its batch is handed over; the move of number 1 raises."""
+
+    def __init__(self, number: int, error: BaseException) -> None:
+        self.number, self.error = number, error
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> int:
+        if self.number == 1:
+            raise self.error
+        return self.number
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_interrupt_while_a_batch_is_handed_over_closes_the_iterator(error: BaseException) -> None:
+    """An error of the leaf itself costs its batch alone."""
+    iterator = iter(on(FakeBackend(), [_Late(number, error) for number in range(3)]))
+    assert next(iterator) == 0
+    with pytest.raises(type(error)):
+        next(iterator)
+
+    if isinstance(error, Exception):
+        assert next(iterator) == 2
+    else:
+        with pytest.raises(LoaderClosedError, match="an exception interrupted this iterator"):
+            next(iterator)
 
 
 def test_a_copy_that_fails_is_raised_in_its_turn() -> None:

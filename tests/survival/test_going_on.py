@@ -346,3 +346,34 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
     assert own == "of the user's own"
     assert place.startswith("fastload: batch 2, ")
     loader.close()
+
+
+class _InterruptedOnce(torch.utils.data.Dataset[int]):
+    """Ctrl-C comes while sample 3 is read for the first time."""
+
+    def __init__(self) -> None:
+        self.is_interrupted = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3 and not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return index
+
+
+def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
+    """The batch comes next, also from a state that was saved when the interrupt was handled."""
+    loader = fastload.DataLoader(_InterruptedOnce(), 2)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    state = loader.state_dict()
+
+    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5], [6, 7]]
+    resumed = fastload.DataLoader(range(8), 2)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5], [6, 7]]
