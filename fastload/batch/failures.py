@@ -58,8 +58,8 @@ def num_samples_of(loader: Any) -> int:
     """
     if loader.on_error == "raise":
         return 0
-    is_used = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
-    for counted in (loader.sampler, loader.dataset) if is_used else (loader.dataset,):
+    uses_sampler = loader.batch_sampler is None or hasattr(loader.batch_sampler, "sampler")
+    for counted in (loader.sampler, loader.dataset) if uses_sampler else (loader.dataset,):
         try:
             return len(counted)
         except Exception:  # noqa: BLE001  # a user's sampler may raise anything in len()

@@ -78,8 +78,10 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
 
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
     """The reason why these samples have no fingerprint and no key, as a clause that says what to do."""
+    from torch.utils.data import Subset  # as below
+
     inner = dataset
-    while type(inner).__name__ == "Subset" and not hasattr(inner, "fingerprint"):
+    while type(inner) is Subset:
         inner = inner.dataset
     if not callable(getattr(inner, "fingerprint", None)):
         named, what_to_do = type(dataset).__name__, "add a fingerprint() to the dataset"

@@ -69,7 +69,7 @@ class StoredSamples(Dataset[Any], BaseCache):
         classes: Names of the classes of the dataset that it was built from, or None.
     """
 
-    num_samples = 0  # set by each object
+    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
 
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache

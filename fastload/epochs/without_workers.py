@@ -61,7 +61,8 @@ class LocalIterator(HostIterator):
         self._is_closed = False
         self._turn = threading.RLock()
         self._is_fetching = False
-        self._interrupted: tuple[Any, StreamOrigin | None] | None = None  # read again after Ctrl-C
+        # The index of the batch that is being read, and its origin; after Ctrl-C it is read again.
+        self._due: tuple[Any, StreamOrigin | None] | None = None
         self._num_drawn = self._epoch.num_received  # how many batches of the epoch were drawn
         self._failures: FailureCount | None = None
         if loader.on_error != "raise":
@@ -97,13 +98,10 @@ class LocalIterator(HostIterator):
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._refuse()
             try:
-                if self._interrupted is None:
-                    index, origin = self._epoch.count(next(self._sampler_iter))
+                if self._due is None:
+                    self._due = self._epoch.count(next(self._sampler_iter))
                     self._num_drawn += 1
-                else:
-                    index, origin = self._interrupted
-                self._interrupted = index, origin
-                batch = self._fetch(index, origin)
+                batch = self._fetch(*self._due)
             except StopIteration:
                 self._epoch.ended()
                 self._has_ended = True
@@ -135,14 +133,14 @@ class LocalIterator(HostIterator):
         except BaseException as error:
             if isinstance(error, Exception):
                 self._received(index)  # a caller who goes on after an error gets the next batch
-                self._interrupted = None
+                self._due = None
             place = self._fetcher.place_of_error(index, error)
             add_place(error, f"{self._num_drawn - 1}, {place}")
             raise
         finally:
             self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
-        self._interrupted = None
+        self._due = None
         self._received(index)
         if self._failures is not None and self._fetcher.replacer is not None:
             self._failures.note(self._fetcher.replacer.failed)

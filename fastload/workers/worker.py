@@ -272,13 +272,11 @@ class _Worker:
             if self._job is not None and self._job.dataset_states is not None:
                 reply = self._with_state(reply, self._fetcher)
         segment, self._new_segment = self._new_segment, None
-        memory = self._arena.memory
-        has_memory = reply.packed is not None and memory is not None
-        is_sent = self._send(number, reply, segment.fd if segment is not None and has_memory else None)
-        if is_sent and has_memory and memory is not None:
-            self._slots[message.slot] = (
-                memory  # the parent has it too; without the reply it has the old memory
-            )
+        memory = None if reply.packed is None else self._arena.memory
+        is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)
+        if is_sent and memory is not None:
+            # Only now: without the reply the parent keeps the slot's old memory, and so must this worker.
+            self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
         self._arena.begin(None)

@@ -94,7 +94,8 @@ def build_lmdb(
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
         ValueError: An argument has none of the forms above.
     """
-    check_codec("raw" if codec is None else codec, _QUALITY if quality is None else quality)
+    built_quality = _QUALITY if quality is None else quality
+    check_codec("raw" if codec is None else codec, built_quality)
     if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
         raise ValueError(f"shards should be an int from 1, but got {shards!r}")
     if on_error not in ("raise", "skip"):
@@ -111,7 +112,7 @@ def build_lmdb(
                     probed,
                     skips=on_error == "skip",
                     error_budget=error_budget,
-                    quality=_QUALITY if quality is None else quality,
+                    quality=built_quality,
                     lock=lock,
                 )
                 resumed = build.prepare(codec or "raw", shards or 1, fingerprint)

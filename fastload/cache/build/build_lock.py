@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 SUFFIX = ".lock"
 _MOST_DIGITS = 20
 # The file is opened only if it is a lock file: no link is followed, and opening never waits for a pipe.
-# Windows lacks these flags.
-_AS_IT_IS = 0
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"):
-    _AS_IT_IS |= getattr(os, _flag, 0)
+# Windows lacks these flags, each of which is a bit of its own.
+_AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 _KINDS = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket or a device"}
 
 

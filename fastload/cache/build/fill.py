@@ -37,9 +37,6 @@ class _Chunks(Dataset[int]):
         self.cache = cache
         self.chunks = chunks
 
-    def __len__(self) -> int:
-        return len(self.chunks)
-
     def __getitem__(self, number: int) -> int:
         chunk = self.chunks[number]
         for index in chunk:

@@ -1,6 +1,6 @@
 """Runs worker processes that read samples to fill a cache, with torch's own loader, set up for this purpose.
 
-Answers come in the order of the orders that were given.
+Answers come in the order in which tasks were handed out.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ class Slots:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self.num_slots = num_slots
         self.slot_bytes = slot_bytes
         self._free = list(range(num_slots))
         self._segment = Segment.create(num_slots * slot_bytes, name="fastload-build")
@@ -96,7 +95,7 @@ class Slots:
 
 
 class Order(NamedTuple):
-    """What a worker gets to do."""
+    """The number of a task, and the slot for its values."""
 
     task: int
     slot: int | None  # None: the values are sent in the answer
@@ -143,9 +142,6 @@ class RecordTasks(Dataset[Answer]):
         self._skips = skips
         self._slots = slots
         self._lock = lock
-
-    def __len__(self) -> int:
-        return len(self.ranges)
 
     def orders(self) -> Iterator[Order]:
         """An order for each task, made by the parent when a worker can get it."""

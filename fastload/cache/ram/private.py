@@ -38,7 +38,8 @@ class PrivateCache(BaseCache):
 
     layout = "private"
     is_shared = False
-    num_samples, nbytes, budget_bytes = 0, 0, 0  # set by each cache
+    # Attributes of the class, because the properties of SampleCache with these names cannot be set.
+    num_samples, nbytes, budget_bytes = 0, 0, 0
 
     def __init__(
         self, num_samples: int, *, budget: str | float = "auto", reason: str = "it was made so"
