@@ -1,0 +1,294 @@
+"""Which functions belong to which stage, and how they are watched: they are replaced while a batch is measured.
+
+Rules:
+
+1. Probes are on only while some thread measures a batch in detail. In between, every function and attribute
+   is the original again, so that other batches cost nothing.
+2. A probed function returns what the original returns, and raises what it raises.
+3. Only modules that are imported already are probed: profiling imports no library of its own accord.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import io
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from fastload.profiling.spans import here, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+READ, DECODE, TRANSFORM, COLLATE = "read", "decode", "transform", "collate"
+CACHE, LOCK, DATASET = "cache", "lock", "dataset"
+SEND, RECEIVE, PIN, COPY = "send", "receive", "pin", "copy"
+
+# Functions of modules: module, name, stage, whether the result is an image whose size is recorded.
+_FUNCTIONS = (
+    ("cv2", "imread", DECODE, True),
+    ("cv2", "imdecode", DECODE, True),
+    ("numpy", "load", READ, False),
+    ("numpy", "fromfile", READ, False),
+    ("torch", "load", READ, False),
+    ("torchvision.io", "read_image", DECODE, True),
+    ("torchvision.io", "read_file", READ, False),
+    ("torchvision.io", "decode_image", DECODE, True),
+    ("torchvision.io", "decode_jpeg", DECODE, True),
+    ("torchvision.io", "decode_png", DECODE, True),
+    ("skimage.io", "imread", DECODE, True),
+    ("imageio.v2", "imread", DECODE, True),
+    ("imageio.v3", "imread", DECODE, True),
+    ("simplejpeg", "decode_jpeg", DECODE, True),
+    ("tifffile", "imread", DECODE, True),
+    ("soundfile", "read", DECODE, False),
+    ("torchaudio", "load", DECODE, False),
+    ("fcntl", "flock", LOCK, False),
+    ("fcntl", "lockf", LOCK, False),
+)
+# Methods of classes: module, class, method, stage.
+_METHODS = (
+    ("PIL.ImageFile", "ImageFile", "load", DECODE),
+    ("PIL.Image", "Image", "convert", DECODE),
+    ("turbojpeg", "TurboJPEG", "decode", DECODE),
+    ("multiprocessing.synchronize", "SemLock", "__enter__", LOCK),
+    ("h5py._hl.dataset", "Dataset", "__getitem__", READ),
+    ("zarr.core.array", "Array", "__getitem__", READ),
+    ("fastload.cache.dataset", "CachedDataset", "gather", CACHE),
+    ("fastload.cache.ram.shared", "SharedMemoryCache", "get", CACHE),
+    ("fastload.cache.lmdb.lmdb_cache", "LMDBCache", "get", CACHE),
+    ("fastload.cache.ram.private", "PrivateCache", "get", CACHE),
+    ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
+    ("fastload.batch.collate", "RowCollate", "add", COLLATE),
+    ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
+)
+# Functions that read files and decode them in one call: blocked time in them counts as reading.
+READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
+# Attributes of datasets that hold the user's transforms.
+_TRANSFORM_ATTRIBUTES = ("transform", "transforms", "target_transform", "joint_transform", "augment")
+_TRANSFORM_MODULES = ("torchvision.transforms.", "kornia.augmentation.", "monai.transforms.")
+
+Patch = tuple[Any, str, Any, Any]  # owner, attribute, original, probed
+
+
+class Probes:
+    """The probes of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_measuring = 0
+        self._patches: list[Patch] = []
+        self._datasets: list[Any] = []
+        self._is_current = False
+
+    def add_dataset(self, dataset: Any) -> None:
+        """Watch the transforms and locks of a dataset, also inside other datasets."""
+        with self._lock:
+            if not any(known is dataset for known in self._datasets):
+                self._datasets.append(dataset)
+                self._is_current = False
+
+    def switch(self, on: bool) -> None:
+        """Put the probes in place before a measured batch, and the originals back after the last one."""
+        with self._lock:
+            self._num_measuring += 1 if on else -1
+            if on and self._num_measuring == 1:
+                if not self._is_current:
+                    self._find()
+                for owner, name, _, probed in self._patches:
+                    _set(owner, name, probed)
+            elif not on and self._num_measuring == 0:
+                for owner, name, original, _ in self._patches:
+                    _set(owner, name, original)
+
+    def _find(self) -> None:
+        """Find all functions to probe, in the modules that are imported now."""
+        replaced: dict[int, tuple[Any, Any]] = {}  # by the id of the original
+        self._patches = []
+        for module, name, stage, sizes in _FUNCTIONS:
+            function = getattr(sys.modules.get(module), name, None)
+            if callable(function):
+                replaced[id(function)] = function, probe(function, (stage, f"{module}.{name}"), sizes=sizes)
+        replaced[id(builtins.open)] = builtins.open, _open
+        self._patches += _references(replaced)
+        for module, kind, name, stage in _METHODS:
+            owner = getattr(sys.modules.get(module), kind, None)
+            function = None if owner is None else vars(owner).get(name)
+            if callable(function):
+                label = f"{kind}.{name}"
+                sizes = stage == DECODE and name != "load"
+                self._patches.append((owner, name, function, probe(function, (stage, label), sizes=sizes)))
+        self._patches += _albumentations()
+        self._patches += _transform_modules()
+        for dataset in self._datasets:
+            self._patches += _of_dataset(dataset)
+        unique: dict[tuple[int, str], Patch] = {}
+        for patch in self._patches:
+            unique.setdefault((id(patch[0]), patch[1]), patch)
+        self._patches = list(unique.values())
+        self._is_current = True
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, (dict, list)):
+        owner[name] = value  # type: ignore[index, call-overload]  # a list has numbers for names
+    else:
+        setattr(owner, name, value)
+
+
+def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
+    """Every global name of every module that refers to one of these functions."""
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.startswith("fastload.profiling"):
+            continue
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            found = replaced.get(id(value))
+            if found is not None and found[0] is value:
+                yield vars(module), name, value, found[1]
+
+
+def _albumentations() -> Iterator[Patch]:
+    """Each transform of albumentations under its own name, and the compositions around them."""
+    for module, kind in (
+        ("albumentations.core.transforms_interface", "BasicTransform"),
+        ("albumentations.core.composition", "BaseCompose"),
+    ):
+        base = getattr(sys.modules.get(module), kind, None)
+        if base is None:
+            continue
+        for owner in [base, *_subclasses(base)]:
+            function = vars(owner).get("__call__")
+            if function is not None:
+                yield owner, "__call__", function, probe(function, _transform_key)
+
+
+def _transform_modules() -> Iterator[Patch]:
+    """The transforms of other libraries: all their classes that have a `forward` or `__call__` of their own."""
+    for module_name, module in list(sys.modules.items()):
+        if module is not None and module_name.startswith(_TRANSFORM_MODULES):
+            for kind in list(vars(module).values()):
+                if isinstance(kind, type) and kind.__module__ == module_name:
+                    for method in ("forward", "__call__"):
+                        function = vars(kind).get(method)
+                        if callable(function):
+                            yield kind, method, function, probe(function, _transform_key)
+
+
+def _transform_key(transform: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str]:
+    return TRANSFORM, type(transform).__name__
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)
+
+
+def _of_dataset(dataset: Any) -> Iterator[Patch]:
+    """The transforms and locks of a dataset and of the datasets inside it."""
+    for part in _datasets_within(dataset):
+        for value in _attributes(part).values():
+            acquire = _attributes(value).get("acquire")  # an attribute of each lock of multiprocessing
+            if type(value).__module__ == "multiprocessing.synchronize" and callable(acquire):
+                yield vars(value), "acquire", acquire, probe(acquire, (LOCK, f"{type(value).__name__}.acquire"))
+        for name in _TRANSFORM_ATTRIBUTES:
+            transform = _attributes(part).get(name)
+            if callable(transform):
+                yield from _of_transform(part, name, transform)
+
+
+def _of_transform(owner: Any, attribute: str, transform: Any) -> Iterator[Patch]:
+    """A transform, and those that it is composed of; albumentations' classes are probed elsewhere."""
+    kind = type(transform)
+    if kind.__module__.partition(".")[0] == "albumentations":
+        return
+    if isinstance(transform, type) or _is_function(transform):
+        yield _attributes(owner), attribute, transform, probe(transform, (TRANSFORM, _name_of(transform)))
+        return
+    method = "forward" if "forward" in dir(kind) and hasattr(transform, "named_parameters") else "__call__"
+    defined_in = next((base for base in kind.__mro__ if method in vars(base)), None)
+    if defined_in is not None and defined_in is not object and not defined_in.__module__.startswith("torch.nn"):
+        yield defined_in, method, vars(defined_in)[method], probe(vars(defined_in)[method], _transform_key)
+    inner = _attributes(transform).get("transforms")
+    for number, part in enumerate(inner if isinstance(inner, list) else ()):
+        if _is_function(part):
+            yield inner, number, part, probe(part, (TRANSFORM, _name_of(part)))  # type: ignore[misc]
+        elif callable(part):
+            yield from _of_transform(transform, "transforms", part)
+
+
+def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
+
+
+def _is_function(value: Any) -> bool:
+    return type(value).__name__ in ("function", "builtin_function_or_method", "method", "partial")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _datasets_within(dataset: Any, depth: int = 4) -> Iterator[Any]:
+    """The dataset and the datasets that it holds as attributes, such as in Subset or ConcatDataset."""
+    yield dataset
+    if depth == 0:
+        return
+    for value in list(_attributes(dataset).values()):
+        parts = value if isinstance(value, (list, tuple)) and len(value) <= 64 else (value,)
+        for part in parts:
+            kind = type(part)
+            if hasattr(kind, "__getitem__") and "Dataset" in "".join(base.__name__ for base in kind.__mro__):
+                yield from _datasets_within(part, depth - 1)
+
+
+class _TimedFile(io.FileIO):
+    """A file whose reads count as the stage `read`."""
+
+    def readinto(self, buffer: Any, /) -> Any:
+        return _timed(super().readinto, buffer)
+
+    def readall(self) -> Any:
+        return _timed(super().readall)
+
+    def read(self, size: Any = -1, /) -> Any:
+        return _timed(super().read, size)
+
+
+def _timed(function: Callable[..., Any], *args: Any) -> Any:
+    spans = here.spans
+    if spans is None:
+        return function(*args)
+    spans.enter((READ, "file"))
+    try:
+        return function(*args)
+    finally:
+        spans.leave()
+
+
+_original_open = builtins.open
+
+
+@functools.wraps(_original_open, updated=())
+def _open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
+    """`open`, whose files time their reads if they are opened for reading in binary mode."""
+    spans = here.spans
+    if spans is None or mode not in ("rb", "br") or args or kwargs or buffering == 1 or isinstance(file, int):
+        return _original_open(file, mode, buffering, *args, **kwargs)
+    spans.enter((READ, "file"))
+    try:
+        raw = _TimedFile(file, "rb")
+        if buffering == 0:
+            return raw
+        with contextlib.ExitStack() as undo:
+            undo.callback(raw.close)
+            opened = io.BufferedReader(raw, buffering if buffering > 0 else io.DEFAULT_BUFFER_SIZE)
+            undo.pop_all()
+            return opened
+    finally:
+        spans.leave()

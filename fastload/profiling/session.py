@@ -1,0 +1,155 @@
+"""`fastload.profile`: watch loaders in a block, and report."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from fastload.profiling.report import Report, report_of
+from fastload.profiling.timeline import Machine, Timeline, read_recordings, timeline_of
+from fastload.profiling.watching import Watch
+from fastload.system.budget import available_bytes
+from fastload.system.cpus import cpu_quota, usable_cpus
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from fastload.profiling.recording import Recorded
+
+
+class Profile:
+    """Watches loaders from `start()` to `stop()`, or in a with block; see `profile`."""
+
+    def __init__(self, loaders: tuple[Any, ...], replay: int) -> None:
+        self._loaders = loaders
+        self._replay = replay
+        self._watch: Watch | None = None
+        self._busy_before: tuple[int, int] | None = None
+        self._timelines: list[Timeline] = []
+        self._recordings: list[Recorded] = []
+
+    def start(self) -> Self:
+        """Begin to watch.
+
+        Raises:
+            RuntimeError: Another profile runs in this process.
+        """
+        directory = tempfile.mkdtemp(prefix="fastload-profile-")
+        watch = Watch(directory, self._loaders or None, replay=self._replay)
+        try:
+            watch.start()
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._watch = watch
+        self._busy_before = _cpu_ticks()
+        return self
+
+    def stop(self) -> None:
+        """End watching; a second call does nothing. Loaders in use continue unwatched."""
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        machine = Machine(_num_cpus(), _busy_share(self._busy_before, _cpu_ticks()))
+        try:
+            watch.stop()
+            self._recordings = read_recordings(watch.directory)
+            self._timelines = [timeline_of(one, self._recordings, machine) for one in watch.loaders]
+        finally:
+            shutil.rmtree(watch.directory, ignore_errors=True)
+
+    @functools.cached_property
+    def _report(self) -> Report:
+        return report_of(self._timelines, available_bytes())
+
+    def report(self) -> Report:
+        """What was measured.
+
+        Raises:
+            RuntimeError: The profile has not ended.
+        """
+        self._expect_end()
+        return self._report
+
+    def plot(self, path: str) -> None:
+        """Draw the times of a few hundred steps as a PNG file.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            RuntimeError: The profile has not ended.
+        """
+        self._expect_end()
+        from fastload.profiling.pictures import draw
+
+        draw(self._timelines, path)
+
+    def save_trace(self, path: str) -> None:
+        """Write a trace in Chrome's format, which Perfetto and chrome://tracing read.
+
+        Raises:
+            RuntimeError: The profile has not ended.
+        """
+        self._expect_end()
+        from fastload.profiling.pictures import write_trace
+
+        write_trace(self._timelines, path)
+
+    def _expect_end(self) -> None:
+        if self._watch is not None or not hasattr(self, "_timelines"):
+            raise RuntimeError("the profile is still running: ask after its with block")
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+
+def profile(*loaders: Any, replay: int = 0) -> Profile:
+    """Measure how long training loops wait for data, where loading spends its time, and what would help.
+
+    ```python
+    with fastload.profile(loader) as profile:
+        for images, labels in loader:
+            train_step(images, labels)
+    print(profile.report())
+    ```
+
+    Loaders of torch's class and of fastload's are watched alike. Batches, their order and errors stay the
+    same. Workers that were started before the block are not watched; use it around `iter(loader)`.
+
+    Args:
+        loaders: The loaders to watch; none: all loaders of this process.
+        replay: In stretches of this many steps, return copies of earlier batches instead of new ones, which
+            measures how fast the loop is when loading costs nothing. Training then sees these batches again.
+
+    Returns:
+        A context manager; `report()` is what was measured.
+    """
+    return Profile(loaders, replay)
+
+
+def _num_cpus() -> float:
+    quota = cpu_quota()
+    return usable_cpus() if quota is None else min(quota, usable_cpus())
+
+
+def _cpu_ticks() -> tuple[int, int] | None:
+    """Ticks in which the machine's CPUs computed, and all ticks; None if the system does not say."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    if len(ticks) < 5:
+        return None
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
+
+
+def _busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
