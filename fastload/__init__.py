@@ -48,6 +48,11 @@ if TYPE_CHECKING:
     from fastload.images.decode import read_image as read_image
     from fastload.images.folder import ImageFolder as ImageFolder
     from fastload.loader import DataLoader as DataLoader
+    from fastload.profiling.report import (
+        LoaderReport as LoaderReport,
+        ProfileReport as ProfileReport,
+    )
+    from fastload.profiling.session import Profile as Profile, profile as profile
     from fastload.rng.sample_rng import sample_generator as sample_generator
     from fastload.rng.seeding import (
         seed_everything as seed_everything,
@@ -89,6 +94,8 @@ _NAMES = {
     "images.decode": ("read_image",),
     "images.folder": ("ImageFolder",),
     "loader": ("DataLoader",),
+    "profiling.report": ("LoaderReport", "ProfileReport"),
+    "profiling.session": ("Profile", "profile"),
     "rng.sample_rng": ("sample_generator",),
     "rng.seeding": ("seed_everything", "seed_worker"),
     "rng.worker_info": ("WorkerInfo", "get_worker_info"),

@@ -33,6 +33,7 @@ LAYERS = [
     "epochs",
     "training",
     "loader",
+    "profiling",
     "cli",
     "__init__",
     "__main__",

@@ -21,13 +21,20 @@ if TYPE_CHECKING:
     from fastload.profiling.recording import Recording
 
 INTERVAL_S = 0.01
-LINE = "line"  # the stage under which lines are recorded; `count` is the number of looks
+LINE = "line"  # the stage under which lines are recorded; `calls` is the number of looks
 
-_LIBRARIES = tuple({os.path.dirname(os.__file__) + os.sep, *(
-    sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")
-)})
-_FASTLOAD = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OUTERMOST = (BatchWatch.measure.__code__, BatchWatch._measure_stages.__code__)  # outside is the training loop
+_NOT_OWN = tuple(
+    {
+        os.path.dirname(os.__file__) + os.sep,
+        *(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")),
+        os.path.dirname(os.path.dirname(__file__)) + os.sep,
+        "<frozen",
+    }
+)
+_OUTERMOST = (
+    BatchWatch.measure.__code__,
+    BatchWatch._measure_stages.__code__,
+)  # outside is the training loop
 
 
 class HotLines:
@@ -55,7 +62,7 @@ class HotLines:
                     frame = frames.get(thread)
                     line = None if frame is None else line_of(frame)
                     if line is not None:
-                        recording.add(LINE, line, Sums(count=1))
+                        recording.add(LINE, line, Sums(calls=1))
                 del frames
 
     def stop(self) -> None:
@@ -64,11 +71,16 @@ class HotLines:
         self._thread.join()
 
 
+def is_own_code(path: str) -> bool:
+    """Whether a source file is the user's: neither Python's, nor of an installed package, nor ours."""
+    return bool(path) and not path.startswith(_NOT_OWN)
+
+
 def line_of(frame: FrameType | None) -> str | None:
-    """The innermost line of the user's own code that makes the batch, as "file:line in function", or None."""
+    """The innermost line of the user's code that makes the batch: "file:line in function", or None."""
     while frame is not None and frame.f_code not in _OUTERMOST:
         path = frame.f_code.co_filename
-        if not path.startswith(_LIBRARIES) and not path.startswith(_FASTLOAD) and not path.startswith("<frozen"):
+        if is_own_code(path):
             name = frame.f_code.co_qualname.replace("<locals>.", "")
             return f"{os.path.basename(path)}:{frame.f_lineno} in {name}"
         frame = frame.f_back

@@ -53,12 +53,11 @@ class Model:
         facts = timeline.facts
         workers = facts["num_workers"]
         makes = [
-            [seconds(row.end_ns - row.start_ns) for row in rows[1:] or rows] for rows in timeline.rows.values()
+            [seconds(row.end_ns - row.start_ns) for row in rows[1:] or rows]
+            for rows in timeline.rows.values()
         ]
-        receiving = timeline.wait_cpus if workers else [0.0] * len(timeline.computes)
-        computes = [
-            compute_s + cpu_s for compute_s, cpu_s in zip(timeline.computes, receiving, strict=True)
-        ]
+        receiving_s = timeline.receiving_s
+        computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s
         consumer_cpu_s = timeline.consumer_cpu_s - (0 if workers else make_cpu_s)
         return cls(

@@ -1,4 +1,4 @@
-"""Which functions belong to which stage, and how they are watched: they are replaced while a batch is measured.
+"""Which functions belong to which stage. They are replaced by timed ones while a batch is measured.
 
 Rules:
 
@@ -18,6 +18,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from fastload.profiling.hot_lines import is_own_code
 from fastload.profiling.spans import here, probe
 
 if TYPE_CHECKING:
@@ -87,9 +88,11 @@ class Probes:
     def add_dataset(self, dataset: Any) -> None:
         """Watch the transforms and locks of a dataset, also inside other datasets."""
         with self._lock:
-            if not any(known is dataset for known in self._datasets):
+            if dataset is not None and not any(known is dataset for known in self._datasets):
                 self._datasets.append(dataset)
-                self._is_current = False
+            self._is_current = False
+            if self._num_measuring == 0:
+                self._find()  # now, and not in a batch that is measured
 
     def switch(self, on: bool) -> None:
         """Put the probes in place before a measured batch, and the originals back after the last one."""
@@ -111,8 +114,11 @@ class Probes:
         for module, name, stage, sizes in _FUNCTIONS:
             function = getattr(sys.modules.get(module), name, None)
             if callable(function):
-                replaced[id(function)] = function, probe(function, (stage, f"{module}.{name}"), sizes=sizes)
+                probed = probe(function, (stage, f"{module}.{name}"), sizes=sizes)
+                replaced[id(function)] = function, probed
+                self._patches.append((vars(sys.modules[module]), name, function, probed))
         replaced[id(builtins.open)] = builtins.open, _open
+        self._patches += [(vars(home), "open", builtins.open, _open) for home in (builtins, io)]
         self._patches += _references(replaced)
         for module, kind, name, stage in _METHODS:
             owner = getattr(sys.modules.get(module), kind, None)
@@ -134,20 +140,20 @@ class Probes:
 
 def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, (dict, list)):
-        owner[name] = value  # type: ignore[index, call-overload]  # a list has numbers for names
+        owner[name] = value  # type: ignore[call-overload]  # a list has numbers for names
     else:
         setattr(owner, name, value)
 
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
-    """Every global name of every module that refers to one of these functions."""
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.startswith("fastload.profiling"):
-            continue
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            found = replaced.get(id(value))
-            if found is not None and found[0] is value:
-                yield vars(module), name, value, found[1]
+    """The names in the user's modules that refer to these functions, as after `from cv2 import imread`."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if is_own_code(names.get("__file__") or ""):
+            for name, value in list(names.items()):
+                found = replaced.get(id(value))
+                if found is not None and found[0] is value:
+                    yield names, name, value, found[1]
 
 
 def _albumentations() -> Iterator[Patch]:
@@ -166,7 +172,7 @@ def _albumentations() -> Iterator[Patch]:
 
 
 def _transform_modules() -> Iterator[Patch]:
-    """The transforms of other libraries: all their classes that have a `forward` or `__call__` of their own."""
+    """The transforms of other libraries: all their classes with a `forward` or `__call__` of their own."""
     for module_name, module in list(sys.modules.items()):
         if module is not None and module_name.startswith(_TRANSFORM_MODULES):
             for kind in list(vars(module).values()):
@@ -181,7 +187,7 @@ def _transform_key(transform: Any, *_args: Any, **_kwargs: Any) -> tuple[str, st
     return TRANSFORM, type(transform).__name__
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: Any) -> Iterator[Any]:
     for below in kind.__subclasses__():
         yield below
         yield from _subclasses(below)
@@ -193,7 +199,12 @@ def _of_dataset(dataset: Any) -> Iterator[Patch]:
         for value in _attributes(part).values():
             acquire = _attributes(value).get("acquire")  # an attribute of each lock of multiprocessing
             if type(value).__module__ == "multiprocessing.synchronize" and callable(acquire):
-                yield vars(value), "acquire", acquire, probe(acquire, (LOCK, f"{type(value).__name__}.acquire"))
+                yield (
+                    vars(value),
+                    "acquire",
+                    acquire,
+                    probe(acquire, (LOCK, f"{type(value).__name__}.acquire")),
+                )
         for name in _TRANSFORM_ATTRIBUTES:
             transform = _attributes(part).get(name)
             if callable(transform):
@@ -210,7 +221,11 @@ def _of_transform(owner: Any, attribute: str, transform: Any) -> Iterator[Patch]
         return
     method = "forward" if "forward" in dir(kind) and hasattr(transform, "named_parameters") else "__call__"
     defined_in = next((base for base in kind.__mro__ if method in vars(base)), None)
-    if defined_in is not None and defined_in is not object and not defined_in.__module__.startswith("torch.nn"):
+    if (
+        defined_in is not None
+        and defined_in is not object
+        and not defined_in.__module__.startswith("torch.nn")
+    ):
         yield defined_in, method, vars(defined_in)[method], probe(vars(defined_in)[method], _transform_key)
     inner = _attributes(transform).get("transforms")
     for number, part in enumerate(inner if isinstance(inner, list) else ()):

@@ -66,14 +66,14 @@ class Sums(NamedTuple):
     """What was added up under one name.
 
     Attributes:
-        count: How often it was measured.
+        calls: How often it was measured.
         wall_ns: Time in it, without the time in stages that it called.
         cpu_ns: CPU time of the thread, likewise.
         nbytes: Bytes of the results, where they are known.
         num_pixels: Pixels of the results that are images.
     """
 
-    count: int = 0
+    calls: int = 0
     wall_ns: int = 0
     cpu_ns: int = 0
     nbytes: int = 0
@@ -123,9 +123,7 @@ class Recording:
             place = self._places.get((stage, name))
             if place is None:
                 place = self._new_name(stage, name)
-            _SUMS.pack_into(
-                self._map, place, *Sums(*_SUMS.unpack_from(self._map, place)).plus(sums)
-            )
+            _SUMS.pack_into(self._map, place, *Sums(*_SUMS.unpack_from(self._map, place)).plus(sums))
 
     def _new_name(self, stage: str, name: str) -> int:
         if len(self._places) >= _MAX_NAMES - 32 and name != OTHER:  # the rest is for OTHER of each stage

@@ -52,13 +52,14 @@ class LoaderReport:
         settings: Its number of workers, batch size, and so on, as plain values.
         num_epochs: How often a loop over it began.
         num_batches: The batches that the loops got.
-        total_s: Seconds in these loops.
+        total_s: Seconds in these loops, without the very first wait, which happens once.
         wait_share: The share of steady steps that the loop waited for data.
         wait_p50_ms: The median wait of a steady step.
         wait_p95_ms: The wait that 95% of the steady steps stay below.
         compute_ms: The mean time that the loop computes with a batch.
-        start_share: The share of all time that the loops waited for first batches.
-        start_s: The mean time from `iter()` to the first batch.
+        start_share: The share of that time that loops waited for first batches.
+        first_start_s: The time from the first `iter()` to its first batch, which happens once.
+        start_s: The mean of the same for later epochs; None with one epoch.
         data_share: The share of all time that the loops waited for data.
         speedup_if_free: How many times as fast the loops were if loading cost nothing, by the waits.
         speedup_replayed: The same, measured with held batches; None without `replay`.
@@ -83,7 +84,8 @@ class LoaderReport:
     wait_p95_ms: float
     compute_ms: float
     start_share: float
-    start_s: float
+    first_start_s: float
+    start_s: float | None
     data_share: float
     speedup_if_free: float
     speedup_replayed: float | None
@@ -120,7 +122,8 @@ class LoaderReport:
             return lines
         lines.append(
             f"  wait per batch: {ms.format(self.wait_p50_ms)} median, {ms.format(self.wait_p95_ms)} p95; "
-            f"computing: {ms.format(self.compute_ms)}; first batch of an epoch: {self.start_s:,.2f} s"
+            f"computing: {ms.format(self.compute_ms)}; very first batch: {self.first_start_s:,.2f} s"
+            + ("" if self.start_s is None else f", first batch of later epochs: {self.start_s:,.2f} s")
         )
         if self.bottleneck:
             free = f"  if loading cost nothing: {self.speedup_if_free:.2f} times as fast"
@@ -128,7 +131,8 @@ class LoaderReport:
                 free += f" by the waits, {self.speedup_replayed:.2f} measured with batches held in memory"
             lines += [free, *self._table()]
             lines += [
-                f"  {number}. {one.gain:.2f}x: {one.text}" for number, one in enumerate(self.suggestions, start=1)
+                f"  {number}. {one.gain:.2f}x: {one.text}"
+                for number, one in enumerate(self.suggestions, start=1)
             ]
             if not self.suggestions:
                 lines.append("  No change of the loader that is known here would gain 3% or more.")
@@ -140,17 +144,17 @@ class LoaderReport:
             lines[0] = lines[0][:-1] + f", and workers are busy {self.worker_utilisation:.0%} of the time:"
         shown = [stage for stage in self.stages if stage.share >= 0.01][:10]
         for stage in shown:
-            name = f"{STAGE_NAMES[stage.stage]}: {stage.name}" if stage.name else STAGE_NAMES[stage.stage]
+            label = f"{STAGE_NAMES[stage.stage]}: {stage.name}" if stage.name else STAGE_NAMES[stage.stage]
             waits = "" if stage.cpu_share > 0.5 else f"  ({1 - stage.cpu_share:.0%} of it waiting)"
-            lines.append(f"    {stage.share:>4.0%}  {stage.ms_per_batch:>9,.2f} ms  {name}{waits}")
-        for stage, cost_ms in self.outside.items():
+            lines.append(f"    {stage.share:>4.0%}  {stage.ms_per_batch:>9,.2f} ms  {label}{waits}")
+        for name, cost_ms in self.outside.items():
             if cost_ms >= 0.01 * self.make_ms:
-                lines.append(f"          {cost_ms:>9,.2f} ms  {STAGE_NAMES[stage]} (beside it)")
+                lines.append(f"          {cost_ms:>9,.2f} ms  {STAGE_NAMES[name]} (beside it)")
         return lines
 
 
 @dataclass(frozen=True)
-class Report:
+class ProfileReport:
     """The result of `fastload.profile`: one `LoaderReport` for each loader, in the order of first use.
 
     Attributes:
@@ -196,7 +200,7 @@ class Report:
         return {"version": 1, **asdict(self)}
 
 
-def report_of(timelines: Sequence[Timeline], available_bytes: int) -> Report:
+def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileReport:
     """The report on these loaders.
 
     Args:
@@ -204,20 +208,19 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> Report:
         available_bytes: The host memory that is free.
     """
     machine = timelines[0].machine if timelines else None
-    notes = []
-    for timeline in timelines:
-        if 0 < len(timeline.waits) < _FEW_STEPS:
-            notes.append(
-                f"{timeline.facts['name']}: only {len(timeline.waits)} steps after the warm-up were measured; "
-                "let it run longer for reliable figures"
-            )
+    few = [timeline for timeline in timelines if 0 < len(timeline.waits) < _FEW_STEPS]
+    notes = [
+        f"{timeline.facts['name']}: only {len(timeline.waits)} steps after the warm-up were measured; let it "
+        "run longer for reliable figures"
+        for timeline in few
+    ]
     if machine is not None and machine.is_saturated:
         notes.append(
-            "the CPUs were busy all the time: times of single stages contain waits for a CPU, and other programs "
-            "on this machine change the figures"
+            "the CPUs were busy all the time: times of single stages contain waits for a CPU, and other "
+            "programs on this machine change the figures"
         )
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
-    return Report(
+    return ProfileReport(
         loaders, machine.num_cpus if machine else 0, machine.busy_share if machine else None, notes
     )
 
@@ -245,7 +248,8 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         wait_p95_ms=waits[int(0.95 * (len(waits) - 1))] * 1e3 if waits else 0.0,
         compute_ms=mean(timeline.computes) * 1e3,
         start_share=timeline.start_share,
-        start_s=mean(timeline.starts),
+        first_start_s=timeline.starts[0] if timeline.starts else 0.0,
+        start_s=mean(timeline.starts[1:]) if len(timeline.starts) > 1 else None,
         data_share=timeline.data_share,
         speedup_if_free=1 / max(1 - timeline.data_share, 1e-3),
         speedup_replayed=replayed,

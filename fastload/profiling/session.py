@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from fastload.profiling.report import Report, report_of
+from fastload.profiling.report import ProfileReport, report_of
 from fastload.profiling.timeline import Machine, Timeline, read_recordings, timeline_of
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
@@ -61,10 +61,10 @@ class Profile:
             shutil.rmtree(watch.directory, ignore_errors=True)
 
     @functools.cached_property
-    def _report(self) -> Report:
+    def _report(self) -> ProfileReport:
         return report_of(self._timelines, available_bytes())
 
-    def report(self) -> Report:
+    def report(self) -> ProfileReport:
         """What was measured.
 
         Raises:

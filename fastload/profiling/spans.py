@@ -146,7 +146,14 @@ class BatchWatch:
         return batch
 
     def _add(
-        self, start_ns: int, cpu_ns: int, process_cpu_ns: int, queued_ns: int, index: Any, *, is_detailed: bool
+        self,
+        start_ns: int,
+        cpu_ns: int,
+        process_cpu_ns: int,
+        queued_ns: int,
+        index: Any,
+        *,
+        is_detailed: bool,
     ) -> int:
         end_ns = time.perf_counter_ns()
         waited_ns = start_ns - self._end_ns if self._end_ns else 0

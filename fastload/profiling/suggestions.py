@@ -96,7 +96,15 @@ def find_culprit(timeline: Timeline) -> Culprit | None:
     if not total_s:
         return None
     largest = max(by_stage, key=lambda name: by_stage[name])
+    if _is_lock_shared(timeline):
+        largest = probes.LOCK
     return Culprit(largest, by_stage[largest] / total_s, _detail(timeline, largest))
+
+
+def _is_lock_shared(timeline: Timeline) -> bool:
+    """Whether workers work one after another: each of N then waits (N - 1) / N of the time."""
+    workers: int = max(timeline.facts["num_workers"], 1)
+    return timeline.stage_s(probes.LOCK) > 0.6 * (workers - 1) / workers * timeline.make_s > 0
 
 
 def _detail(timeline: Timeline, stage: str) -> str:
@@ -166,7 +174,8 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     ]
     steady = 1 - timeline.start_share  # the changes above concern steady steps, but for persistent_workers
     whole = [
-        one if one.change == "persistent_workers" else replace(one, gain=_on_all(one.gain, steady)) for one in found
+        one if one.change == "persistent_workers" else replace(one, gain=_on_all(one.gain, steady))
+        for one in found
     ]
     best = sorted((one for one in whole if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
     return best[:MAX_SUGGESTIONS]
@@ -179,7 +188,10 @@ def _on_all(gain: float, share: float) -> float:
 
 def _without(timeline: Timeline, model: Model, *parts: Stage, added_s: float = 0.0) -> float:
     """The gain if these parts of making a batch took no time."""
-    wall_s, cpu_s = sum(stage.wall_s for stage in timeline.stages), sum(stage.cpu_s for stage in timeline.stages)
+    wall_s, cpu_s = (
+        sum(stage.wall_s for stage in timeline.stages),
+        sum(stage.cpu_s for stage in timeline.stages),
+    )
     if not wall_s or not cpu_s:
         return 1.0
     wall = (wall_s - sum(part.wall_s for part in parts) + added_s) / wall_s
@@ -213,7 +225,9 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
     sizes = f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free"
     if needed_bytes <= 0.8 * available_bytes:
         yield Suggestion(
-            "ram", f"keep {what} in RAM: {how}, which needs {sizes}. The gain begins in the second epoch", gain
+            "ram",
+            f"keep {what} in RAM: {how}, which needs {sizes}. The gain begins in the second epoch",
+            gain,
         )
         return
     shape = facts["image_shape"]
@@ -244,7 +258,7 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
 def _workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     facts = timeline.facts
     now = facts["num_workers"]
-    if timeline.stage_s(probes.LOCK) > timeline.make_s / 3 or _slow_worker(timeline) is not None:
+    if _is_lock_shared(timeline) or _slow_worker(timeline) is not None:
         return  # more workers would wait for the same lock, or for the slow one
     if facts["is_iterable"] and now == 0:
         return  # a stream must be divided among workers by its own code
@@ -287,8 +301,8 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         ]
         yield Suggestion(
             "uint8",
-            f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the dataset, "
-            "and with fastload.DataLoader(..., device=..., device_transform=fastload.Normalize(...))",
+            f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the "
+            "dataset, and with fastload.DataLoader(..., device=..., device_transform=fastload.Normalize(...))",
             _without(timeline, model, *normalizers, *collates),
         )
 
@@ -303,8 +317,9 @@ def _threads(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         makes = [[make_s / threads for make_s in own] for own in model.makes]
         yield Suggestion(
             "threads",
-            f"one thread per worker: each keeps {threads:.1f} CPUs busy, and there are {workers} workers for "
-            f"{model.num_cpus:g} CPUs. Call cv2.setNumThreads(0) and torch.set_num_threads(1) in worker_init_fn",
+            f"one thread per worker: each keeps {threads:.1f} CPUs busy, and {workers} workers share "
+            f"{model.num_cpus:g} CPUs. Call cv2.setNumThreads(0) and torch.set_num_threads(1) in "
+            "worker_init_fn",
             model.gain_to(replace(model, makes=makes)),
         )
 
@@ -350,13 +365,10 @@ def _transport(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     if facts["is_fastload"] or not facts["num_workers"]:
         return
     sending_s = sum(part.wall_s for part in timeline.outside if part.stage == probes.SEND)
-    receiving_s = sum(part.cpu_s for part in timeline.outside if part.stage == probes.RECEIVE)
-    computes = [max(compute_s - receiving_s, 0.0) for compute_s in model.computes]
-    makes = [[max(make_s - 0.0, 0.0) for make_s in own] for own in model.makes]
+    receiving_s = timeline.receiving_s
     after = replace(
         model,
-        computes=computes,
-        makes=makes,
+        computes=[max(compute_s - receiving_s, 0.0) for compute_s in model.computes],
         make_cpu_s=max(model.make_cpu_s - sending_s, 0.0),
         consumer_cpu_s=max(model.consumer_cpu_s - receiving_s, 0.0),
     )

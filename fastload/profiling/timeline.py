@@ -7,6 +7,7 @@ waits for workers to start, nor the first few of all.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,7 @@ class Timeline:
         computes: Of the same steps: how long the loop was busy with the batch.
         replayed: Of the steps with held batches: wait and computing together.
         starts: Of each epoch: from `iter()` to the first batch.
-        total_s: From the first `iter()` to the last batch's end, over all epochs, without pauses between them.
+        total_s: Seconds in loops over the loader, without the very first wait, which happens once.
         rows: The batches that were made, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines in which workers were seen, with their share, most often first.
@@ -121,8 +122,8 @@ class Timeline:
 
     @property
     def start_share(self) -> float:
-        """The share of all time that the loop waited for first batches."""
-        return min(sum(self.starts) / self.total_s, 1.0) if self.total_s else 0.0
+        """The share of all time that the loop waited for first batches, after the first epoch's."""
+        return min(sum(self.starts[1:]) / self.total_s, 1.0) if self.total_s > 0 else 0.0
 
     @property
     def data_share(self) -> float:
@@ -148,11 +149,11 @@ class Timeline:
 
     @functools.cached_property
     def consumer_cpu_s(self) -> float:
-        """The consumer's CPU time per step, all threads of its process; without workers, with making batches."""
+        """CPU time of the consumer's process per step; without workers, making batches is part of it."""
         steps = [step for step in self.watched.steps if step.kind == NEW]
         spans = [
             after.process_cpu_ns - before.process_cpu_ns
-            for before, after in zip(steps, steps[1:], strict=False)
+            for before, after in itertools.pairwise(steps)
             if before.epoch == after.epoch
         ]
         return mean([seconds(span) for span in spans])
@@ -164,6 +165,15 @@ class Timeline:
     def stage_cpu_s(self, *stages: str) -> float:
         """CPU seconds per batch in these stages."""
         return sum(stage.cpu_s for stage in self.stages if stage.stage in stages)
+
+    @property
+    def receiving_s(self) -> float:
+        """Seconds per batch in which the consumer's thread receives a batch, instead of waiting for it."""
+        if not self.facts["num_workers"]:
+            return 0.0
+        if self.facts["is_fastload"] or self.facts["pin_memory"]:  # other threads unpickle, or none
+            return mean(self.wait_cpus)
+        return sum(part.wall_s for part in self.outside if part.stage == probes.RECEIVE)
 
     @property
     def utilisation(self) -> float | None:
@@ -230,7 +240,8 @@ def _add_steps(timeline: Timeline) -> None:
     for number, own in sorted(by_epoch.items()):
         epoch = epochs[number]
         timeline.starts.append(seconds(own[0].end_ns - epoch.start_ns))
-        timeline.total_s += seconds((epoch.asked_ns or own[-1].end_ns) - epoch.start_ns)
+        first_ns = epoch.start_ns if len(timeline.starts) > 1 else own[0].end_ns
+        timeline.total_s += seconds((epoch.asked_ns or own[-1].end_ns) - first_ns)
         asked_ns = [*(step.start_ns for step in own[1:]), epoch.asked_ns]
         skipped = 1 + (num_warm_up if number == 0 else 0)
         for step, next_ns in list(zip(own, asked_ns, strict=True))[skipped:]:
@@ -252,11 +263,11 @@ def _add_stages(timeline: Timeline, mine: list[Recorded], general: list[Recorded
     for recorded in mine:
         for key, value in recorded.sums.items():
             sums[key] = sums.get(key, Sums()).plus(value)
-    num_looks = sum(value.count for (stage, _), value in sums.items() if stage == LINE)
+    num_looks = sum(value.calls for (stage, _), value in sums.items() if stage == LINE)
     outside = (probes.SEND, probes.RECEIVE, probes.PIN, probes.COPY)
     for (stage, name), value in sums.items():
         if stage == LINE:
-            timeline.lines.append((name, value.count / num_looks))
+            timeline.lines.append((name, value.calls / num_looks))
         elif stage in outside:
             timeline.outside.append(_stage(stage, name, value, num_batches))
         elif num_detailed:
@@ -271,13 +282,13 @@ def _add_stages(timeline: Timeline, mine: list[Recorded], general: list[Recorded
 
 
 def _stage(stage: str, name: str, sums: Sums, num_batches: int) -> Stage:
-    per_batch, count = max(num_batches, 1), max(sums.count, 1)
+    per_batch, count = max(num_batches, 1), max(sums.calls, 1)
     return Stage(
         stage,
         name,
         seconds(sums.wall_ns) / per_batch,
         seconds(sums.cpu_ns) / per_batch,
-        sums.count / per_batch,
+        sums.calls / per_batch,
         sums.nbytes / count,
         sums.num_pixels / count,
     )
@@ -286,7 +297,12 @@ def _stage(stage: str, name: str, sums: Sums, num_batches: int) -> Stage:
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
     """A function that reads and decodes as two stages: the time in which it did not compute is reading."""
     reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS and stage.name != "ImageFile.load"
-    if stage.stage != probes.DECODE or not reads_too or machine.is_saturated or stage.blocked_s < 0.1 * stage.wall_s:
+    if (
+        stage.stage != probes.DECODE
+        or not reads_too
+        or machine.is_saturated
+        or stage.blocked_s < 0.1 * stage.wall_s
+    ):
         return [stage]
     read = Stage(probes.READ, stage.name, stage.blocked_s, 0.0, stage.count)
     decode = Stage(

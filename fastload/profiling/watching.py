@@ -24,15 +24,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, _utils, dataloader as torch_loader
+from torch.utils.data import IterableDataset, _utils
+from torch.utils.data import dataloader as torch_loader
 
 from fastload.batch import fetch as own_fetch
+from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
 from fastload.profiling.hot_lines import HotLines
 from fastload.profiling.recording import Recording, Sums
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
 from fastload.workers import process as own_process
+from fastload.workers import worker as own_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,9 +145,7 @@ class Watch:
     def start(self) -> None:
         """Put the hooks in place."""
         if _Process.current is not None:
-            raise RuntimeError(
-                "a profile is running in this process already: end its with block first"
-            )
+            raise RuntimeError("a profile is running in this process already: end its with block first")
         self.is_on = True
         _Process.current = _Process(self.directory, _PROCESS)
         self._undo.callback(_Process.end)
@@ -186,7 +187,7 @@ class Watch:
         if _Process.current is not None:
             _Process.current.loader = watched.number  # of worker threads
         _utils.worker._worker_loop = _TorchWorker(self.directory, watched.number)
-        own_process.main = _OwnWorker(self.directory, watched.number)
+        vars(own_process)["main"] = _OwnWorker(self.directory, watched.number)
         start_ns = time.perf_counter_ns()
         _here.loader = watched.number
         try:
@@ -201,7 +202,9 @@ class Watch:
         known = self._known.get(loader)
         if known is None:
             facts = _facts_of(loader, sys._getframe(2))
-            key = tuple(facts[name] for name in ("name", "dataset", "num_samples", "batch_size", "num_workers"))
+            key = tuple(
+                facts[name] for name in ("name", "dataset", "num_samples", "batch_size", "num_workers")
+            )
             known = self._by_facts.get(key)  # a loader that is made anew for each epoch is one loader
             if known is None:
                 known = self._by_facts[key] = LoaderWatch(len(self.loaders), facts)
@@ -234,9 +237,9 @@ class _Progress:
         self.epoch = epoch
         self.num_steps = 0
         self._size = watch.replay
-        self.num_ahead = watched.facts["num_workers"] * (1 + (watched.facts["prefetch_factor"] or 0))
-        self._num_new = 2 * self._size + self.num_ahead
-        self._num_total = None
+        self.num_ahead: int = watched.facts["num_workers"] * (1 + (watched.facts["prefetch_factor"] or 0))
+        self._num_new: int = 2 * self._size + self.num_ahead
+        self._num_total: int | None = None
         if self._size:
             with contextlib.suppress(TypeError, NotImplementedError):  # a stream without a length
                 self._num_total = len(iterator)
@@ -301,9 +304,7 @@ def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         end_ns = time.perf_counter_ns()
         cpu_ns = time.thread_time_ns() - start_cpu_ns
         kind = REPLAYED if is_replayed else AHEAD if progress.is_ahead else NEW
-        watched.steps.append(
-            Step(progress.epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind)
-        )
+        watched.steps.append(Step(progress.epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
         if is_replayed:
             progress.num_steps += 1
         else:
@@ -401,7 +402,7 @@ def _worker_number() -> int:
 
 
 _torch_worker_loop = _utils.worker._worker_loop
-_own_main = own_process.main
+_own_main = own_worker.main
 
 
 class _TorchWorker:
@@ -449,14 +450,21 @@ def _watched_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
         process = _Process.current
         if process is None:
             return original(fetcher, index, *args, **kwargs)
-        collate = fetcher.__dict__.get("collate_fn")  # of torch's fetchers
-        if collate is not None and not hasattr(collate, "_is_watched"):
-            name = getattr(collate, "__qualname__", type(collate).__qualname__)
-            fetcher.collate_fn = probe(collate, (probes.COLLATE, name))
-            fetcher.collate_fn._is_watched = True
+        for attribute in ("collate_fn", "_collate_fn"):  # torch's name and fastload's
+            collate = vars(fetcher).get(attribute)
+            if collate is not None and not hasattr(collate, "_is_watched") and not _is_ours(fetcher, collate):
+                name = getattr(collate, "__qualname__", type(collate).__qualname__)
+                watched = probe(collate, (probes.COLLATE, name))
+                watched._is_watched = True
+                setattr(fetcher, attribute, watched)
         return process.measure(fetcher, original, index, *args, **kwargs)
 
     return fetch
+
+
+def _is_ours(fetcher: Any, collate: Any) -> bool:
+    """Whether fastload's fetcher replaces this function by its own rows, which it tells by identity."""
+    return isinstance(fetcher, own_fetch.Fetcher) and is_torch_default(collate)
 
 
 def _watched_pickler() -> Any:
@@ -495,7 +503,10 @@ def _timed(stage: str, function: Callable[..., Any]) -> Any:
         finally:
             _depth.value = 0
             process.add(
-                stage, function.__name__, time.perf_counter_ns() - start_ns, time.thread_time_ns() - start_cpu_ns
+                stage,
+                function.__name__,
+                time.perf_counter_ns() - start_ns,
+                time.thread_time_ns() - start_cpu_ns,
             )
 
     return timed
@@ -563,7 +574,11 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
             break
         for names in (frame.f_locals, frame.f_globals):
             for name, value in list(names.items()):
-                if value is loader and name not in ("self", "loader", "dataloader") and not name.startswith("_"):
+                if (
+                    value is loader
+                    and name not in ("self", "loader", "dataloader")
+                    and not name.startswith("_")
+                ):
                     return name
         frame = frame.f_back
     return type(loader).__name__

@@ -1,0 +1,178 @@
+"""Planted bottlenecks are named by the verdict, for torch's loader and for fastload's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.utils.data
+
+import fastload
+from tests.profiling import zoo
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
+
+
+def profiled(
+    loader: Any, *, num_epochs: int = 1, compute_s: float = 0.0, replay: int = 0
+) -> fastload.LoaderReport:
+    """The report on a loop over a loader."""
+    with fastload.profile(loader, replay=replay) as profile:
+        for _ in range(num_epochs):
+            for _batch in loader:
+                if compute_s:
+                    time.sleep(compute_s)
+    (report,) = profile.report().loaders
+    return report
+
+
+def make(kind: str, dataset: Any, num_workers: int, **settings: Any) -> Any:
+    """A loader of either class."""
+    if num_workers and "multiprocessing_context" not in settings:
+        settings["multiprocessing_context"] = "fork"
+    return LOADERS[kind](dataset, batch_size=zoo.BATCH, num_workers=num_workers, **settings)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(LOADERS))
+class TestPlanted:
+    """Each case with both loaders, with and without workers."""
+
+    def test_a_wait_in_reading_is_named_by_its_line(self, kind: str, num_workers: int) -> None:
+        """The dataset's own code, mostly waiting, in `SlowRead.read`."""
+        report = profiled(make(kind, zoo.SlowRead(), num_workers))
+
+        assert report.culprit == "dataset"
+        assert "in SlowRead.read" in report.bottleneck
+
+    def test_slow_files_are_reading(self, kind: str, num_workers: int, slow_files: list[str]) -> None:
+        """Files opened by `open` count as reading."""
+        report = profiled(make(kind, zoo.SlowFile(slow_files), num_workers))
+
+        assert report.culprit == "read"
+
+    def test_a_slow_transform_is_named(self, kind: str, num_workers: int) -> None:
+        """The transform of an albumentations pipeline, by its class."""
+        report = profiled(make(kind, zoo.SlowTransform(), num_workers))
+
+        assert report.culprit == "transform"
+        assert re.search(r"SlowBlur is \d\d%", report.bottleneck)
+        assert any(one.change == "transform" and "SlowBlur" in one.text for one in report.suggestions)
+
+    def test_a_plain_function_is_named(self, kind: str, num_workers: int) -> None:
+        """A function in the attribute `transform`."""
+        dataset = zoo.SlowFunction()
+
+        report = profiled(make(kind, dataset, num_workers))
+
+        assert report.culprit == "transform"
+        assert "plain_transform" in report.bottleneck
+        assert dataset.transform is zoo.plain_transform  # put back
+
+    def test_a_slow_collate_fn_is_named(self, kind: str, num_workers: int) -> None:
+        """The user's collate_fn, by its name."""
+        report = profiled(make(kind, zoo.Quick(), num_workers, collate_fn=zoo.slow_collate))
+
+        assert report.culprit == "collate"
+        assert "slow_collate" in report.bottleneck
+
+    def test_a_slow_consumer_is_not_a_data_problem(self, kind: str, num_workers: int) -> None:
+        """No culprit, no suggestion."""
+        loader = make(kind, zoo.Quick(), num_workers, persistent_workers=num_workers > 0)
+        next(iter(loader))  # persistent workers start outside the profile
+
+        report = profiled(loader, compute_s=0.06)
+
+        assert report.verdict.startswith("Data is not your bottleneck: ")
+        assert report.suggestions == []
+        assert report.culprit == ""
+
+    def test_cold_reads_are_named(self, kind: str, num_workers: int) -> None:
+        """Samples that are slow the first time they are read."""
+        report = profiled(make(kind, zoo.ColdOnce(), num_workers))
+
+        assert report.culprit == "dataset"
+        assert "ColdOnce.__getitem__" in report.bottleneck
+
+    def test_a_stream_that_waits_is_named(self, kind: str, num_workers: int) -> None:
+        """Iterable datasets are measured by the batch."""
+        report = profiled(make(kind, zoo.Stream(), num_workers))
+
+        assert report.culprit == "dataset"
+        assert "Stream.__iter__" in report.bottleneck
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_one_slow_worker_is_named(kind: str) -> None:
+    """By its number."""
+    report = profiled(make(kind, zoo.SlowWorker(), 2))
+
+    assert report.culprit == "worker"
+    assert "worker 1 takes" in report.bottleneck
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_a_lock_that_workers_share_is_named(kind: str, method: str) -> None:
+    """Each waits for the others; more workers are not suggested."""
+    loader = make(kind, zoo.Locked(method), 2, multiprocessing_context=method)
+
+    report = profiled(loader)
+
+    assert report.culprit == "lock"
+    assert not any(one.change == "workers" for one in report.suggestions)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_workers_of_new_interpreters_are_watched(kind: str, method: str) -> None:
+    """The hooks reach workers that inherit nothing."""
+    loader = make(kind, zoo.SlowTransform(), 1, multiprocessing_context=method)
+
+    report = profiled(loader, num_epochs=1)
+
+    assert any(stage.name == "SlowBlur" for stage in report.stages)
+
+
+def test_worker_threads_are_watched() -> None:
+    """Each thread of worker_method="thread" is a worker."""
+    loader = fastload.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH, num_workers=2, worker_method="thread")
+
+    report = profiled(loader)
+    loader.close()
+
+    assert report.culprit == "dataset"
+    assert report.worker_utilisation is not None
+
+
+@pytest.fixture
+def slow_files(tmp_path: Path) -> Any:
+    """Two named pipes, each fed slowly by a thread, for one reader after the other."""
+    paths = [str(tmp_path / f"pipe{number}") for number in range(2)]
+    has_ended = threading.Event()
+    threads = [threading.Thread(target=_feed, args=(path, has_ended)) for path in paths]
+    for path, thread in zip(paths, threads, strict=True):
+        os.mkfifo(path)
+        thread.start()
+    yield paths
+    has_ended.set()
+    readers = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths]
+    for reader, thread in zip(readers, threads, strict=True):
+        thread.join()
+        os.close(reader)
+
+
+def _feed(path: str, has_ended: threading.Event) -> None:
+    while not has_ended.is_set():
+        with open(path, "wb", buffering=0) as file:  # waits for a reader
+            has_ended.wait(zoo.PLANTED_S)
+            with contextlib.suppress(BrokenPipeError):
+                file.write(bytes(4096))

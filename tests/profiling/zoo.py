@@ -1,0 +1,147 @@
+"""Datasets and functions with a planted bottleneck, for the tests of profiling."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate, get_worker_info
+
+NUM_SAMPLES, BATCH = 96, 4
+PLANTED_S = 0.003  # per sample
+
+
+class Quick(Dataset[Any]):
+    """Small images that cost next to nothing."""
+
+    def __init__(self) -> None:
+        self.images = np.zeros((8, 32, 32, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.images[index % 8].copy(), index
+
+
+class SlowRead(Quick):
+    """Waits in a method that reads."""
+
+    def read(self, index: int) -> Any:
+        time.sleep(PLANTED_S)
+        return self.images[index % 8].copy()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index), index
+
+
+class SlowFile(Quick):
+    """Reads named pipes that are fed slowly, by way of `open`; each worker has its own."""
+
+    def __init__(self, paths: list[str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        with open(self.paths[0 if info is None else info.id], "rb") as file:
+            data = np.frombuffer(file.read(), np.uint8)
+        return data[: 32 * 32].copy(), index
+
+
+class ColdOnce(Quick):
+    """Waits when a sample is read for the first time in this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.seen:
+            self.seen.add(index)
+            time.sleep(PLANTED_S)
+        return super().__getitem__(index)
+
+
+class SlowBlur(A.ImageOnlyTransform):
+    """A transform with a busy loop."""
+
+    def __init__(self) -> None:
+        super().__init__(p=1.0)
+
+    def apply(self, img: Any, **_params: Any) -> Any:
+        end_s = time.perf_counter() + PLANTED_S
+        while time.perf_counter() < end_s:
+            pass
+        return img
+
+
+class SlowTransform(Quick):
+    """An albumentations pipeline, one of whose transforms is slow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = A.Compose([A.HorizontalFlip(), SlowBlur(), A.VerticalFlip()])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(image=self.images[index % 8])["image"], index
+
+
+def plain_transform(image: Any) -> Any:
+    """A function with a busy loop."""
+    end_s = time.perf_counter() + PLANTED_S
+    while time.perf_counter() < end_s:
+        pass
+    return image
+
+
+class SlowFunction(Quick):
+    """A plain function as the transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = plain_transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.images[index % 8].copy()), index
+
+
+class SlowWorker(Quick):
+    """Waits in worker 1 alone."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        time.sleep(5 * PLANTED_S if info is not None and info.id == 1 else PLANTED_S / 10)
+        return super().__getitem__(index)
+
+
+class Locked(Quick):
+    """All workers wait for one lock."""
+
+    def __init__(self, start_method: str) -> None:
+        super().__init__()
+        self.lock = multiprocessing.get_context(start_method).Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            time.sleep(PLANTED_S)
+        return super().__getitem__(index)
+
+
+def slow_collate(samples: Any) -> Any:
+    """A collate_fn that waits."""
+    time.sleep(BATCH * PLANTED_S)
+    return default_collate(samples)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A stream that waits for each sample."""
+
+    def __iter__(self) -> Any:
+        for index in range(NUM_SAMPLES):
+            time.sleep(PLANTED_S)
+            yield index
