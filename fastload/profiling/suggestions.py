@@ -302,7 +302,7 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         yield Suggestion(
             "uint8",
             f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the "
-            "dataset, and with fastload.DataLoader(..., device=..., device_transform=fastload.Normalize(...))",
+            "dataset, and with DataLoader(..., device=..., device_transform=fastload.Normalize(...))",
             _without(timeline, model, *normalizers, *collates),
         )
 
