@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample as FailedSample
     from fastload.images.decode import read_image as read_image
     from fastload.images.folder import ImageFolder as ImageFolder
+    from fastload.integrations.install import install as install, uninstall as uninstall
     from fastload.loader import DataLoader as DataLoader
     from fastload.profiling.report import (
         LoaderReport as LoaderReport,
@@ -93,6 +94,7 @@ _NAMES = {
     "batch.failed_sample": ("FailedSample",),
     "images.decode": ("read_image",),
     "images.folder": ("ImageFolder",),
+    "integrations.install": ("install", "uninstall"),
     "loader": ("DataLoader",),
     "profiling.report": ("LoaderReport", "ProfileReport"),
     "profiling.session": ("Profile", "profile"),

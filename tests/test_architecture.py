@@ -34,6 +34,7 @@ LAYERS = [
     "training",
     "loader",
     "profiling",
+    "integrations",
     "cli",
     "__init__",
     "__main__",
