@@ -1,4 +1,4 @@
-"""The command line: `fastload run`, `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
+"""The command line: `fastload run | profile | doctor`, and `fastload cache build | info | verify | ls | rm`.
 
 Rules:
 
@@ -342,6 +342,63 @@ def run(
     )
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(run_script, script, list(args or ()), as_module=is_module)
+
+
+@app.command(
+    short_help="Run a training script, and say how long it waits for data, and why.",
+    context_settings={"allow_interspersed_args": False},
+    epilog="The exit code is that of the script.",
+)
+def profile(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    replay: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="STEPS",
+            help="In stretches of this many steps, return batches that are held in memory, to measure how "
+            "fast the script is when loading costs nothing. It then trains on these batches again.",
+        ),
+    ] = 0,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
+    ] = None,
+    plot_path: Annotated[
+        str | None,
+        typer.Option(
+            "--plot", metavar="FILE.png", help="Draw the last 300 steps: waiting, computing, workers."
+        ),
+    ] = None,
+    trace_path: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="FILE.json", help="Write a trace for Perfetto or chrome://tracing."),
+    ] = None,
+) -> Any:
+    """Run SCRIPT as python does, and report how long its training loops wait for data.
+
+    The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
+    fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and up to three
+    changes with the gain that each would bring. Options of fastload come before SCRIPT; all words after
+    SCRIPT belong to the script.
+    """
+    from fastload.cli.profile_command import check, profile_script
+
+    check(json_path, plot_path, trace_path)
+    # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
+    return functools.partial(
+        profile_script,
+        script,
+        list(args or ()),
+        as_module=is_module,
+        replay=replay,
+        json_path=json_path,
+        plot_path=plot_path,
+        trace_path=trace_path,
+    )
 
 
 @app.command(epilog=EPILOG, short_help="Show what this machine offers to a data loader.")

@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def check(json_path: str | None, plot_path: str | None, trace_path: str | None) -> None:
+    """Refuse what cannot be written, before hours of training are spent.
+
+    Raises:
+        CommandError: A file cannot be written there, or matplotlib is missing.
+    """
+    for path in (json_path, plot_path, trace_path):
+        if path is not None:
+            directory = os.path.dirname(os.path.abspath(path))
+            if os.path.isdir(path) or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
+                raise CommandError(f"{path} cannot be written: its directory must exist, and be writable")
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(
+            '--plot needs matplotlib: pip install matplotlib, or the extra "plot" of fastload-torch'
+        )
+
+
 def profile_script(
     target: str,
     args: list[str],
@@ -42,15 +59,8 @@ def profile_script(
         trace_path: Where a trace is written; None: nowhere.
 
     Raises:
-        CommandError: A file cannot be written, or matplotlib is missing; before the script is run.
         BaseException: Whatever ends the script.
     """
-    for path in (json_path, plot_path, trace_path):
-        _check_writable(path)
-    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError(
-            '--plot needs matplotlib: pip install matplotlib, or the extra "plot" of fastload-torch'
-        )
     pid = os.getpid()
     profile = Profile((), replay).start()
     try:
@@ -88,16 +98,3 @@ def _write_json(path: str, value: dict[str, Any]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=2)
         file.write("\n")
-
-
-def _check_writable(path: str | None) -> None:
-    """Refuse a path that cannot be written, before hours of training are spent.
-
-    Raises:
-        CommandError: The path is a directory, or its directory is missing or not writable.
-    """
-    if path is None:
-        return
-    directory = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
-        raise CommandError(f"{path} cannot be written: its directory must exist, and be writable")

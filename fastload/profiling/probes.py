@@ -83,14 +83,13 @@ class Probes:
         self._num_measuring = 0
         self._patches: list[Patch] = []
         self._datasets: list[Any] = []
-        self._is_current = False
+        self._num_modules = 0  # when the functions were found
 
     def add_dataset(self, dataset: Any) -> None:
         """Watch the transforms and locks of a dataset, also inside other datasets."""
         with self._lock:
             if dataset is not None and not any(known is dataset for known in self._datasets):
                 self._datasets.append(dataset)
-            self._is_current = False
             if self._num_measuring == 0:
                 self._find()  # now, and not in a batch that is measured
 
@@ -99,7 +98,7 @@ class Probes:
         with self._lock:
             self._num_measuring += 1 if on else -1
             if on and self._num_measuring == 1:
-                if not self._is_current:
+                if self._num_modules != len(sys.modules):  # some libraries import their parts when first used
                     self._find()
                 for owner, name, _, probed in self._patches:
                     _set(owner, name, probed)
@@ -135,7 +134,7 @@ class Probes:
         for patch in self._patches:
             unique.setdefault((id(patch[0]), patch[1]), patch)
         self._patches = list(unique.values())
-        self._is_current = True
+        self._num_modules = len(sys.modules)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
