@@ -1,0 +1,187 @@
+"""Stages of a thread: exclusive times, and what a probed function does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from fastload.profiling import spans
+from fastload.profiling.recording import Recording, read_recording
+from fastload.profiling.spans import BatchWatch, Sampling, Spans, probe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Both clocks of `spans`; a test sets the time in nanoseconds."""
+    now = [0]
+    monkeypatch.setattr(spans.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(spans.time, "thread_time_ns", lambda: now[0] // 2)
+    return now
+
+
+@pytest.fixture
+def here() -> Iterator[Spans]:
+    """A batch that is measured in this thread."""
+    found = spans.here.spans = Spans()
+    yield found
+    spans.here.spans = None
+
+
+def test_a_stage_excludes_the_stages_that_it_calls(clock: list[int]) -> None:
+    """Outer 10, inner 30, outer again 60: 70 and 30."""
+    measured = Spans()
+    measured.enter(("transform", "Compose"))
+    clock[0] = 10
+    measured.enter(("transform", "Blur"))
+    clock[0] = 40
+    measured.leave()
+    clock[0] = 100
+    measured.leave()
+
+    assert measured.sums[("transform", "Compose")][:3] == [1, 70, 35]
+    assert measured.sums[("transform", "Blur")][:3] == [1, 30, 15]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=40))
+def test_the_times_of_all_stages_add_up(moves: list[tuple[bool, int]]) -> None:
+    """However stages nest, every nanosecond between the first and the last belongs to one of them."""
+    now = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans.time, "perf_counter_ns", lambda: now[0])
+        patch.setattr(spans.time, "thread_time_ns", lambda: now[0])
+        measured = Spans()
+        measured.enter(("dataset", ""))
+        depth = 1
+        for number, (is_entering, passed) in enumerate(moves):
+            now[0] += passed
+            if is_entering:
+                measured.enter(("read", str(number % 3)))
+                depth += 1
+            elif depth > 1:
+                measured.leave()
+                depth -= 1
+        for _ in range(depth):
+            measured.leave()
+
+    assert sum(sums[1] for sums in measured.sums.values()) == now[0]
+
+
+def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
+    """And leaves its stage after an error."""
+
+    def divide(a: int, b: int = 2) -> float:
+        return a / b
+
+    probed = probe(divide, ("read", "divide"))
+
+    assert probed(4, b=4) == 1.0
+    with pytest.raises(ZeroDivisionError):
+        probed(1, b=0)
+    assert here.sums[("read", "divide")][0] == 2
+    assert probed.__name__ == "divide"
+
+
+@pytest.mark.parametrize(
+    ("result", "size"),
+    [
+        (np.zeros((4, 5, 3), np.uint8), (60, 20)),
+        (np.zeros((3, 40, 50), np.float32), (24_000, 2_000)),
+        (np.zeros((4, 5), np.uint8), (20, 20)),
+        (Image.new("RGB", (5, 4)), (60, 20)),
+        (b"bytes", (0, 0)),
+    ],
+)
+def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
+    """Arrays of both layouts, and Pillow's images; other results have no size."""
+    probe(lambda: result, ("decode", "it"), sizes=True)()
+
+    assert tuple(here.sums[("decode", "it")][3:]) == size
+
+
+def test_outside_of_a_measured_batch_a_probe_does_nothing() -> None:
+    """It calls the function alone."""
+    assert spans.here.spans is None
+    assert probe(lambda: 7, ("read", "it"))() == 7
+
+
+class TestSampling:
+    """Which batches are measured in detail."""
+
+    def test_not_the_first_but_the_second(self) -> None:
+        """The first warms caches up."""
+        sampling = Sampling()
+
+        assert [sampling.is_due() for _ in range(2)] == [False, True]
+
+    def test_expensive_stages_are_all_measured(self) -> None:
+        """Ten events in 100 ms cost nothing."""
+        sampling = Sampling()
+        dues = []
+        for _ in range(5):
+            dues.append(sampling.is_due())
+            if dues[-1]:
+                sampling.note(10, 100_000_000)
+
+        assert dues == [False, True, True, True, True]
+
+    @given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
+    def test_measuring_costs_little(self, num_events: int, wall_ns: int) -> None:
+        """At most about MAX_SHARE of the time, as long as the largest stride allows it."""
+        sampling = Sampling()
+        sampling.note(num_events, wall_ns)
+
+        cost = num_events * spans.EVENT_NS / (sampling.stride * wall_ns)
+        assert cost <= 1.5 * spans.MAX_SHARE or sampling.stride == spans.MAX_STRIDE
+
+
+def test_switches_are_undone_after_an_error(tmp_path: Path) -> None:
+    """A batch that fails leaves no probe in place, and no row."""
+    switched: list[bool] = []
+    recording = Recording(tmp_path, 0, 0)
+    watch = BatchWatch(recording, switched.append)
+
+    def make(index: list[int]) -> list[int]:
+        if index == [1]:
+            raise OSError("unreadable")
+        return index
+
+    watch.measure(make, [0])
+    with pytest.raises(OSError, match="unreadable"):
+        watch.measure(make, [1])
+    assert watch.measure(make, [2, 3]) == [2, 3]
+    (path,) = tmp_path.glob("*.rec")
+    found = read_recording(path)
+    recording.close()
+
+    assert switched == [True, False] * (len(switched) // 2)
+    assert found is not None
+    assert [row.num_samples for row in found.rows] == [1, 2]
+
+
+def test_a_loader_inside_the_dataset_is_part_of_the_outer_batch(tmp_path: Path) -> None:
+    """Only the outer batch is recorded."""
+    recording = Recording(tmp_path, 0, 0)
+    watch = BatchWatch(recording, lambda _on: None)
+    counter = itertools.count()
+
+    def make(index: list[int]) -> int:
+        return watch.measure(lambda _index: next(counter), index) if spans.here.spans else -1
+
+    watch.measure(make, [0])
+    watch.measure(make, [0])
+    (path,) = tmp_path.glob("*.rec")
+    found = read_recording(path)
+    recording.close()
+
+    assert found is not None
+    assert len(found.rows) == 2

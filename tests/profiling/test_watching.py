@@ -1,0 +1,343 @@
+"""Watched loaders do what they did before, and everything is put back."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import multiprocessing.queues
+import os
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import pytest
+import torch
+import torch.utils.data
+from PIL import Image
+from torch.utils.data import _utils
+
+import fastload
+from fastload.batch.fetch import Fetcher
+from fastload.profiling.session import Profile
+from fastload.profiling.watching import AHEAD, NEW, REPLAYED
+from fastload.workers import process
+from tests.profiling import zoo
+from tests.profiling.test_culprits import LOADERS, make
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SETTINGS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 1, "multiprocessing_context": "spawn"},
+]
+
+
+def hooks() -> list[Any]:
+    """Everything that a profile replaces."""
+    return [
+        *(vars(kind)["__iter__"] for kind in LOADERS.values()),
+        *(
+            vars(kind)["fetch"]
+            for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, Fetcher)
+        ),
+        vars(torch.utils.data.dataloader._BaseDataLoaderIter)["__next__"],
+        vars(multiprocessing.queues)["_ForkingPickler"],
+        vars(process)["main"],
+        _utils.worker._worker_loop,
+        _utils.pin_memory.pin_memory,
+        builtins.open,
+        A.BasicTransform.__call__,
+        Image.Image.convert,
+    ]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Any:
+    """Each test leaves every hook as it found it."""
+    before = hooks()
+    yield
+    assert all(now is then for now, then in zip(hooks(), before, strict=True))
+
+
+def batches(loader: Any, num_epochs: int = 2) -> list[Any]:
+    """Copies of all batches."""
+    return [[part.clone() for part in batch] for _ in range(num_epochs) for batch in loader]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_batches_are_the_same(kind: str, settings: dict[str, Any]) -> None:
+    """Values and order, with a sampler that shuffles."""
+
+    def new() -> Any:
+        return make(
+            kind, zoo.SlowTransform(), shuffle=True, generator=torch.Generator().manual_seed(3), **settings
+        )
+
+    plain = batches(new())
+    with fastload.profile() as profile:
+        watched = batches(new())
+
+    assert len(watched) == len(plain) == 48
+    assert all(
+        torch.equal(a, b) for x, y in zip(plain, watched, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    (report,) = profile.report().loaders
+    assert report.num_batches == 48
+    assert report.num_epochs == 2
+
+
+class Broken(zoo.Quick):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9:
+            raise OSError("sample 9 is unreadable")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_errors_are_the_same(kind: str, num_workers: int) -> None:
+    """At the same batch, of the same type."""
+    loader = make(kind, Broken(), num_workers)
+
+    with fastload.profile(loader):
+        iterator = iter(loader)
+        next(iterator)
+        next(iterator)
+        with pytest.raises(OSError, match="sample 9 is unreadable"):
+            next(iterator)
+        del iterator
+
+
+def test_only_the_named_loaders_are_watched() -> None:
+    """Others are used meanwhile, and leave no trace."""
+    watched, other = make("torch", zoo.Quick(), 0), make("torch", zoo.Quick(), 0)
+
+    with fastload.profile(watched) as profile:
+        for loader in (watched, other):
+            batches(loader, 1)
+
+    (report,) = profile.report().loaders
+    assert report.name == "watched"
+    assert report.num_batches == 24
+
+
+def test_all_loaders_are_watched_without_names() -> None:
+    """Each has a report; a loader made anew for each epoch is one loader."""
+
+    def train() -> None:
+        train_loader = make("torch", zoo.Quick(), 0)
+        batches(train_loader, 1)
+
+    with fastload.profile() as profile:
+        validation = make("fastload", zoo.Quick(), 0)
+        for _ in range(3):
+            train()
+            batches(validation, 1)
+
+    reports = profile.report().loaders
+    assert [(report.name, report.num_epochs) for report in reports] == [
+        ("train_loader", 3),
+        ("validation", 3),
+    ]
+
+
+class Subclass(torch.utils.data.DataLoader[Any]):
+    """A generator around torch's iterator, as Accelerate has it."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def test_subclasses_are_watched() -> None:
+    """By the iterator of the class that they derive from."""
+    loader = Subclass(zoo.Quick(), batch_size=zoo.BATCH)
+
+    with fastload.profile() as profile:
+        batches(loader, 1)
+
+    (report,) = profile.report().loaders
+    assert report.num_batches == 24
+
+
+def test_a_loop_that_is_left_early_is_reported() -> None:
+    """With the batches that it got."""
+    loader = make("torch", zoo.Quick(), 0)
+
+    with fastload.profile(loader) as profile:
+        for number, _batch in enumerate(loader):
+            if number == 5:
+                break
+
+    (report,) = profile.report().loaders
+    assert report.num_batches == 6
+
+
+def test_a_loader_in_use_goes_on_after_the_profile() -> None:
+    """Unwatched, in the same epoch."""
+    loader = make("fastload", zoo.Quick(), 2)
+    iterator = iter(loader)
+    with fastload.profile(loader):
+        first = next(iterator)
+    rest = list(iterator)
+
+    assert len(rest) == 23
+    assert first[1].tolist() == [0, 1, 2, 3]
+
+
+def test_a_device_loader_counts_each_batch_once() -> None:
+    """The outer of two iterators."""
+    loader = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, device="cpu", device_transform=list)
+
+    with fastload.profile(loader) as profile:
+        assert len(list(loader)) == 24
+
+    (report,) = profile.report().loaders
+    assert report.num_batches == 24
+    assert report.stages
+
+
+def test_two_profiles_at_once_are_refused() -> None:
+    """The second says what to do."""
+    with fastload.profile(), pytest.raises(RuntimeError, match="end its with block first"):
+        fastload.profile().start()
+
+
+def test_a_report_before_the_end_is_refused() -> None:
+    """There is none yet."""
+    with fastload.profile() as profile, pytest.raises(RuntimeError, match="still running"):
+        profile.report()
+
+
+def test_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recordings are removed with the profile."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    with fastload.profile() as profile:
+        batches(make("fastload", zoo.Quick(), 1), 1)
+
+    assert profile.report().loaders[0].stages
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_forked_meanwhile_records_nothing() -> None:
+    """Only the loader's workers do; any other child is not watched."""
+    loader = make("torch", zoo.Quick(), 0)
+
+    with fastload.profile(loader) as profile:
+        batches(loader, 1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                batches(loader, 1)
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    assert profile.report().loaders[0].num_batches == 24
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
+    """Stretches of held batches take the place of new ones, which are left at the end."""
+    loader = make(kind, zoo.SlowRead(), num_workers)
+
+    profile = fastload.profile(loader, replay=3)
+    with profile:
+        seen = [[part.clone() for part in batch] for batch in loader]
+    steps = profile._timelines[0].watched.steps
+    (report,) = profile.report().loaders
+
+    assert len(seen) == len(steps) == 24
+    first = steps.index(next(step for step in steps if step.kind == REPLAYED))
+    assert first == 6 + 3 * num_workers
+    assert [step.kind for step in steps[first : first + 3]] == [REPLAYED] * 3
+    assert [batch[1].tolist() for batch in seen[first : first + 3]] == [b[1].tolist() for b in seen[:3]]
+    assert {step.kind for step in steps} == ({NEW, REPLAYED, AHEAD} if num_workers else {NEW, REPLAYED})
+    assert report.speedup_replayed is not None
+    assert report.speedup_replayed > 2
+
+
+@pytest.fixture(scope="module")
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Matplotlib keeps the files of its fonts open from the first picture on."""
+    Profile((), 0).plot(str(tmp_path_factory.mktemp("fonts") / "empty.png"))
+
+
+class TestReport:
+    """What can be done with a report."""
+
+    @pytest.fixture
+    def profile(self) -> fastload.Profile:
+        """A short profile of a slow dataset."""
+        loader = make("torch", zoo.SlowTransform(), 0)
+        with fastload.profile(loader) as profile:
+            batches(loader, 1)
+        return profile
+
+    def test_as_json(self, profile: fastload.Profile) -> None:
+        """Plain values only."""
+        value = json.loads(json.dumps(profile.report().as_dict()))
+
+        assert value["version"] == 1
+        assert value["loaders"][0]["culprit"] == "transform"
+
+    def test_as_text_and_html(self, profile: fastload.Profile) -> None:
+        """Both hold the verdict; HTML is escaped."""
+        report = profile.report()
+
+        assert report.loaders[0].verdict in str(report)
+        assert "SlowBlur" in report._repr_html_()
+        assert "<module>" not in report._repr_html_()
+
+    @pytest.mark.usefixtures("fonts")
+    def test_as_a_picture(self, profile: fastload.Profile, tmp_path: Path) -> None:
+        """A PNG file."""
+        path = tmp_path / "profile.png"
+
+        profile.plot(str(path))
+
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_as_a_trace(self, profile: fastload.Profile, tmp_path: Path) -> None:
+        """Complete events of the loop and of the batches that were made."""
+        path = tmp_path / "trace.json"
+
+        profile.save_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+
+        names = [event["name"] for event in events if event["ph"] == "X"]
+        assert names.count("waiting for data") == names.count("making a batch") == 24
+        assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+    @pytest.mark.usefixtures("fonts")
+    def test_without_a_loader(self, tmp_path: Path) -> None:
+        """Nothing to say, and no error."""
+        with fastload.profile() as profile:
+            pass
+        profile.plot(str(tmp_path / "empty.png"))
+
+        assert str(profile.report()) == "No DataLoader was used."
+
+
+def identity(samples: list[Any]) -> list[Any]:
+    """A collate_fn."""
+    return samples
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("collate", [None, identity])
+def test_batches_that_are_no_tensors(num_workers: int, collate: Callable[[Any], Any] | None) -> None:
+    """Lists of strings have no size, and are measured alike."""
+    loader = make("fastload", [str(number) for number in range(40)], num_workers, collate_fn=collate)
+
+    with fastload.profile(loader) as profile:
+        assert len(list(loader)) == 10
+
+    assert profile.report().loaders[0].settings["nbytes"] == 0
