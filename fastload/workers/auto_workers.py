@@ -10,7 +10,8 @@ workers, for a fraction of a second each. Rules:
 3. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
    uses the number with the best worst case. From the first epoch on, the consumer's time is measured.
 4. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
-5. The trial ends when this process ends, and its workers end with it.
+5. The trial ends when this process ends, and its workers end with it. On a system without pidfd_open, whose
+   workers are torch's, the trial ends when it has measured.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ def _run(
     """Send the timing of each number of workers, or the reason why the trial failed, as a clause."""
     try:
         drop_signal_handlers()
-        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: the trial is short
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 5
             leave_with(parent_pid)
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         warnings.simplefilter("ignore")

@@ -16,7 +16,8 @@ import torch
 import fastload
 from fastload.memory.segment import Segment
 from fastload.workers import channel
-from fastload.workers.channel import make_channel
+from fastload.workers.channel import Channel, make_channel
+from tests.kit import datasets
 
 
 def _descriptors() -> int:
@@ -73,6 +74,25 @@ def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
     assert waited
     assert (flushed[0], flushed[-1]) == ((False, False), (True, True))
     assert got == list(range(500))
+
+
+def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool sends the message that the pipe refused before, and not only when it has a new one."""
+    flush, parent, refusals = Channel.flush, os.getpid(), [False, False]
+
+    def refuse_twice(self: Channel) -> bool:
+        if os.getpid() == parent and refusals:
+            return refusals.pop()
+        return flush(self)
+
+    monkeypatch.setattr(Channel, "flush", refuse_twice)
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
+    (worker,) = iterator._pool._workers  # one slot until the size of a batch is known, and two tasks
+
+    assert refusals == []
+    assert [task.slot for task in worker.waiting] == [None]
+    assert worker.channel.is_flushed
+    assert len(list(iterator)) == 4
 
 
 def test_a_descriptor_arrives_with_its_message() -> None:
