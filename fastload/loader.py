@@ -82,7 +82,8 @@ class DataLoader(LoaderSettings):
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
             torch), the epoch, the index, and how often the index came before. Pixels are then the same for
-            any number of workers and after a resume. Needs a map-style dataset without `__getitems__`.
+            any number of workers and after a resume, and so are the draws of a `collate_fn`, which continue
+            those of the last sample of its batch. Needs a map-style dataset without `__getitems__`.
         worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
             threads; each thread gets its own copies of the dataset's pipelines. The generators of `random`,

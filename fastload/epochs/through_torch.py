@@ -46,7 +46,9 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
-        vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
+        vars(twin)["dataset"] = KeyedDataset(
+            loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_pipelines
+        )
     # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
     vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:

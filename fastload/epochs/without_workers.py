@@ -70,7 +70,9 @@ class LocalIterator(HostIterator):
         job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
         sample_rng = None
         if job.seeds_samples:
-            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
+            sample_rng = SampleRng(
+                job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=True
+            )
         self._keeps_state = job.dataset_states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:

@@ -221,7 +221,7 @@ _OTHER_MAKERS = (
     "torch",
     "numpy",
     "albumentations",
-)  # classes of these packages hold no pipelines of users
+)  # classes of these packages, and the globals of their functions, hold no pipelines of users
 
 
 @dataclass(frozen=True)
@@ -263,9 +263,7 @@ def _kind_of(key: _ById) -> _Kind:
             if type(member) is types.MemberDescriptorType
         ),
         user_classes=tuple(
-            cls
-            for cls, own in zip(mro, dicts, strict=True)
-            if _module(own).split(".")[0] not in _OTHER_MAKERS
+            cls for cls, own in zip(mro, dicts, strict=True) if not _is_other_maker(_module(own))
         ),
     )
 
@@ -297,6 +295,10 @@ def _class_dict(cls: type) -> types.MappingProxyType[str, Any]:
 def _module(class_dict: types.MappingProxyType[str, Any]) -> str:
     name = class_dict.get("__module__", "builtins")
     return name if type(name) is str else "builtins"
+
+
+def _is_other_maker(module: Any) -> bool:
+    return type(module) is str and module.split(".")[0] in _OTHER_MAKERS
 
 
 def _is_albumentations(cls: type, class_dict: types.MappingProxyType[str, Any]) -> bool:
@@ -365,7 +367,8 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
             continue  # the cell is still empty
     values += function.__defaults__ or ()
     values += (function.__kwdefaults__ or {}).values()
-    for name in _global_names(function.__code__):
+    names = [] if _is_other_maker(function.__globals__.get("__name__")) else _global_names(function.__code__)
+    for name in names:
         value = function.__globals__.get(name)
         if type(value) is not types.FunctionType or value.__globals__ is function.__globals__:
             values.append(value)

@@ -44,17 +44,18 @@ _current = _Current()
 class SampleRng:
     """Sets the generators before each sample of one dataset.
 
+    A collate_fn draws from the same generators, in the state in which the last sample of its batch left them.
+
     Args:
-        dataset: Searched for albumentations pipelines and for objects with MONAI's `set_random_state`.
+        owners: The dataset, and other objects that may hold albumentations pipelines or objects with MONAI's
+            `set_random_state`: they are searched for these.
         with_pipelines: Whether these are set; False leaves them as they are.
         is_guest: Whether generators and pipelines belong to the user, in the user's own process.
         with_globals: Whether the generators of random, numpy and torch are set.
     """
 
-    def __init__(
-        self, dataset: Any, *, with_pipelines: bool, is_guest: bool, with_globals: bool = True
-    ) -> None:
-        pipelines, self._randomizables = find_random(dataset) if with_pipelines else ([], [])
+    def __init__(self, *owners: Any, with_pipelines: bool, is_guest: bool, with_globals: bool = True) -> None:
+        pipelines, self._randomizables = find_random(owners) if with_pipelines else ([], [])
         self._transforms = list(parts_of(pipelines).values())
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
         self._is_guest = is_guest

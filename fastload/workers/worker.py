@@ -252,7 +252,9 @@ class _Worker:
     def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> None:
         sample_rng = None
         if job.seeds_samples:
-            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
+            sample_rng = SampleRng(
+                job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=False
+            )
         self._fetcher = Fetcher(
             job,
             job.dataset,
