@@ -309,7 +309,7 @@ class DataLoader(LoaderSettings):
             if self.num_workers != before:
                 persistent.close()
                 self._iterator = None
-        return resume.beginning(self, super().__iter__)
+        return resume.make_iterator(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
         if self._auto_workers is not None:

@@ -38,8 +38,9 @@ class Epoch:
 
     Attributes:
         number: The number that set_epoch() gave, or else the previous number plus one.
-        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers);
-            None: the epoch has not begun.
+        iterator_kind: The iterator that torch began it with, which decides on the order of torch's draws:
+            `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: the epoch has not
+            begun.
         generators: States of the generators before anything was drawn, by place (see `sampler_state`).
         samplers: States of the samplers, as `sampler_state.samplers_of` returns them.
         base_seed: The seed from which torch seeds its workers.
@@ -57,7 +58,7 @@ class Epoch:
     """
 
     number: int
-    beginning: str | None
+    iterator_kind: str | None
     generators: dict[str, bytes]
     samplers: dict[str, bytes]
     base_seed: int = 0
@@ -115,9 +116,9 @@ class Epoch:
         set_generators(loader, self.generators)
         set_samplers(loader, self.samplers)
         indices: Iterator[Any] = iter(loader._index_sampler)
-        if self.beginning != "again":
+        if self.iterator_kind != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if self.beginning == "workers":
+            if self.iterator_kind == "workers":
                 indices = iter(loader._index_sampler)  # with workers, torch begins twice
         self._skip(indices, state)
         if self._default_state is not None:

@@ -73,7 +73,7 @@ def current_epoch(loader: Any) -> Epoch:
     return epoch
 
 
-def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     """The iterator that ``make`` returns; if ``make`` raises, the loader keeps its position.
 
     A loaded state then stays loaded, and all generators and samplers are restored, so that another
@@ -92,12 +92,12 @@ def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         raise
 
 
-def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
+def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | None = None) -> Epoch:
     """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
     Args:
         loader: The loader whose epoch begins.
-        beginning: See Epoch.
+        iterator_kind: See Epoch.
         obstacle: Why the epoch cannot be resumed in the middle.
 
     Raises:
@@ -105,7 +105,7 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
-    epoch = Epoch(progress.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -183,7 +183,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         )
     if theirs is not None and state.num_yielded:
         epoch.dataset_states, epoch.next_worker = list(theirs), state.next_worker
-    epoch.beginning = state.beginning
+    epoch.iterator_kind = state.iterator_kind
     epoch.generators, epoch.samplers = state.generators, state.samplers
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
 
@@ -215,7 +215,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         epoch=epoch.number,
         num_yielded=epoch.num_received,
         is_finished=epoch.is_finished,
-        beginning=epoch.beginning,
+        iterator_kind=epoch.iterator_kind,
         base_seed=epoch.base_seed,
         sample_seed=epoch.sample_seed,
         checksum=(epoch.num_received, epoch.checksum),

@@ -39,7 +39,7 @@ _KEYS = {
     "dataset_states",
     "next_worker",
 }
-_BEGINNINGS = (None, "local", "workers", "again")
+_ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
 
 
@@ -51,7 +51,7 @@ class SavedState:
         epoch: The number of the epoch that has begun, or that comes next.
         num_yielded: How many of its batches the caller has received.
         is_finished: Whether the caller has seen its end.
-        beginning: How torch began it; None before the first epoch. See `epoch.Epoch`.
+        iterator_kind: Saved as "beginning"; None before the first epoch. See `epoch.Epoch`.
         base_seed: The seed from which torch seeds its workers.
         sample_seed: The seed from which `rng="sample"` seeds each sample.
         checksum: How many lists of indices the checksum covers, and the checksum.
@@ -65,7 +65,7 @@ class SavedState:
     epoch: int
     num_yielded: int
     is_finished: bool
-    beginning: str | None
+    iterator_kind: str | None
     base_seed: int
     sample_seed: int
     checksum: tuple[int, int]
@@ -78,7 +78,7 @@ class SavedState:
     @property
     def is_within_epoch(self) -> bool:
         """Whether an epoch has begun, and the caller has not seen its end."""
-        return self.beginning is not None and not self.is_finished
+        return self.iterator_kind is not None and not self.is_finished
 
     def to_plain(self) -> dict[str, Any]:
         """A dict for the user; it shares no mutable objects with this one."""
@@ -89,7 +89,7 @@ class SavedState:
             "_num_yielded": self.num_yielded,  # torchdata and Accelerate use the names of these three
             "_sampler_iter_yielded": self.num_yielded,
             "_iterator_finished": self.is_finished,
-            "beginning": self.beginning,
+            "beginning": self.iterator_kind,
             "base_seed": self.base_seed,
             "sample_seed": self.sample_seed,
             "index_checksum": list(self.checksum),
@@ -124,11 +124,11 @@ class SavedState:
             is_finished=_checked(
                 "_iterator_finished", state["_iterator_finished"], lambda v: type(v) is bool, "a bool"
             ),
-            beginning=_checked(
+            iterator_kind=_checked(
                 "beginning",
                 state["beginning"],
-                lambda v: (v is None or type(v) is str) and v in _BEGINNINGS,
-                f"one of {_BEGINNINGS}",
+                lambda v: (v is None or type(v) is str) and v in _ITERATOR_KINDS,
+                f"one of {_ITERATOR_KINDS}",
             ),
             base_seed=_integer("base_seed", state["base_seed"], 0, _INT64),
             sample_seed=_integer("sample_seed", state["sample_seed"], 0, 2 * _INT64),

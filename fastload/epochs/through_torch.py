@@ -38,7 +38,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         loader: The loader to iterate over.
         reason: Why it must use torch's iterator.
     """
-    epoch = resume.begin(loader, "workers" if loader.num_workers else "local", reason)
+    epoch = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
     if loader.rng == "sample":
         place = "batch_sampler" if loader._auto_collation else "sampler"
@@ -98,7 +98,7 @@ class TorchIterator:
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
-            self.epoch = resume.begin(loader, "again", self.reason)
+            self.epoch = resume.begin_epoch(loader, "again", self.reason)
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
     def belongs_to(self, loader: LoaderSettings) -> bool:

@@ -55,7 +55,7 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings) -> None:
         _wait_for_exit()
-        self._epoch = resume.begin(loader, "workers", resume.obstacle(loader))
+        self._epoch = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
@@ -93,7 +93,7 @@ class WorkerIterator(HostIterator):
         with self._turn:
             try:
                 if not first_iter:
-                    self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
+                    self._epoch = resume.begin_epoch(loader, "again", resume.obstacle(loader))
                     self._epoch.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
                 self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
