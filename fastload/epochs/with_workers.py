@@ -35,7 +35,8 @@ from fastload.errors import (
     add_place,
     short_repr,
 )
-from fastload.memory.ring import Ring, limit_bytes
+from fastload.memory.ring import Ring
+from fastload.system.budget import parse_ring_bytes
 from fastload.workers.job import Job
 from fastload.workers.pool import Pool
 from fastload.workers.schedule import Schedule
@@ -76,7 +77,7 @@ class WorkerIterator(HostIterator):
         if loader.worker_method == "thread":
             self._pool = _start_threads(loader, job, self._pin_memory)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
+            ring = Ring(self._num_workers, self._prefetch_factor, parse_ring_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
             try:
                 if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
@@ -339,7 +340,7 @@ def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
     return ThreadPool(
         job,
         loader.prefetch_factor or 0,
-        limit_bytes(loader.ring_bytes),
+        parse_ring_bytes(loader.ring_bytes),
         finish,
         watches=watches,
         timeout_s=loader.timeout,

@@ -22,9 +22,9 @@ from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.memory.ring import limit_bytes
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
+from fastload.system.budget import parse_ring_bytes
 from fastload.workers.job import Job
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class LocalIterator(HostIterator):
         buffers, user = _warm.get(loader, (None, None))
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(limit_bytes(loader.ring_bytes))
+            buffers = Buffers(parse_ring_bytes(loader.ring_bytes))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 

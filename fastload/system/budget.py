@@ -1,4 +1,4 @@
-"""Computes how many bytes a cache may take, from the free memory and the user's budget.
+"""Compute how many bytes a cache, or the batches of a loader, may take from the free memory.
 
 Free memory is the least of three figures: MemAvailable; for this process's cgroup and each of its ancestors,
 the limit minus the usage, where page cache that the kernel can reclaim counts as free; and RLIMIT_AS minus
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AUTO_SHARE = 0.8  # of the free memory; the rest is for the model, the workers and the batches in flight
+# Share of the memory that is free when an epoch starts; other loaders and the caches need the rest.
+_BATCHES_SHARE = 0.25
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -74,6 +76,20 @@ def parse_budget(budget: str | float, *, name: str = "budget", available: int | 
     if nbytes <= 0:
         raise ValueError(f"{name}={budget!r} is not above zero: {_USAGE}")
     return nbytes
+
+
+def parse_ring_bytes(ring_bytes: int | float | str) -> int:
+    """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
+
+    Args:
+        ring_bytes: The loader's argument: `"auto"` is a quarter of free memory; else as `parse_budget`.
+
+    Raises:
+        ValueError: As `parse_budget`.
+    """
+    if ring_bytes == "auto":
+        return int(_BATCHES_SHARE * available_bytes())
+    return parse_budget(ring_bytes, name="ring_bytes")
 
 
 def _parse_size(text: str, name: str) -> int:

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.packing import has_leaves_that_stay, unpack
-from fastload.device.registered import RegisteredSlots
+from fastload.batch.packing import unpack
+from fastload.device.registered import RegisteredSlots, has_host_leaves
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
 from fastload.memory.lease import Memory
 from fastload.memory.ring import SlotState
@@ -225,8 +225,8 @@ class Pool:
             batch = unpack(packed, task.lease)
             if slot.state is SlotState.LENT:
                 return reply.kind, batch  # an earlier call lent it, and a signal interrupted that call
-            # A prefetcher passes some leaves on to its caller, who must never see registered (pinned) slots.
-            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
+            # A prefetcher passes host leaves on to its caller, who must never see registered (pinned) slots.
+            is_private = self.registered is not None and has_host_leaves(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
             if not is_private and self.ring.lend(slot):

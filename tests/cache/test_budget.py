@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget
+from fastload.system import budget as budget_module
+from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_ring_bytes
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
@@ -159,3 +160,14 @@ def test_nonsense_is_refused(budget: Any) -> None:
         parse_budget(budget, available=GB)
     with pytest.raises(ValueError, match=r'^ring_bytes=.*"40GB"'):
         parse_budget(budget, name="ring_bytes", available=GB)
+
+
+def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other settings are read as the budget of a cache is."""
+    monkeypatch.setattr(budget_module, "available_bytes", lambda: 4000)
+
+    assert parse_ring_bytes("auto") == 1000
+    assert parse_ring_bytes("3kB") == 3000
+    assert parse_ring_bytes(77) == 77

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.memory import ring as ring_module
 from fastload.memory.lease import private_memory
-from fastload.memory.ring import EMPTY_BATCHES, Ring, Slot, SlotState, limit_bytes
+from fastload.memory.ring import EMPTY_BATCHES, Ring, Slot, SlotState
 from fastload.workers.schedule import Schedule
 
 PAGE = 4096
@@ -271,15 +270,6 @@ def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
 
     assert ring.slots == [kept]
     assert (ring.num_slots(0), ring.num_slots(1)) == (0, 1)
-
-
-def test_the_automatic_limit_is_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other settings are read as the budget of a cache is."""
-    monkeypatch.setattr(ring_module.budget, "available_bytes", lambda: 4000)
-
-    assert limit_bytes("auto") == 1000
-    assert limit_bytes("3kB") == 3000
-    assert limit_bytes(77) == 77
 
 
 class Transport(RuleBasedStateMachine):
