@@ -100,7 +100,7 @@ class DataLoader(LoaderSettings):
             CUDA it runs ahead on the side stream; it should not wait for the device or keep its input.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
-            sample follows from the seed, the epoch and the place, so it is the same for any number of
+            sample follows from the seed, the epoch and the position, so it is the same for any number of
             workers and after a resume. It comes from the indices of the sampler if the sampler is torch's,
             else from the same batch. A function: it is called where the sample was read, with a
             `FailedSample`, and returns the sample to use, or raises. Needs a map-style dataset.

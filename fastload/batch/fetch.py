@@ -26,7 +26,7 @@ from fastload.errors import short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
     from fastload.rng.sample_rng import SampleRng
     from fastload.rng.sample_streams import StreamOrigin
@@ -123,22 +123,22 @@ class Fetcher:
         """The current state of an iterable dataset that has a state_dict()."""
         return ENDED if self._has_ended else IterableState.of(self._dataset.state_dict())
 
-    def fetch(self, index: Any, origin: StreamOrigin | None = None, place: Place | None = None) -> Any:
+    def fetch(self, index: Any, origin: StreamOrigin | None = None, batch_id: BatchId | None = None) -> Any:
         """Fetch the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
             origin: With a `sample_rng`: the origin of the samples' random streams.
-            place: With a `replacer`: the place from which replacements follow.
+            batch_id: With a `replacer`: identifies the batch, so that replacements follow from it.
 
         Raises:
             StopIteration: An iterable dataset has ended.
         """
         self._indices = ()
-        if self.replacer is not None and place is not None:
+        if self.replacer is not None and batch_id is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
-            self.replacer.begin(place, index if self._auto_collation else [index])
+            self.replacer.begin(batch_id, index if self._auto_collation else [index])
         try:
             batch = self._fetch(index, origin)
         except BaseException:

@@ -23,7 +23,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.batch.failures import FailureCount, num_samples_of
-from fastload.batch.replacing import Place
+from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
@@ -147,10 +147,10 @@ class WorkerIterator(HostIterator):
         if assigned is None:
             return None
         task, worker = assigned
-        place = None
+        batch_id = None
         if self._replaces:
-            place = Place(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
-        self._pool.submit(worker, task, *self._epoch.count(index), place)
+            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
+        self._pool.submit(worker, task, *self._epoch.count(index), batch_id)
         if self._pin_thread is not None:
             self._pin_thread.expect((worker, task))
         return None

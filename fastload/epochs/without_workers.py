@@ -16,7 +16,7 @@ from torch._utils import ExceptionWrapper
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
-from fastload.batch.replacing import Place
+from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
@@ -122,14 +122,14 @@ class LocalIterator(HostIterator):
         raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
-        at = None
+        batch_id = None
         if self._failures is not None:
-            at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
         try:
             self._is_fetching = True
             self._buffers.begin()
             with self._pipelines:
-                batch = self._fetcher.fetch(index, origin, at)
+                batch = self._fetcher.fetch(index, origin, batch_id)
         except StopIteration:
             raise  # the stream has ended: there is no such batch
         except BaseException as error:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.device.cuda import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
@@ -148,13 +148,13 @@ class Pool:
         number: int,
         index: Any,
         origin: StreamOrigin | None = None,
-        at: Place | None = None,
+        batch_id: BatchId | None = None,
     ) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index, origin, at))
+            worker.waiting.append(Task(number, index, origin, batch_id))
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
@@ -342,7 +342,7 @@ class Pool:
                 self.ring.num_slots(worker_id),
                 task.index,
                 task.origin,
-                task.at,
+                task.batch_id,
             )
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
@@ -446,7 +446,7 @@ class Pool:
         new.sent.extend(task for task in worker.sent if task.reply is not None)
         for task in dict.fromkeys([*worker.sent, *worker.waiting]):
             if task.reply is None and not task.is_stale:
-                new.waiting.append(Task(task.number, task.index, task.origin, task.at))
+                new.waiting.append(Task(task.number, task.index, task.origin, task.batch_id))
 
     def let_read(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place; the caller keeps each batch until the device has read it."""

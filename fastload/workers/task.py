@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.memory.ring import Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.worker import Kind, Reply
@@ -20,7 +20,7 @@ class Task:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
         origin: The origin of the random streams of its samples.
-        at: The place from which replacements of its samples follow.
+        batch_id: With `on_error`: identifies the batch, so that replacements follow from it.
 
     Attributes:
         serial: The number of the message to a worker process; ascends over all epochs. 0 until it is sent.
@@ -37,7 +37,7 @@ class Task:
     """
 
     __slots__ = (
-        "at",
+        "batch_id",
         "dataset_state",
         "failed",
         "index",
@@ -54,11 +54,13 @@ class Task:
         "slot",
     )
 
-    def __init__(self, number: int, index: Any, origin: StreamOrigin | None, at: Place | None) -> None:
+    def __init__(
+        self, number: int, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None
+    ) -> None:
         self.number = number
         self.index = index
         self.origin = origin
-        self.at = at
+        self.batch_id = batch_id
         self.failed: tuple[FailedSample, ...] = ()
         self.serial = 0
         self.slot: Slot | None = None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
 
@@ -108,14 +108,14 @@ class ThreadPool:
         number: int,
         index: Any,
         origin: StreamOrigin | None = None,
-        at: Place | None = None,
+        batch_id: BatchId | None = None,
     ) -> None:
         """Give a worker its next task; if the first batch is watched, wait for it."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
-        task = Task(number, index, origin, at)
+        task = Task(number, index, origin, batch_id)
         worker.sent.append(task)
         worker.tasks.put(task)
         # No other worker thread draws during this wait. If the batch takes too long, `take` raises the error.
@@ -278,7 +278,7 @@ class _Worker:
             return
         self._buffers.begin()
         try:
-            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.at))
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.batch_id))
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
             task.kind = Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn

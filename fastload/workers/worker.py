@@ -45,7 +45,7 @@ from fastload.system.limits import too_many_files
 
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Channel, ChannelEnd, Received
     from fastload.workers.job import Job, PickledJob
@@ -59,7 +59,7 @@ class Fetch(NamedTuple):
     num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
     origin: StreamOrigin | None
-    place: Place | None
+    batch_id: BatchId | None
 
     def to_plain(self) -> tuple[Any, ...]:
         """This message as built-in types, which pickle faster: it is sent for each batch."""
@@ -306,7 +306,7 @@ class _Worker:
 
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
-            batch = fetcher.fetch(message.index, message.origin, message.place)
+            batch = fetcher.fetch(message.index, message.origin, message.batch_id)
             failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
             return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)
         except StopIteration as error:
