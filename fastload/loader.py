@@ -75,7 +75,7 @@ class DataLoader(LoaderSettings):
         ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_pipelines: Give every albumentations pipeline in the dataset its own random stream in each
-            worker. Without workers, the pipelines use the streams of worker 0 during each batch and are
+            worker. Without workers, the pipelines use those of worker 0 during each batch and are
             restored after it. False leaves the pipelines as torch does: albumentations 2.0.8 then draws the
             same "random" numbers in all workers, and without workers no seed controls its draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from

@@ -73,11 +73,11 @@ class Epoch:
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
-    _streams: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
+    _stream_counter: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
 
     def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
         """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        return (index, None) if self._streams is None else self._streams.count(index)
+        return (index, None) if self._stream_counter is None else self._stream_counter.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
@@ -133,7 +133,9 @@ class Epoch:
     def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
-        if self.dataset_states is not None:  # torch's sampler for streams is endless: nothing to check
+        if (
+            self.dataset_states is not None
+        ):  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = count, expected
             return
         for _ in range(count):

@@ -116,7 +116,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
         _return_to(loader, epoch, state)
     epoch.sample_seed = _sample_seed(loader)
     if getattr(loader, "rng", "worker") == "sample":
-        epoch._streams = StreamCounter(
+        epoch._stream_counter = StreamCounter(
             epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
         )
     progress.next_number = epoch.number + 1
@@ -141,7 +141,7 @@ def obstacle(loader: DataLoader[Any]) -> str | None:
 
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset is a stream that can save and load its state."""
+    """Whether the loader's dataset is iterable-style, and can save and load its state."""
     return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
 
 

@@ -98,7 +98,7 @@ class SavedState:
             },
             "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
             "obstacle": self.obstacle,
-            "dataset_states": None if states is None else [_plain_stream(state) for state in states],
+            "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
             "next_worker": self.next_worker,
         }
 
@@ -138,13 +138,13 @@ class SavedState:
             obstacle=_checked(
                 "obstacle", state["obstacle"], lambda v: v is None or type(v) is str, "None or a str"
             ),
-            dataset_states=_streams(state["dataset_states"]),
+            dataset_states=_dataset_states(state["dataset_states"]),
             next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
         )
-        num_streams = 1 if found.dataset_states is None else len(found.dataset_states)
-        if found.next_worker >= num_streams:
+        num_copies = 1 if found.dataset_states is None else len(found.dataset_states)
+        if found.next_worker >= num_copies:
             raise _wrong(
-                "next_worker", f"below {num_streams}, the number of dataset_states", found.next_worker
+                "next_worker", f"below {num_copies}, the number of dataset_states", found.next_worker
             )
         if found.is_within_epoch and DEFAULT not in found.generators:
             raise _wrong("generators", f"a dict with the key {DEFAULT!r}", sorted(found.generators))
@@ -215,15 +215,15 @@ def _samplers(value: Any) -> dict[str, bytes]:
     return found
 
 
-def _streams(value: Any) -> list[IterableState] | None:
+def _dataset_states(value: Any) -> list[IterableState] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not value:
         raise _wrong("dataset_states", "None or a list of dicts, one for each worker", value)
-    return [_stream(f"dataset_states[{number}]", stream) for number, stream in enumerate(value)]
+    return [_dataset_state(f"dataset_states[{number}]", state) for number, state in enumerate(value)]
 
 
-def _stream(key: str, value: Any) -> IterableState:
+def _dataset_state(key: str, value: Any) -> IterableState:
     progress = value.get("progress") if isinstance(value, dict) else None
     if type(progress) is str:
         if progress == "begun" and "state" in value:
@@ -246,7 +246,7 @@ def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
         ) from error
 
 
-def _plain_stream(state: IterableState) -> dict[str, Any]:
+def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
     if state.progress == "begun":
         return {"progress": state.progress, "state": state.load()}
     return {"progress": state.progress}

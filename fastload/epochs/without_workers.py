@@ -77,7 +77,7 @@ class LocalIterator(HostIterator):
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed)
-        with self._pipelines:  # iter() of a stream may draw
+        with self._pipelines:  # iter() of an iterable dataset may draw
             self._fetcher = Fetcher(
                 job,
                 job.dataset,
@@ -131,7 +131,7 @@ class LocalIterator(HostIterator):
             with self._pipelines:
                 batch = self._fetcher.fetch(index, origin, batch_id)
         except StopIteration:
-            raise  # the stream has ended: there is no such batch
+            raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
             if isinstance(error, Exception):
                 self._received(index)  # a caller who goes on after an error gets the next batch

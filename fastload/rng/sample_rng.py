@@ -34,7 +34,7 @@ class _Current(threading.local):
     """The sample that this thread is fetching."""
 
     rng: SampleRng | None = None
-    stream: bytes = b""
+    stream_bytes: bytes = b""
     generator: np.random.Generator | None = None
 
 
@@ -87,34 +87,34 @@ class SampleRng:
             self._loan = Loan(self._borrowed, self._take_over)
         if _current.rng is not self:
             # A dataset that is being read for a sample may itself iterate over a loader.
-            self._outer = _current.rng, _current.stream, _current.generator
+            self._outer = _current.rng, _current.stream_bytes, _current.generator
         _current.rng = self
-        _current.stream = stream_bytes(origin, index, occurrence)
+        _current.stream_bytes = stream_bytes(origin, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.rng is self:
-            _current.rng, _current.stream, _current.generator = self._outer
+            _current.rng, _current.stream_bytes, _current.generator = self._outer
         if self._loan is not None:
             loan, self._loan = self._loan, None
             loan.end()
 
     def set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
-        stream = _current.stream
+        seeds = _current.stream_bytes
         _current.generator = None
         if self._with_globals:
-            random.seed(_number(stream[:8]))
-            np.random.seed(_number(stream[8:12]))
-            torch.default_generator.manual_seed(_number(stream[12:20]))
+            random.seed(_number(seeds[:8]))
+            np.random.seed(_number(seeds[8:12]))
+            torch.default_generator.manual_seed(_number(seeds[12:20]))
         if self._randomizables:
-            self._state.seed(_number(stream[20:24]))
+            self._state.seed(_number(seeds[20:24]))
         if self._transforms:
             if self._salt:
-                stream = hashlib.blake2b(stream + self._salt, digest_size=STREAM_BYTES).digest()
-            self._pair[1].seed(_number(stream[24:32]))
-            self._bits.state = _pcg64_state(_number(stream[32:48]), _number(stream[48:]))
+                seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()
+            self._pair[1].seed(_number(seeds[24:32]))
+            self._bits.state = _pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
 
     def mark(self) -> Callable[[], None]:
         """See `mark`."""
@@ -134,7 +134,7 @@ class SampleRng:
     def sample_generator(self) -> np.random.Generator:
         """See `sample_generator`."""
         if _current.generator is None:
-            words = np.frombuffer(_current.stream, np.uint32)
+            words = np.frombuffer(_current.stream_bytes, np.uint32)
             _current.generator = np.random.Generator(np.random.PCG64(words))
         return _current.generator
 
@@ -158,9 +158,9 @@ class SampleRng:
 def sample_generator() -> np.random.Generator:
     """A NumPy Generator for the sample that is being fetched: call it in `__getitem__` or a transform.
 
-    With ``rng="sample"`` all calls for one sample return the same Generator. Its stream follows from the
-    seed, the epoch, the index and its occurrence, so it is the same for any number of workers, also in
-    threads. Elsewhere (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded
+    With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
+    return that of the last sample of the batch. Its random stream follows from the seed, the epoch, the index
+    and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded
     by a draw from torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng

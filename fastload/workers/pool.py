@@ -162,7 +162,7 @@ class Pool:
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: The state from which each worker's stream resumes; None: no stream resumes.
+            dataset_states: The state from which each worker's iterable dataset resumes; None: it starts over.
         """
         with self.lock:
             self._restart = Restart(epoch, None)

@@ -32,7 +32,7 @@ class Task:
         place: The place of the error, in words; empty if the worker did not report one.
         notes: Notes to add to the error.
         failed: Samples that could not be read and were replaced.
-        dataset_state: The state of the worker's stream after this task.
+        dataset_state: The state of the worker's iterable dataset after this task.
         is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
     """
 

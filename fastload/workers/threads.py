@@ -128,7 +128,7 @@ class ThreadPool:
 
         Args:
             epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: Not used: threads do not read streams.
+            dataset_states: Not used: threads do not read iterable datasets.
         """
         for worker in self._workers:
             worker.drop_tasks()

@@ -70,7 +70,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start over."""
 
     epoch: int | None  # the number that the user set, for datasets that have a set_epoch()
-    dataset_state: IterableState | None  # the state from which a stream resumes; None: from its beginning
+    dataset_state: IterableState | None  # from which an iterable dataset resumes; None: it starts over
 
 
 class Kind(enum.IntEnum):
@@ -95,7 +95,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: bytes | None = None
-    dataset_state: IterableState | None = None  # of a stream with a state_dict()
+    dataset_state: IterableState | None = None  # of an iterable dataset with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -404,9 +404,9 @@ def _be_quiet() -> None:
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
-    for stream in (sys.stderr, sys.__stderr__):
-        if stream is None or faulthandler.is_enabled():
+    for file in (sys.stderr, sys.__stderr__):
+        if file is None or faulthandler.is_enabled():
             continue
         # A user's or a notebook's replacement of stderr may be closed or have no descriptor.
         with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
-            faulthandler.enable(stream)
+            faulthandler.enable(file)
