@@ -13,7 +13,8 @@ its row of the batch. Rules:
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
 5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
    fetched (random streams must advance), and torch's own collate gets all samples; its error is raised.
-6. No sample lies in the memory of the rows: while samples are read, default_collate stacks where torch does.
+6. No sample lies in the memory of the rows: while the dataset reads samples, default_collate stacks into the
+   memory that torch would use.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
 
 class _MismatchError(Exception):
-    """A sample that does not fit the rows of its batch; never leaves this file."""
+    """A sample does not fit the rows of its batch; raised and caught in this file only."""
 
 
 class _Batch:
@@ -255,7 +256,7 @@ class _SequenceNode:
 class RowCollate:
     """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
 
-    Its length is the number of samples that were added to the batch so far.
+    ``len()`` of it is the number of samples that were added to the batch so far.
 
     Args:
         arena: Where rows are laid out.

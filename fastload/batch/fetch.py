@@ -304,7 +304,7 @@ def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
 
 
 def _reads_as_ours(dataset: Any) -> bool:
-    """Whether this dataset returns the samples of its cache, and no subclass changes them."""
+    """Whether this is a CachedDataset whose reading methods no subclass or attribute replaces."""
     ours = _cached_dataset_class()
     if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
         return False

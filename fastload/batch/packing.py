@@ -38,7 +38,7 @@ class Packed(NamedTuple):
     skeleton: bytes
     leaves: tuple[PackedLeaf, ...]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # how many places of the batch hold a leaf; one leaf may be in several places
+    num_places: int  # how often a leaf occurs in the batch; the same leaf may occur several times
 
     def to_plain(self) -> tuple[Any, ...]:
         """This object as built-in types, which pickle in a sixth of the time; see `of_plain`."""

@@ -89,7 +89,7 @@ class Replacer:
             return sample
         for attempt, index in enumerate(self._candidates(number)):
             try:
-                # A negative number: a regular occurrence of the sample never draws the same numbers.
+                # A negative occurrence: the sample draws other numbers than where the sampler gave its index.
                 sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
                 place = f"sample {short_repr(index)} in its place"

@@ -72,7 +72,7 @@ class Backend(Protocol):
         """Page-lock mapped memory, so that copies read it in place; return "", or why that failed."""
 
     def unregister(self, address: int) -> str:
-        """Undo `register`, when no copy from there is in flight; return "", or why that failed."""
+        """Undo `register`, when no copy from that memory is in flight; return "", or why that failed."""
 
 
 def check_device(device: str | int | torch.device) -> torch.device | None:

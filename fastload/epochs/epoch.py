@@ -80,7 +80,7 @@ class Epoch:
         return (index, None) if self._stream_counter is None else self._stream_counter.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
-        """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
+        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
@@ -119,7 +119,7 @@ class Epoch:
         if self.iterator_kind != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if self.iterator_kind == "workers":
-                indices = iter(loader._index_sampler)  # with workers, torch begins twice
+                indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
         self._skip(indices, state)
         if self._default_state is not None:
             has_drawn = state.num_yielded or self.dataset_states is not None

@@ -1,8 +1,9 @@
 """Save and resume the position in an epoch: `state_dict()` and `load_state_dict()` of the loader.
 
 A state holds the beginning of the epoch (the states of generators and samplers before anything was drawn, and
-the base seed that was drawn then) and how many batches the caller has received since. To resume, the
-beginning is replayed in the same order, and that many lists of indices are skipped; no sample is read. Rules:
+the base seed that was drawn then) and the number of batches that the caller has received since. To resume,
+the loader replays the beginning in the same order, and skips the indices of that many batches; it reads no
+sample. Rules:
 
 1. A state counts the batches that the caller received, not those that workers have fetched ahead.
 2. torch's default generator belongs to the user: resuming leaves it unchanged.
@@ -167,7 +168,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
     if reason is not None:
         if state.num_yielded:
             raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
-        # At its beginning an epoch needs no replay. torch's own generator belongs to the user: not changed.
+        # Without received batches no replay is needed. torch's default generator is the user's: not set.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
         epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
@@ -201,7 +202,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if epoch is not None and not epoch.is_finished:
         _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
-        # Between epochs: the loader's own generators continue from here.
+        # Between epochs, a resumed loader continues with the current states of its own generators.
         generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
         samplers = samplers_of(loader)
     else:

@@ -4,8 +4,9 @@ It is built on torch's own base iterator (see `host_iterator`), which draws the 
 warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
 memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
 changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
-microseconds, the iterator closes: it never continues with a batch doubled or out of order. A handler that
-raises after the bookkeeping, just before the batch is returned, loses that batch as the caller's code would.
+microseconds, the iterator closes, so that no batch is delivered twice or out of order. If it raises after the
+bookkeeping, just before the batch is returned, that batch is lost, as it is when a handler raises in the
+caller's code just after it got the batch.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class WorkerIterator(HostIterator):
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
 
-        Only for a prefetcher that keeps each batch until the device has read it, hidden from its caller.
+        Call this only from a prefetcher that keeps each batch until the device has read it, and never gives
+        these batches to its caller.
         """
         self._is_prefetched = True
         if isinstance(self._pool, Pool) and self._pin_thread is None:

@@ -1,4 +1,4 @@
-"""Seed the albumentations pipelines of a dataset that is read in the user's own process (`rng="worker"`).
+"""Seed the albumentations pipelines of a dataset that is read in the consumer's process (`rng="worker"`).
 
 torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines have
 their own generators, which the user's seeds do not reach. So each batch borrows the pipelines and lets them

@@ -1,8 +1,7 @@
 """Find every albumentations pipeline that a dataset holds, at any depth.
 
-The search changes nothing.
+The search changes no object. Rules:
 
-Rules:
 1. albumentations is never imported; its objects are recognised by the names of their classes.
 2. The search runs no code of the user's: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``.
    Therefore none of them can raise.

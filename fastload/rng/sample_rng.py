@@ -2,10 +2,10 @@
 
 Rules:
 
-1. No search is made for each sample. Pipelines are found once, and all share one pair of generators (see
-   `seeding`, rule 2), so that the cost does not grow with their number.
-2. A sample draws the same numbers whether or not parts of it came from a cache, and after calls that had to
-   be repeated: `mark`, `rewind`.
+1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`,
+   rule 2). The cost of a sample therefore does not depend on the number of pipelines.
+2. A sample draws the same numbers from a cache as from its source, and when a call is repeated: `mark` and
+   `rewind` restore the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
 """
@@ -50,7 +50,8 @@ class SampleRng:
         owners: The dataset, and other objects that may hold albumentations pipelines or objects with MONAI's
             `set_random_state`: they are searched for these.
         with_pipelines: Whether these are set; False leaves them as they are.
-        is_guest: Whether generators and pipelines belong to the user, in the user's own process.
+        is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
+            then borrowed for each batch.
         with_globals: Whether the generators of random, numpy and torch are set.
     """
 
@@ -117,7 +118,7 @@ class SampleRng:
             self._bits.state = _pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
 
     def mark(self) -> Callable[[], None]:
-        """See `mark`."""
+        """See the function `mark`."""
         stack = contextlib.ExitStack()
         if self._with_globals:
             for put_back in library_generators().values():
@@ -132,7 +133,7 @@ class SampleRng:
         return stack.close
 
     def sample_generator(self) -> np.random.Generator:
-        """See `sample_generator`."""
+        """See the function `sample_generator`."""
         if _current.generator is None:
             words = np.frombuffer(_current.stream_bytes, np.uint32)
             _current.generator = np.random.Generator(np.random.PCG64(words))
@@ -160,8 +161,9 @@ def sample_generator() -> np.random.Generator:
 
     With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
     return that of the last sample of the batch. Its random stream follows from the seed, the epoch, the index
-    and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded
-    by a draw from torch's default generator. Do not keep it beyond the sample.
+    and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere
+    (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded by a draw from
+    torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng
     if rng is not None:
@@ -179,8 +181,8 @@ def rewind() -> None:
 def mark() -> Callable[[], None]:
     """A function that restores the current state of the generators, if a sample is being fetched.
 
-    Use it around user code that another process may not call for this sample: a source behind a cache, or the
-    second call of a transform. It takes 100 microseconds; a `rewind` takes 15.
+    Use it around user code that another process may skip for this sample, such as reading the source behind a
+    cache. It takes 100 microseconds; a `rewind` takes 15.
     """
     rng = _current.rng
     return _nothing if rng is None else rng.mark()

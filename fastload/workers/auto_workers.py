@@ -38,7 +38,7 @@ log = logging.getLogger("fastload")
 _LIMIT_S = 60.0  # the time limit of the trial
 _MOST_DEFAULT = 16  # the most workers if nothing was measured
 _WORTH = 0.9  # doubling goes on while it cuts the time of an epoch to less than this share
-_WAITS = 2  # a call this many times longer than for a ready batch means: the consumer waited for workers
+_WAITS = 2  # a call that takes this many times as long as for a ready batch counts as a wait for workers
 _ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
 _UNKNOWN_LENGTH = 1000  # batches of an epoch, if the loader has no length
 

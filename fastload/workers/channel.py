@@ -118,7 +118,7 @@ class Channel:
         Args:
             message: Any picklable object.
             fd: A descriptor of which the receiver gets a duplicate.
-            number: The receiver can read it even if it cannot receive the message.
+            number: Of the message; the receiver gets it even if the descriptors do not arrive.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.

@@ -199,7 +199,7 @@ def pickle_job(job: Job) -> PickledJob:
 
 def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
     def take(buffer: pickle.PickleBuffer) -> bool:
-        # A read-only buffer or a small one stays in the stream.
+        # A read-only buffer or a small one stays in the pickle.
         view = buffer.raw()
         if view.readonly or len(view) < mmap.PAGESIZE:
             return True

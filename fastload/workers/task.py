@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Task:
-    """A task that a worker has been given, or gets as soon as a slot is free.
+    """The request for one batch, and its answer. A worker process gets it as soon as a slot is free.
 
     Args:
         number: The number of the batch in its epoch.

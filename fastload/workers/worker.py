@@ -8,9 +8,9 @@ All code here runs in the worker. A worker communicates only with the parent, th
 The steps at the start come in torch's order (torch/utils/data/_utils/worker.py), so that random streams and
 `get_worker_info()` are the same as torch's. Rules:
 
-1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. A message that
-   arrives twice is handled once.
-2. Every Fetch gets a reply, at least an error that is short enough for the pipe.
+1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. If a message
+   arrives a second time, the worker drops it.
+2. Every Fetch gets a reply: if a batch cannot be sent, an error that is short enough for the pipe.
 3. A worker exits when the parent hangs up or dies.
 4. The parent's signal handlers never run in a worker.
 """
@@ -277,7 +277,8 @@ class _Worker:
         memory = None if reply.packed is None else self._arena.memory
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)
         if is_sent and memory is not None:
-            # Only now: without the reply the parent keeps the slot's old memory, and so must this worker.
+            # Only after the reply was sent: without it the parent keeps the slot's old memory, and the worker
+            # must do so too.
             self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
