@@ -47,6 +47,7 @@ from fastload.workers.process import WorkerProcess, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
 from fastload.workers.task import Task
 from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
+from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
@@ -79,7 +80,7 @@ class _WorkerHandle:
         self.sent: deque[Task] = deque()  # in the order of their answers; tasks before the caller's are done
 
 
-class Pool:
+class Pool(Workers):
     """The worker processes of one iterator.
 
     Args:
@@ -134,7 +135,7 @@ class Pool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers; False in a process forked from it."""
+        """Whether this process started the workers."""
         return os.getpid() == self._pid
 
     @property
@@ -158,12 +159,7 @@ class Pool:
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Tell all workers that a new epoch begins; answers to older tasks still come first.
-
-        Args:
-            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: The state from which each worker's stream resumes; None: no stream resumes.
-        """
+        """Send the message of a new epoch; answers to older tasks still arrive first, and are dropped."""
         with self.lock:
             self._restart = Restart(epoch, None)
             for worker_id, worker in enumerate(self._workers):
@@ -175,21 +171,7 @@ class Pool:
                 self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
-        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
-
-        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. The caller
-        may ask for the same task again until it asks for a later one, and takes the payload out itself.
-
-        Args:
-            worker_id: The worker whose answer is due.
-            number: The number of the task; the caller no longer needs earlier tasks.
-            timeout_s: How long to wait; 0 waits without limit.
-
-        Raises:
-            TimeoutError: No answer came in time.
-            WorkerDiedError: A worker has ended.
-            LoaderClosedError: The pool was closed.
-        """
+        """The answer; a batch is a view of its slot, lent to the caller, or a copy when slots are scarce."""
         task = self._answered(worker_id, number, timeout_s)
         if task.kind is None:
             try:
@@ -270,12 +252,7 @@ class Pool:
             worker.sent.popleft()
 
     def expect_open(self) -> None:
-        """Raise if no more answers can come.
-
-        Raises:
-            WorkerDiedError: A worker has died; the thread that pins batches may have noticed first.
-            LoaderClosedError: The pool was closed.
-        """
+        """Raise if the pool was closed, with the message about a dead worker if one was the reason."""
         if self._death:
             raise WorkerDiedError(self._death)
         if self._is_closed:

@@ -207,14 +207,7 @@ class LMDBCache(BaseCache):
             raise damaged(file.path, index, error) from error
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that torch's default_collate would make of these samples, read in the order of keys.
-
-        Args:
-            indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-
-        Returns:
-            None if the images are encoded, a sample is not stored, or the batch needs default_collate.
+        """The batch, read in the order of keys; None also if the images are encoded.
 
         Raises:
             CacheCorruptError: A record is damaged or missing.

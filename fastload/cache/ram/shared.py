@@ -240,15 +240,7 @@ class SharedMemoryCache(BaseCache):
         return rows
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that torch's default_collate would make of these samples, gathered column by column.
-
-        Args:
-            indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-
-        Returns:
-            None if a sample is not cached as a uniform row, or the batch needs default_collate.
-        """
+        """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
         if not self._map() or self._columns is None or not self.cached_rows(indices).all():
             return None
         return self._columns.gather(indices, allocate)
