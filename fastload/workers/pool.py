@@ -39,9 +39,10 @@ from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, 
 from fastload.memory.lease import Memory
 from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
+from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
 from fastload.workers.channel import Channel, make_channel
-from fastload.workers.death_message import death_message, oom_kills
+from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
