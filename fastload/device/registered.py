@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastload.device.cuda import say_once
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import pickle
 import select
@@ -41,6 +40,7 @@ from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
 from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
+from fastload.system.logs import log
 from fastload.workers.channel import Channel, make_channel
 from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
-
-_log = logging.getLogger("fastload")
 
 # A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
@@ -397,7 +395,7 @@ class Pool(Workers):
         messages = [self._cause_of_death(worker_id) for worker_id in dead]
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
-        _log.error("%s", self._death)
+        log.error("%s", self._death)
 
     def _cause_of_death(self, worker_id: int) -> str:
         worker = self._workers[worker_id]
@@ -409,7 +407,7 @@ class Pool(Workers):
         worker = self._workers[worker_id]
         self._take_answers(worker)
         self._restarts_left -= 1
-        _log.warning(
+        log.warning(
             "%s A new worker reads its unfinished batches again; restart_workers allows %d more",
             self._cause_of_death(worker_id),
             self._restarts_left,

@@ -10,7 +10,6 @@ GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import random
@@ -29,6 +28,7 @@ from fastload.memory.lease import Buffers
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, working_as
+from fastload.system.logs import log
 from fastload.workers.task import Task
 from fastload.workers.thread_copy import copies_for_threads
 from fastload.workers.worker import Kind, Restart
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from fastload.batch.replacing import Place
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
-
-_log = logging.getLogger("fastload")
 
 _GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
@@ -282,7 +280,7 @@ def _generator_states() -> dict[str, Any]:
 
 def _warn(drawn: list[str]) -> None:
     if drawn:
-        _log.warning(
+        log.warning(
             "the first batch drew random numbers from %s, which worker threads share: these draws have no "
             'fixed order and cannot be reproduced, not even with rng="sample". Draw from '
             'fastload.sample_generator() with rng="sample", or use worker_method="process"',

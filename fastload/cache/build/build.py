@@ -11,7 +11,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import zlib
@@ -37,6 +36,7 @@ from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, spec_of
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from fastload.cache.build.build_lock import BuildLock
     from fastload.cache.build.tasks import Answer, Value
     from fastload.cache.fingerprint import Fingerprint
-
-log = logging.getLogger("fastload")
 
 _WHAT_TO_DO = "Delete it to build it again, or give another path"
 _QUALITY = 95  # of jpeg and webp, by default

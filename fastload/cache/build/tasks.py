@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from fastload.cache.record import record_parts
 from fastload.errors import SegmentError, UnsupportedSampleError
 from fastload.memory.segment import Segment, is_supported
 from fastload.nested.spec import flatten
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
-
-log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _LEAST_SLOT_BYTES = 4 << 20  # pages are allocated as they are used; a task aims at half a slot

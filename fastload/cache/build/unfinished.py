@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -35,8 +34,7 @@ from fastload.cache.lmdb.description import FORMAT_VERSION, Plan, check_version,
 from fastload.cache.lmdb.files import SHARD_SUFFIX
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-
-log = logging.getLogger("fastload")
+from fastload.system.logs import log
 
 _PLAN_NAME = "plan.json"
 _ERRORS_NAME = "errors.jsonl"

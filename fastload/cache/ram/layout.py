@@ -29,13 +29,12 @@ from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.dtypes import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
-
-log = logging.getLogger("fastload")
 
 SEGMENT_NAME = "fastload-cache"
 CURSOR_AT = 64

@@ -24,7 +24,6 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import stat
@@ -37,13 +36,12 @@ from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
+from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.memory.segment import Segment
-
-log = logging.getLogger("fastload")
 
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
@@ -127,18 +125,17 @@ def directory() -> Path | None:
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
     if _own_namespace() is None:
-        _log_once(logging.INFO, "cache: no registry of shared caches: it needs /proc, which does not exist")
+        say_once("cache: no registry of shared caches: it needs /proc, which does not exist", logging.INFO)
         return None
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=False)
         status = path.lstat()
     except OSError as error:
-        _log_once(logging.INFO, f"cache: no registry of shared caches at {path}: {error.strerror}")
+        say_once(f"cache: no registry of shared caches at {path}: {error.strerror}", logging.INFO)
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        _log_once(
-            logging.WARNING,
+        say_once(
             f"cache: {path} is not a directory of this user alone (mode 0700), so caches are not shared "
             f"through it: remove it, or set {DIRECTORY_VARIABLE}",
         )
@@ -215,12 +212,6 @@ def creating() -> Iterator[bool]:
             unlock(fd)
         if fd >= 0:
             os.close(fd)
-
-
-@functools.cache
-def _log_once(level: int, text: str) -> None:
-    """Log a line once per process; each step of opening a cache would repeat it."""
-    log.log(level, text)
 
 
 def _open(path: Path) -> int:

@@ -18,7 +18,6 @@ changes. Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import time
@@ -37,6 +36,7 @@ from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import round_up
 from fastload.nested.spec import Spec, flatten
 from fastload.system.budget import parse_budget
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
     from fastload.memory.segment import Segment
-
-log = logging.getLogger("fastload")
 
 EMPTY, UNIFORM = 0, 1
 
