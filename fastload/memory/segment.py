@@ -151,6 +151,17 @@ class Segment:
                 f"cannot map a shared segment of {self.nbytes:,} bytes: {_refusal(error)}"
             ) from error
 
+    def write(self, data: bytes | memoryview, offset: int = 0) -> None:
+        """Write all of ``data``, without a mapping.
+
+        Raises:
+            OSError: The system refused the memory.
+        """
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.fd, view, offset)
+            view, offset = view[written:], offset + written
+
     def reopen(self) -> int:
         """A new descriptor with a file description of its own; the caller closes it.
 

@@ -132,7 +132,7 @@ class Channel:
             if is_in_segment:
                 segment = Segment.create(nbytes, name="fastload-message")
                 fds.append(segment.fd)
-                _write_all(segment.fd, data)
+                segment.write(data)
                 data = b""
             if fd is not None:
                 fds.append(os.dup(fd))  # the message may wait in the outbox after the caller closes fd
@@ -255,13 +255,6 @@ def make_channel() -> tuple[Channel, ChannelEnd]:
 def _close_all(fds: Iterator[int]) -> None:
     """Close the descriptors in one call, so that no signal handler runs between taking and closing one."""
     deque(map(os.close, fds), maxlen=0)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    offset = 0
-    view = memoryview(data)
-    while offset < len(data):
-        offset += os.pwrite(fd, view[offset:], offset)
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:

@@ -152,9 +152,9 @@ class Layout:
         segment = Segment.create(text_at + len(text), name=SEGMENT_NAME, sealed=True)
         try:
             mapping = segment.map(writable=False)
-            os.pwrite(segment.fd, text, text_at)
+            segment.write(text, text_at)
             header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
-            os.pwrite(segment.fd, header, 0)  # last: a segment without a header is not a cache
+            segment.write(header)  # last: a segment without a header is not a cache
         except SegmentError:
             segment.close()
             raise
