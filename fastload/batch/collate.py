@@ -81,14 +81,10 @@ class _Batch:
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Writable rows for the whole batch: ``(count, *shape)``."""
-        nbytes = self.count * dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        flat = self.arena.allocate(nbytes).view(dtype)
         if self.channels_last and _is_chw(shape):
             channels, height, width = shape
-            return flat.reshape(self.count, height, width, channels).transpose(0, 3, 1, 2)
-        return flat.reshape(self.count, *shape)
+            return self.arena.array((self.count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+        return self.arena.array((self.count, *shape), dtype)
 
 
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
