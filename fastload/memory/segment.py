@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 try:
     import fcntl
     import resource
-except ImportError:  # Windows, where is_supported() is False
+except ImportError:  # Windows, where segments are not supported
     fcntl = None  # type: ignore[assignment]
     resource = None  # type: ignore[assignment]
 
@@ -40,11 +40,6 @@ _MADV_POPULATE_WRITE = 23
 # These errors mean that a resource is used up, not that the system lacks support for segments.
 _SCARCITIES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LIMITS = {errno.EFBIG: "RLIMIT_FSIZE", errno.ENOMEM: "RLIMIT_AS", errno.EMFILE: "RLIMIT_NOFILE"}
-
-
-def is_supported() -> bool:
-    """Whether segments work here: on Linux with memfd_create, unless a system call filter refuses it."""
-    return why_unsupported() is None
 
 
 @functools.cache

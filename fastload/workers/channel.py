@@ -198,12 +198,6 @@ class Channel:
         """Whether the outbox is empty."""
         return not self._outbox
 
-    def has_message(self) -> bool:
-        """Whether a message is waiting to be received."""
-        if self._inbox or self._arrived:
-            return True
-        return self.peek() is not None
-
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; earlier messages may still be waiting here."""
         poller = select.poll()

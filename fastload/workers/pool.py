@@ -371,7 +371,7 @@ class Pool(Workers):
         if dead:
             with self.lock:
                 self.expect_open()  # workers that close() stopped are not dead workers
-                if worker.channel.has_message():
+                if worker.channel.peek() is not None:
                     return
                 if len(dead) <= self._restarts_left:
                     try:

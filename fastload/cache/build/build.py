@@ -34,7 +34,7 @@ from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.random_check import read_unnoticed
-from fastload.cache.record import encode, spec_of
+from fastload.cache.record import encode, outline
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
 from fastload.system.logs import log
 
@@ -205,7 +205,7 @@ def _first_record(sample: Any) -> bytes:
 
 def _identity(record: bytes) -> tuple[str, int]:
     """Structure and checksum of a sample."""
-    return spec_of(record).text.decode("ascii"), zlib.crc32(record)
+    return outline(record).spec.text.decode("ascii"), zlib.crc32(record)
 
 
 # --- building --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.cache.lmdb.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.errors import SegmentError, UnsupportedSampleError
-from fastload.memory.segment import Segment, is_supported
+from fastload.memory.segment import Segment, why_unsupported
 from fastload.nested.spec import flatten
 from fastload.system.logs import log
 
@@ -227,7 +227,7 @@ def plan_tasks(
         for span in ranges
         for start in range(span.start, span.stop, size)
     ]
-    if not num_workers or not is_supported():
+    if not num_workers or why_unsupported() is not None:
         return tasks, None
     try:
         num_slots = TASKS_A_WORKER * num_workers + 1  # the values of one more task are being stored
