@@ -20,16 +20,10 @@ from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SegmentError
+from fastload.system.posix import fcntl, resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-try:
-    import fcntl
-    import resource
-except ImportError:  # Windows, where segments are not supported
-    fcntl = None  # type: ignore[assignment]
-    resource = None  # type: ignore[assignment]
 
 PAGE_BYTES = mmap.PAGESIZE
 

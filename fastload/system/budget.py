@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastload.system.cgroups import count, groups, kilobytes, read_text
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from fastload.system.posix import resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

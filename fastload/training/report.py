@@ -20,12 +20,8 @@ import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
 from fastload.system.cgroups import kilobytes, read_text
+from fastload.system.posix import resource
 from fastload.system.sizes import readable_memory
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 _PROC = Path("/proc/self")
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))

@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
-# The arguments of recvmsg, each in a tuple for map().
-_RECEIVE = (
-    (MESSAGE_BYTES,),
-    (socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize),)
-    if hasattr(socket, "CMSG_SPACE")
-    else (),
-    (getattr(socket, "MSG_CMSG_CLOEXEC", 0),),
-)
 
 
 class Received:
@@ -107,6 +99,9 @@ class Channel:
         self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
         self._arrived: deque[Any] = deque()  # results of recvmsg
         self._inbox: deque[Received] = deque()
+        # The arguments of recvmsg, each in a tuple for map().
+        ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+        self._receive_arguments = (MESSAGE_BYTES,), (ancillary_bytes,), (socket.MSG_CMSG_CLOEXEC,)
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
@@ -186,7 +181,7 @@ class Channel:
     def _receive(self) -> None:
         # One call moves the message from the socket into the deque: if a signal handler raises, the message
         # is still in one of the two.
-        self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
+        self._arrived.extend(map(self._socket.recvmsg, *self._receive_arguments))
 
     def take_out(self) -> None:
         """Remove the message that `peek` returned, and close its descriptors."""
