@@ -26,7 +26,7 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.lmdb.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
+from fastload.cache.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
 from fastload.nested.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes

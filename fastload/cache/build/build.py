@@ -24,15 +24,15 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.progress import BuildProgress
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.lmdb.codecs import LOSSY, check_codec
+from fastload.cache.codecs import LOSSY, check_codec
 from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
+from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, outline
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note

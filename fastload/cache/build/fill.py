@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset
 
 from fastload.cache.build import processes
-from fastload.cache.build.progress import BuildProgress
+from fastload.cache.progress import BuildProgress
 from fastload.errors import add_note
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.build.progress import BuildProgress
 from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
+from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError

@@ -1,4 +1,4 @@
-"""Shows the progress of a build: a bar on a terminal, occasional log lines elsewhere.
+"""Shows the progress of work on a cache: a bar on a terminal, occasional log lines elsewhere.
 
 It starts no thread, because a build forks workers. Rules:
 
