@@ -34,6 +34,7 @@ from fastload.cache.lmdb.description import FORMAT_VERSION, Plan, check_version,
 from fastload.cache.lmdb.files import SHARD_SUFFIX
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.system.cgroups import read_text
 from fastload.system.logs import log
 
 _PLAN_NAME = "plan.json"
@@ -247,10 +248,7 @@ def _why_anew(found: Plan, plan: Plan) -> str | None:
 
 def _boot_id() -> str:
     """The id of this boot of this machine; if it is unknown, an empty string, which matches no boot."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
+    return read_text(_BOOT_ID).strip()
 
 
 def _write_whole(path: str, text: str) -> None:

@@ -36,6 +36,7 @@ from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
+from fastload.system.cgroups import read_text
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -234,9 +235,5 @@ def _own_namespace() -> int | None:
 
 def _start_time(pid: int) -> int | None:
     """The start of a process in clock ticks since boot; None if there is no process with that number."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
