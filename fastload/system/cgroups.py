@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def read_text(path: Path) -> str:
     """The text of a file; empty if it does not exist on this system, or this user may not read it."""
     try:
-        return path.read_text()
+        return path.read_text("utf-8", "surrogateescape")  # names of groups, processes and files are bytes
     except OSError:
         return ""
 

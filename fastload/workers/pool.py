@@ -251,7 +251,7 @@ class Pool(Workers):
             worker.sent.popleft()
 
     def expect_open(self) -> None:
-        """Raise if the pool was closed, with the message about a dead worker if one was the reason."""
+        """Raise LoaderClosedError if the pool was closed, WorkerDiedError if a worker died."""
         if self._death:
             raise WorkerDiedError(self._death)
         if self._is_closed:

@@ -123,7 +123,7 @@ class ThreadPool(Workers):
             _warn([name for name, state in before.items() if state != after[name]])
 
     def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Drop all older tasks and begin a new epoch; threads read no streams, so these have no states."""
+        """Drop all older tasks and begin a new epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(Restart(epoch, None))

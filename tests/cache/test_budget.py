@@ -105,6 +105,15 @@ def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
     assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
 
 
+def test_a_group_whose_name_is_not_text_limits_all_the_same(tmp_path: Path) -> None:
+    """Names of groups are bytes."""
+    write(tmp_path, v2(os.fsdecode(b"job\xff"), 2 * GB, GB))
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job\xff\n")
+
+    assert cgroup_limit_bytes(tmp_path) == 2 * GB
+
+
 @pytest.mark.parametrize("path", ["a/b/", ""], ids=["own group", "container"])
 def test_kills_are_counted_in_the_group_of_the_process(tmp_path: Path, path: str) -> None:
     """In a container whose path is the host's, the group at the mount counts."""
