@@ -8,7 +8,6 @@ public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
-import logging
 import types
 import weakref
 from multiprocessing import context as mp_context
@@ -28,6 +27,7 @@ from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.sample_streams import check_dataset
 from fastload.system import budget
+from fastload.system.logs import log, say_once
 from fastload.workers import starting
 from fastload.workers.auto_workers import AutoWorkers, check_countable
 from fastload.workers.settings import LoaderSettings
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from fastload.batch.failed_sample import FailedSample
-
-_log = logging.getLogger("fastload")
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -330,11 +328,11 @@ class DataLoader(LoaderSettings):
         if reason is not None:
             self._refuse_torch(reason)
             if not self.in_order:
-                _say_once(
+                say_once(
                     "in_order=False uses torch's own workers and transport, which are slower than those of "
                     "fastload. in_order=True uses fastload's, and batches come in the order of the sampler"
                 )
-            _log.debug("this loader uses torch's own iterator: %s", reason)
+            log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
@@ -371,7 +369,7 @@ class DataLoader(LoaderSettings):
             return f"multiprocessing_context is a {type(context).__name__}"
         reason = starting.why_no_processes()
         if reason is not None:
-            _say_once(f"workers use torch's own transport: {reason}")
+            say_once(f"workers use torch's own transport: {reason}")
         return reason
 
     def set_epoch(self, epoch: int) -> None:
@@ -436,8 +434,3 @@ def _make_trial_loader(
     """Make a loader for the trial of `num_workers="auto"`, with batches on the host in pageable memory."""
     ahead = prefetch_factor if num_workers else None
     return DataLoader(dataset, num_workers=num_workers, prefetch_factor=ahead, **settings)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _log.warning("%s", text)

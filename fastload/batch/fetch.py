@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from torch.utils.data import Subset
 
 from fastload.batch.collate import RowCollate, to_channels_last
@@ -244,7 +243,7 @@ class Fetcher:
 
     def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
         positions = _positions(self._dataset, indices)
-        batch = dataset.gather(positions, self._allocate)
+        batch = dataset.gather(positions, self._arena.array)
         if batch is not None:
             return batch
         if self.replacer is not None:
@@ -279,13 +278,6 @@ class Fetcher:
         if not len(rows) or (self._drop_last and self._has_ended):
             raise StopIteration
         return self._collated()
-
-    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        dtype = np.dtype(dtype)
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        return self._arena.allocate(nbytes).view(dtype).reshape(shape)
 
 
 def _find_cache(dataset: Any) -> CachedSamples | None:

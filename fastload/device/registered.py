@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.packing import is_plain
-from fastload.device.cuda import say_once
 from fastload.nested.device_tree import map_movable
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

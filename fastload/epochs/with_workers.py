@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.task import Task
+    from fastload.workers.workers import Workers
 
 
 class WorkerIterator(HostIterator):
@@ -74,7 +75,7 @@ class WorkerIterator(HostIterator):
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._replaces = loader.on_error != "raise"
-        self._pool: Pool | ThreadPool
+        self._pool: Workers
         if loader.worker_method == "thread":
             self._pool = _start_threads(loader, job, self._pin_memory)
         else:
@@ -320,7 +321,7 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
+def _close(pool: Workers, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.system.logs import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-_log = logging.getLogger("fastload")
 
 _CHUNK_ELEMENTS = 1_000  # elements of a container that one round of the search visits
 _MAX_VISITS = 200_000  # objects in one search; a fraction of a second
@@ -124,7 +124,7 @@ class _Search:
     def _drain(self) -> bool:
         while self._queue:
             if len(self._seen) > _MAX_VISITS:
-                _log.warning(
+                log.warning(
                     "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
                     "dataset keep their random state, maybe the same in every worker. Keep pipelines in an "
                     "attribute of the dataset, or seed them in a worker_init_fn.",

@@ -27,13 +27,12 @@ import torch
 import torch.utils.data
 
 from fastload.system.cpus import worthwhile_cpus
+from fastload.system.logs import log
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
-
-log = logging.getLogger("fastload")
 
 _LIMIT_S = 60.0  # the time limit of the trial
 _MOST_DEFAULT = 16  # the most workers if nothing was measured

@@ -187,9 +187,7 @@ def pickle_job(job: Job) -> PickledJob:
     try:
         offset = 0
         for view in views:
-            start = 0
-            while start < len(view):
-                start += os.pwrite(segment.fd, view[start:], offset + start)
+            segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
     except BaseException:
         pickled.close()

@@ -60,8 +60,3 @@ class Schedule:
     def exhaust(self, worker: int) -> None:
         """Record that ``worker`` has no more samples in this epoch."""
         self._active[worker] = False
-
-    @property
-    def num_pending(self) -> int:
-        """Tasks assigned and not yet answered."""
-        return len(self._pending)

@@ -11,6 +11,7 @@ import pytest
 
 from fastload.system import budget as budget_module
 from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_ring_bytes
+from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
@@ -103,6 +104,28 @@ def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
     """Without cgroups, and where all of them say "max", there is no limit."""
     assert cgroup_limit_bytes(write(tmp_path, {})) is None
     assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
+
+
+def test_a_group_whose_name_is_not_text_limits_all_the_same(tmp_path: Path) -> None:
+    """Names of groups are bytes."""
+    write(tmp_path, v2(os.fsdecode(b"job\xff"), 2 * GB, GB))
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job\xff\n")
+
+    assert cgroup_limit_bytes(tmp_path) == 2 * GB
+
+
+@pytest.mark.parametrize("path", ["a/b/", ""], ids=["own group", "container"])
+def test_kills_are_counted_in_the_group_of_the_process(tmp_path: Path, path: str) -> None:
+    """In a container whose path is the host's, the group at the mount counts."""
+    files = {"proc/self/cgroup": "0::/a/b\n", f"sys/fs/cgroup/{path}memory.events": "oom 3\noom_kill 2\n"}
+
+    assert oom_kills(write(tmp_path, files)) == 2
+
+
+def test_without_a_count_there_were_no_kills(tmp_path: Path) -> None:
+    """Also on a system without cgroups."""
+    assert oom_kills(tmp_path) == 0
 
 
 def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ class Transport(RuleBasedStateMachine):
         self.waiting: list[tuple[int, int]] = []
         self.sent: dict[int, list[tuple[int, Any]]] = {worker: [] for worker in range(num_workers)}
         self.held: dict[int, tuple[Any, Any]] = {}  # batch -> (slot, lease)
+        self.num_assigned = 0
         self.due = 0
         self.num_given = [0] * num_workers
         self.num_copies = 0
@@ -303,7 +304,7 @@ class Transport(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
-        if self.schedule.num_pending < self.num_workers * self.in_flight:
+        if self.num_assigned - self.due < self.num_workers * self.in_flight:
             self._assign()
         self._feed()
 
@@ -314,6 +315,7 @@ class Transport(RuleBasedStateMachine):
             assert not any(self.schedule.is_active(worker) for worker in range(self.num_workers))
         else:
             assert self.schedule.is_active(assigned[1])
+            self.num_assigned += 1
             self.waiting.append(assigned)
 
     def _feed(self) -> None:
