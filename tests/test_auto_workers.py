@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import fastload
-from fastload import loader as loader_module
+from fastload.system.logs import say_once
 from fastload.workers import auto_workers, starting
 from fastload.workers.auto_workers import AutoWorkers, Timing, fastest, safest
 from tests.kit import datasets
@@ -96,10 +96,10 @@ class Hangs(Counted):
 @pytest.fixture
 def forget() -> Iterator[None]:
     """What the system answered, and what was logged once, is forgotten before the test and after it."""
-    for known in (starting.why_no_processes, loader_module._say_once):
+    for known in (starting.why_no_processes, say_once):
         known.cache_clear()
     yield
-    for known in (starting.why_no_processes, loader_module._say_once):
+    for known in (starting.why_no_processes, say_once):
         known.cache_clear()
 
 
