@@ -31,6 +31,18 @@ def add_place(error: BaseException, place: str) -> None:
         error.add_note(_PLACE + place)
 
 
+def short_repr(value: Any) -> str:
+    """The repr of a user's object (an index, an error) for a message, cut to 200 characters.
+
+    If repr() raises, the text names the type instead, so that the error being reported is not lost.
+    """
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  # the object may be of a class of the user's
+        text = f"<{type(value).__name__}, whose repr() raised {type(error).__name__}>"
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
 class FastloadError(Exception):
     """Base of all errors that fastload itself raises."""
 
@@ -121,15 +133,3 @@ class ImageReadError(FastloadError, OSError):
 
 class DeviceUnavailableError(FastloadError, RuntimeError):
     """The device that was requested by name is not available; the message says why."""
-
-
-def short_repr(index: Any) -> str:
-    """The repr of an index for a message, cut to 200 characters.
-
-    If repr() raises, the text names the type instead, so that the error being reported is not lost.
-    """
-    try:
-        text = repr(index)
-    except Exception as error:  # noqa: BLE001  # the index may be of a class of the user's
-        text = f"<{type(index).__name__}, whose repr() raised {type(error).__name__}>"
-    return text if len(text) <= 200 else text[:200] + "..."

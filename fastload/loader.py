@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 import weakref
 from multiprocessing import context as mp_context
@@ -29,6 +28,7 @@ from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.sample_streams import check_dataset
 from fastload.system import budget
+from fastload.system.logs import log, say_once
 from fastload.workers import starting
 from fastload.workers.auto_workers import AutoWorkers, check_countable
 from fastload.workers.settings import LoaderSettings
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from fastload.batch.failed_sample import FailedSample
-
-_log = logging.getLogger("fastload")
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -76,14 +74,15 @@ class DataLoader(LoaderSettings):
         ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_pipelines: Give every albumentations pipeline in the dataset its own random stream in each
-            worker. Without workers, the pipelines use the streams of worker 0 during each batch and are
+            worker. Without workers, the pipelines use those of worker 0 during each batch and are
             restored after it. False leaves the pipelines as torch does: albumentations 2.0.8 then draws the
             same "random" numbers in all workers, and without workers no seed controls its draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
             torch), the epoch, the index, and how often the index came before. Pixels are then the same for
-            any number of workers and after a resume. Needs a map-style dataset without `__getitems__`.
+            any number of workers and after a resume, and so are the draws of a `collate_fn`, which continue
+            those of the last sample of its batch. Needs a map-style dataset without `__getitems__`.
         worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
             threads; each thread gets its own copies of the dataset's pipelines. The generators of `random`,
@@ -100,7 +99,7 @@ class DataLoader(LoaderSettings):
             CUDA it runs ahead on the side stream; it should not wait for the device or keep its input.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
-            sample follows from the seed, the epoch and the place, so it is the same for any number of
+            sample follows from the seed, the epoch and the position, so it is the same for any number of
             workers and after a resume. It comes from the indices of the sampler if the sampler is torch's,
             else from the same batch. A function: it is called where the sample was read, with a
             `FailedSample`, and returns the sample to use, or raises. Needs a map-style dataset.
@@ -310,7 +309,7 @@ class DataLoader(LoaderSettings):
             if self.num_workers != before:
                 persistent.close()
                 self._iterator = None
-        return resume.beginning(self, super().__iter__)
+        return resume.make_iterator(self, super().__iter__)
 
     def _get_iterator(self) -> Any:
         if self._auto_workers is not None:
@@ -331,11 +330,11 @@ class DataLoader(LoaderSettings):
         if reason is not None:
             self._refuse_torch(reason)
             if not self.in_order:
-                _say_once(
+                say_once(
                     "in_order=False uses torch's own workers and transport, which are slower than those of "
                     "fastload. in_order=True uses fastload's, and batches come in the order of the sampler"
                 )
-            _log.debug("this loader uses torch's own iterator: %s", reason)
+            log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
@@ -372,7 +371,7 @@ class DataLoader(LoaderSettings):
             return f"multiprocessing_context is a {type(context).__name__}"
         reason = starting.why_no_processes()
         if reason is not None:
-            _say_once(f"workers use torch's own transport: {reason}")
+            say_once(f"workers use torch's own transport: {reason}")
         return reason
 
     def set_epoch(self, epoch: int) -> None:
@@ -446,8 +445,3 @@ def _own_defaults() -> dict[str, Any]:
         inspect.signature(kind.__init__).parameters for kind in (DataLoader, torch.utils.data.DataLoader)
     )
     return {name: parameter.default for name, parameter in ours.items() if name not in theirs}
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _log.warning("%s", text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import logging
 import os
@@ -11,7 +12,7 @@ import random
 import select
 import time
 from multiprocessing import process
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,9 +22,13 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import fastload
-from fastload.workers import auto_workers
+from fastload.system.logs import say_once
+from fastload.workers import auto_workers, starting
 from fastload.workers.auto_workers import AutoWorkers, Timing, fastest, safest
 from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SECONDS = st.floats(1e-5, 10.0)
 
@@ -86,6 +91,20 @@ class Ends(Counted):
 class Hangs(Counted):
     def __getitem__(self, index: int) -> Any:
         select.select([], [], [])
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """What the system answered, and what was logged once, is forgotten before the test and after it."""
+    for known in (starting.why_no_processes, say_once):
+        known.cache_clear()
+    yield
+    for known in (starting.why_no_processes, say_once):
+        known.cache_clear()
+
+
+def _refuse(pid: int) -> int:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 class Stream(IterableDataset[int]):
@@ -284,6 +303,31 @@ def test_a_trial_that_hangs_is_given_up(
     loader = fastload.DataLoader(Hangs(), 16, num_workers="auto")
     assert loader.num_workers >= 1
     assert "because the trial failed: it took more than" in caplog.text
+
+
+@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "refused"])
+def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
+    is_missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forget: None
+) -> None:
+    """One log line has the number and its times; the first epoch's warning has the reason."""
+    if is_missing:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", _refuse)
+    caplog.set_level(logging.INFO, "fastload")
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto", prefetch_factor=2)
+    (chosen,) = [record.getMessage() for record in caplog.records]
+    caplog.clear()
+    batches = [len(list(loader)) for _ in range(2)]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    assert 1 <= loader.num_workers <= 2 * min(auto_workers.worthwhile_cpus(), 16)
+    assert chosen.startswith(f'num_workers="auto": {loader.num_workers}, measured in ')
+    assert batches == [4, 4]
+    reason = "this platform has no pidfd_open" if is_missing else "this system refuses pidfd_open: [Errno 1]"
+    assert [line.partition(reason)[:2] for line in warnings] == [
+        ("workers use torch's own transport: ", reason)
+    ]
 
 
 def test_a_process_that_may_start_none_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:

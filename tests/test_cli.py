@@ -19,9 +19,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
+from fastload.cache.build import inventory
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.lmdb import inventory
-from fastload.cache.lmdb.codecs import CODECS
+from fastload.cache.codecs import CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels

@@ -91,6 +91,11 @@ def _registry(folder: Path) -> dict[str, str]:
     return {"FASTLOAD_RUNTIME_DIR": str(folder / "runtime")}
 
 
+def _hugging_face(folder: Path) -> dict[str, str]:
+    """A folder for the files of Hugging Face datasets, which then ask no server."""
+    return {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
@@ -102,7 +107,11 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
     done = interpreter.run(
         AS_A_SCRIPT,
         cwd=folder,
-        environment={**_registry(folder), **(ONE_RANK if page.stem == "ranks" else {})},
+        environment={
+            **_registry(folder),
+            **_hugging_face(folder),
+            **(ONE_RANK if page.stem == "ranks" else {}),
+        },
         limit_s=100,
     )
 

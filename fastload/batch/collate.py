@@ -13,7 +13,8 @@ its row of the batch. Rules:
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
 5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
    fetched (random streams must advance), and torch's own collate gets all samples; its error is raised.
-6. No sample lies in the memory of the rows: while samples are read, default_collate stacks where torch does.
+6. No sample lies in the memory of the rows: while the dataset reads samples, default_collate stacks into the
+   memory that torch would use.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
 from fastload.errors import add_note
+from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
 
 class _MismatchError(Exception):
-    """A sample that does not fit the rows of its batch; never leaves this file."""
+    """A sample does not fit the rows of its batch; raised and caught in this file only."""
 
 
 class _Batch:
@@ -80,14 +82,10 @@ class _Batch:
 
     def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """Writable rows for the whole batch: ``(count, *shape)``."""
-        nbytes = self.count * dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        flat = self.arena.allocate(nbytes).view(dtype)
         if self.channels_last and _is_chw(shape):
             channels, height, width = shape
-            return flat.reshape(self.count, height, width, channels).transpose(0, 3, 1, 2)
-        return flat.reshape(self.count, *shape)
+            return self.arena.array((self.count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+        return self.arena.array((self.count, *shape), dtype)
 
 
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
@@ -148,13 +146,11 @@ class _TensorRows:
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
         self._any_strides = batch.in_worker or (batch.channels_last and first.dim() == 3)
-        # numpy has no bfloat16 or float8: their bytes are written as integers of the same width.
-        self._carrier = _carrier(first.dtype)
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        carrier = self._carrier or self._dtype
-        self._rows = self._batch.rows(self._shape, torch.empty(0, dtype=carrier).numpy().dtype)
+        dtype = tensor_array(torch.empty(0, dtype=self._dtype)).dtype
+        self._rows = self._batch.rows(self._shape, dtype)
 
     def write(self, value: Any, row: int) -> None:
         if (
@@ -165,18 +161,14 @@ class _TensorRows:
             or not (self._any_strides or value.is_contiguous())
         ):
             raise _MismatchError
-        self._rows[row] = (value if self._carrier is None else value.view(self._carrier)).numpy()
+        self._rows[row] = tensor_array(value)
 
     def restore(self, row: int) -> Any:
-        return self._as_tensor(np.array(self._rows[row], order="C"))
+        return tensor_over(np.array(self._rows[row], order="C"), self._dtype)
 
     def result(self, count: int) -> Any:
         rows, self._rows = self._rows, _NO_ROWS
-        return self._as_tensor(rows[:count])
-
-    def _as_tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._carrier is None else tensor.view(self._dtype)
+        return tensor_over(rows[:count], self._dtype)
 
 
 class _Kept:
@@ -255,7 +247,7 @@ class _SequenceNode:
 class RowCollate:
     """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
 
-    Its length is the number of samples that were added to the batch so far.
+    ``len()`` of it is the number of samples that were added to the batch so far.
 
     Args:
         arena: Where rows are laid out.
@@ -457,15 +449,6 @@ def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
     if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
         return False
     return batch.in_worker or tensor.is_contiguous() or (batch.channels_last and tensor.dim() == 3)
-
-
-def _carrier(dtype: torch.dtype) -> torch.dtype | None:
-    """The integer type that replaces a dtype which numpy does not have; None if numpy has it."""
-    try:
-        torch.empty(0, dtype=dtype).numpy()
-    except TypeError:
-        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return None
 
 
 def to_channels_last(batch: Any) -> Any:

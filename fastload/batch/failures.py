@@ -5,18 +5,16 @@ The reports are kept here, by loader, and not in the loader: frameworks copy a l
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import ErrorBudgetError
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastload.batch.failed_sample import FailedSample
-
-log = logging.getLogger("fastload")
 
 _MOST_LOGGED = 10  # log lines of an epoch; the report has all failed samples
 

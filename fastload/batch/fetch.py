@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from torch.utils.data import Subset
 
 from fastload.batch.collate import RowCollate, to_channels_last
@@ -26,7 +25,7 @@ from fastload.errors import short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
     from fastload.rng.sample_rng import SampleRng
     from fastload.rng.sample_streams import StreamOrigin
@@ -123,22 +122,22 @@ class Fetcher:
         """The current state of an iterable dataset that has a state_dict()."""
         return ENDED if self._has_ended else IterableState.of(self._dataset.state_dict())
 
-    def fetch(self, index: Any, origin: StreamOrigin | None = None, place: Place | None = None) -> Any:
+    def fetch(self, index: Any, origin: StreamOrigin | None = None, batch_id: BatchId | None = None) -> Any:
         """Fetch the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
             origin: With a `sample_rng`: the origin of the samples' random streams.
-            place: With a `replacer`: the place from which replacements follow.
+            batch_id: With a `replacer`: identifies the batch, so that replacements follow from it.
 
         Raises:
             StopIteration: An iterable dataset has ended.
         """
         self._indices = ()
-        if self.replacer is not None and place is not None:
+        if self.replacer is not None and batch_id is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
-            self.replacer.begin(place, index if self._auto_collation else [index])
+            self.replacer.begin(batch_id, index if self._auto_collation else [index])
         try:
             batch = self._fetch(index, origin)
         except BaseException:
@@ -244,7 +243,7 @@ class Fetcher:
 
     def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
         positions = _positions(self._dataset, indices)
-        batch = dataset.gather(positions, self._allocate)
+        batch = dataset.gather(positions, self._arena.array)
         if batch is not None:
             return batch
         if self.replacer is not None:
@@ -280,13 +279,6 @@ class Fetcher:
             raise StopIteration
         return self._collated()
 
-    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        dtype = np.dtype(dtype)
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        return self._arena.allocate(nbytes).view(dtype).reshape(shape)
-
 
 def _find_cache(dataset: Any) -> CachedSamples | None:
     """The cached dataset, also inside torch's Subset, if batches may be read directly from its cache."""
@@ -304,7 +296,7 @@ def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
 
 
 def _reads_as_ours(dataset: Any) -> bool:
-    """Whether this dataset returns the samples of its cache, and no subclass changes them."""
+    """Whether this is a CachedDataset whose reading methods no subclass or attribute replaces."""
     ours = _cached_dataset_class()
     if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
         return False

@@ -20,7 +20,6 @@ import torch
 
 from fastload.memory.lease import ALIGNMENT_BYTES, Arena
 from fastload.memory.segment import round_up
-from fastload.nested.device_tree import map_movable
 
 
 class PackedLeaf(NamedTuple):
@@ -39,7 +38,7 @@ class Packed(NamedTuple):
     skeleton: bytes
     leaves: tuple[PackedLeaf, ...]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # how many places of the batch hold a leaf; one leaf may be in several places
+    num_places: int  # how often a leaf occurs in the batch; the same leaf may occur several times
 
     def to_plain(self) -> tuple[Any, ...]:
         """This object as built-in types, which pickle in a sixth of the time; see `of_plain`."""
@@ -154,28 +153,6 @@ def unpack(packed: Packed, lease: Any) -> Any:
     """Restore the batch, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
     leaves = [_view(leaf, lease) for leaf in packed.leaves]
     return _Unpacker(packed.skeleton, leaves).load()
-
-
-def has_leaves_that_stay(packed: Packed, batch: Any) -> bool:
-    """Whether a prefetcher passes some leaves of the unpacked batch on without moving them to the device.
-
-    It does so with arrays, and with tensors in objects that it does not look into. An object that has a
-    ``to`` is assumed to move all its tensors.
-    """
-    if packed.has_arrays:
-        return True
-    num_moved, moves_itself = 0, False
-
-    def note(leaf: Any) -> Any:
-        nonlocal num_moved, moves_itself
-        if isinstance(leaf, torch.Tensor):
-            num_moved += is_plain(leaf)
-        else:
-            moves_itself = True
-        return leaf
-
-    map_movable(batch, note)
-    return num_moved < packed.num_places and not moves_itself
 
 
 def _place(

@@ -2,9 +2,9 @@
 
 Rules:
 
-1. Sizes and order of batches do not change: each failed sample is replaced at its place.
-2. A replacement follows from the seed, the epoch, the batch and the place in it, so that it is the same for
-   any number of workers and after a resume.
+1. Sizes and order of batches do not change: a replacement takes the position of the failed sample.
+2. A replacement follows from the `BatchId` and the position in the batch, so that it is the same for any
+   number of workers and after a resume.
 3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
    replacement is another sample of the same batch.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 _MOST_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
 
 
-class Place(NamedTuple):
-    """The batch that is read; replacements in it follow from these three numbers."""
+class BatchId(NamedTuple):
+    """Identifies one batch of a run; the replacements of its samples follow from these three numbers."""
 
     seed: int
     epoch: int
-    batch: int
+    batch: int  # its position in the epoch
 
 
 class Replacer:
@@ -48,13 +48,13 @@ class Replacer:
         self._on_error = on_error
         self._replacements = replacements
         self._worker = worker
-        self._place = Place(0, 0, 0)
+        self._batch_id = BatchId(0, 0, 0)
         self._indices: Sequence[Any] = ()
         self.failed: list[FailedSample] = []
 
-    def begin(self, place: Place, indices: Sequence[Any]) -> None:
+    def begin(self, batch_id: BatchId, indices: Sequence[Any]) -> None:
         """Start a batch of these indices."""
-        self._place = place
+        self._batch_id = batch_id
         self._indices = indices
         self.failed = []
 
@@ -89,7 +89,7 @@ class Replacer:
             return sample
         for attempt, index in enumerate(self._candidates(number)):
             try:
-                # A negative number: a regular occurrence of the sample never draws the same numbers.
+                # A negative occurrence: the sample draws other numbers than where the sampler gave its index.
                 sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
                 place = f"sample {short_repr(index)} in its place"
@@ -102,12 +102,12 @@ class Replacer:
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
         return FailedSample.of(
-            self._indices[number], error, self._worker, epoch=self._place.epoch, replaced_by=replaced_by
+            self._indices[number], error, self._worker, epoch=self._batch_id.epoch, replaced_by=replaced_by
         )
 
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, with the same result in every process.
-        generator = random.Random(",".join(map(str, (*self._place, number))))
+        generator = random.Random(",".join(map(str, (*self._batch_id, number))))
         found = self._replacements  # may be an array or a tensor, if the sampler's indices are one
         if not len(found):
             found = [*self._indices[:number], *self._indices[number + 1 :]]

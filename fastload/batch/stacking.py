@@ -64,7 +64,7 @@ class StackingInto:
     """A block in which default_collate, called by this thread, stacks tensors into ``arena``.
 
     Use it only around code whose result is the batch. A dataset that calls default_collate to make one sample
-    must get other memory, because the arena may be reused while the sample is in use.
+    must get memory outside the arena, because the arena may be reused while the sample is in use.
 
     This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
 

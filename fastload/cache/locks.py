@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 
+from fastload.system.posix import fcntl
+
 
 def try_lock(fd: int, *, attempts: int = 1) -> bool:
     """Take the exclusive lock, or return False if another holder has it; yields the core between attempts."""
-    import fcntl  # does not exist on Windows, which never calls this function
-
     for attempt in range(attempts):
         if attempt:
             os.sched_yield()
@@ -26,6 +26,4 @@ def try_lock(fd: int, *, attempts: int = 1) -> bool:
 
 def unlock(fd: int) -> None:
     """Release the lock, for every copy of the descriptor."""
-    import fcntl
-
     fcntl.flock(fd, fcntl.LOCK_UN)

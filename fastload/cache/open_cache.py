@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,12 +30,11 @@ from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
 from fastload.memory import segment
 from fastload.nested.tree import first_difference
 from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-log = logging.getLogger("fastload")
 
 _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2

@@ -14,14 +14,13 @@ remaining samples. `CachedDataset.fill` stores all samples at once.
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
+from fastload.system.logs import log
+
 if TYPE_CHECKING:
     from fastload.cache.sample_cache import SampleCache
-
-log = logging.getLogger("fastload")
 
 SHARE = 0.2  # of the reading time
 CHEAP_S = 0.0001  # samples that are stored faster are never deferred: only complete batches can be gathered

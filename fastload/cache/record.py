@@ -26,7 +26,7 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.lmdb.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
+from fastload.cache.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
 from fastload.nested.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
@@ -46,12 +46,7 @@ def encode(sample: Any) -> bytes:
     Raises:
         UnsupportedSampleError: A value in it cannot be cached; names its path.
     """
-    return encode_values(*flatten(sample))
-
-
-def encode_values(spec: Spec, values: list[Any]) -> bytes:
-    """The record of a sample that was taken apart by `flatten`."""
-    return b"".join(record_parts(spec, values)[0])
+    return b"".join(record_parts(*flatten(sample))[0])
 
 
 def record_parts(
@@ -166,15 +161,6 @@ def decode(record: bytes | memoryview) -> Any:
         else:
             values.append(decode_image(way, bytes(memory[start : start + nbytes]), leaf))
     return spec.build(values)
-
-
-def spec_of(record: bytes | memoryview) -> Spec:
-    """The structure of the sample in a record.
-
-    Raises:
-        CacheCorruptError: The bytes are not a record of this format version.
-    """
-    return outline(record).spec
 
 
 def spec_text(record: bytes | memoryview) -> bytes:

@@ -59,7 +59,15 @@ class SampleCache(Protocol):
         """Store a sample; False if it does not fit. May be repeated."""
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that default_collate would make of these samples, or None if it cannot be gathered."""
+        """The batch that torch's default_collate would make of these samples, in one call.
+
+        Args:
+            indices: `(n,)`, each `0 <= index < num_samples`.
+            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
+
+        Returns:
+            None if a sample is not stored in a suitable form, or the batch needs default_collate itself.
+        """
 
     def close(self) -> None:
         """Release this process's resources; samples that were handed out stay valid."""

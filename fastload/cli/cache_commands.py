@@ -112,7 +112,7 @@ def _check_directory(directory: str) -> None:
 
 
 def _is_foreign(path: str) -> bool:
-    from fastload.cache.lmdb import inventory
+    from fastload.cache.build import inventory
 
     try:
         inventory.files_of(os.path.realpath(path))
@@ -187,7 +187,7 @@ def list_disk(directory: str, answer: Answer) -> None:
     Raises:
         CommandError: There is no such directory.
     """
-    from fastload.cache.lmdb import inventory
+    from fastload.cache.build import inventory
 
     path = absolute("DIRECTORY", directory)
     try:
@@ -225,7 +225,7 @@ def removable_bytes(path: str) -> int:
         CommandError: The path does not exist, or this user may not change its directory.
         CacheMismatchError: The path is not a cache.
     """
-    from fastload.cache.lmdb import inventory
+    from fastload.cache.build import inventory
 
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(path)  # raises if a directory may not be entered; a search for the name would not

@@ -275,7 +275,7 @@ def rm(
     open can continue to use it.
     """
     with answering(as_json) as answer:
-        from fastload.cache.lmdb import inventory
+        from fastload.cache.build import inventory
 
         path = cache_commands.absolute("PATH", path)
         nbytes = cache_commands.removable_bytes(path)

@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
+from fastload.system.logs import log
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class _ToStderr(logging.Handler):
 
 @contextlib.contextmanager
 def _logs_shown(level: int) -> Iterator[None]:
-    log, handler = logging.getLogger("fastload"), _ToStderr()
+    handler = _ToStderr()
     level_before = log.level
     log.addHandler(handler)
     log.setLevel(level)

@@ -14,10 +14,10 @@ worker calls this code. NOTE [ Copies ahead ]:
    allocate memory that cannot be recorded. Such a batch is transformed on that stream, too.
 5. The work for a batch waits on the device for all work that the caller had launched when the batch was
    fetched. So a host that runs ahead of its device does not fill the device with batches. This also protects
-   memory that a transform hides in an object of its own, where rule 3 does not see it: it is not written
-   while the caller still reads it.
-6. Batches made ahead do not depend on the mode in which the caller asks for another batch: inference mode and
-   autocast do not apply to them. Transforms run without gradients.
+   tensors that a transform hides in an object of its own, where rule 3 does not find them: their memory is
+   not written while the caller still reads it.
+6. The caller's inference mode and autocast do not apply to batches that are made ahead. Transforms run
+   without gradients.
 7. If a signal handler raises while copies are started or a batch is handed over, the iterator closes: it
    never continues with a batch missing.
 

@@ -6,8 +6,6 @@ Runs in the consumer's process and threads. Tests replace the CUDA device by a d
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,11 +15,10 @@ import torch
 from fastload.device.streamless import STREAMLESS_TYPES, StreamlessDevice, why_no_streamless_device
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-_log = logging.getLogger("fastload")
 
 # For each device, the streams of loaders and prefetchers that no longer exist. torch's allocator keeps memory
 # for each stream and cannot use it for another: if each new loader made a new stream, memory would grow.
@@ -72,7 +69,7 @@ class Backend(Protocol):
         """Page-lock mapped memory, so that copies read it in place; return "", or why that failed."""
 
     def unregister(self, address: int) -> str:
-        """Undo `register`, when no copy from there is in flight; return "", or why that failed."""
+        """Undo `register`, when no copy from that memory is in flight; return "", or why that failed."""
 
 
 def check_device(device: str | int | torch.device) -> torch.device | None:
@@ -147,12 +144,6 @@ def why_unavailable(index: int | None) -> str | None:
         names = "device, cuda:0" if num_devices == 1 else f"devices, cuda:0 to cuda:{num_devices - 1}"
         return f"torch sees {num_devices} CUDA {names}; {setting}"
     return None
-
-
-@functools.cache
-def say_once(message: str) -> None:
-    """Log a warning once, although each epoch would cause it again."""
-    _log.warning(message)
 
 
 class _CUDABackend:

@@ -1,8 +1,8 @@
 """`pin_memory=True` without `device=`: copy batches into torch's pinned memory, off the main thread.
 
 Runs as one daemon thread in the consumer's process, only if an accelerator is available. The memory comes
-from torch's own pinned allocator, which knows the pending copies. The slot is free for its worker as soon as
-the thread has copied it.
+from torch's own pinned allocator, which knows the pending copies. As soon as the thread has copied a batch,
+its slot is free for the worker.
 """
 
 from __future__ import annotations

@@ -18,11 +18,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from fastload.device.cuda import say_once
+import torch
+
+from fastload.batch.packing import is_plain
+from fastload.nested.device_tree import map_movable
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastload.batch.packing import Packed
     from fastload.device.cuda import Backend
     from fastload.memory.lease import Memory
 
@@ -91,3 +96,25 @@ class RegisteredSlots:
     @staticmethod
     def _why_too_large(nbytes: int) -> str:
         return f"a slot has {nbytes:,} bytes, the limit is {MAX_BYTES:,}" if nbytes > MAX_BYTES else ""
+
+
+def has_host_leaves(packed: Packed, batch: Any) -> bool:
+    """Whether some leaves of the unpacked batch stay on the host when a prefetcher copies it to the device.
+
+    Arrays stay on the host, and so do tensors in objects that the prefetcher does not look into. An object
+    that has a ``to`` is assumed to move all its tensors.
+    """
+    if packed.has_arrays:
+        return True
+    num_moved, moves_itself = 0, False
+
+    def note(leaf: Any) -> Any:
+        nonlocal num_moved, moves_itself
+        if isinstance(leaf, torch.Tensor):
+            num_moved += is_plain(leaf)
+        else:
+            moves_itself = True
+        return leaf
+
+    map_movable(batch, note)
+    return num_moved < packed.num_places and not moves_itself

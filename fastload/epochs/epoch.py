@@ -38,8 +38,9 @@ class Epoch:
 
     Attributes:
         number: The number that set_epoch() gave, or else the previous number plus one.
-        beginning: How torch began: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers);
-            None: the epoch has not begun.
+        iterator_kind: The iterator that torch began it with, which decides on the order of torch's draws:
+            `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: the epoch has not
+            begun.
         generators: States of the generators before anything was drawn, by place (see `sampler_state`).
         samplers: States of the samplers, as `sampler_state.samplers_of` returns them.
         base_seed: The seed from which torch seeds its workers.
@@ -57,7 +58,7 @@ class Epoch:
     """
 
     number: int
-    beginning: str | None
+    iterator_kind: str | None
     generators: dict[str, bytes]
     samplers: dict[str, bytes]
     base_seed: int = 0
@@ -72,14 +73,14 @@ class Epoch:
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
-    _streams: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
+    _stream_counter: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
 
     def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
         """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        return (index, None) if self._streams is None else self._streams.count(index)
+        return (index, None) if self._stream_counter is None else self._stream_counter.count(index)
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
-        """Record that the batch of this index has arrived, for the caller or to wait for the caller."""
+        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
@@ -115,10 +116,10 @@ class Epoch:
         set_generators(loader, self.generators)
         set_samplers(loader, self.samplers)
         indices: Iterator[Any] = iter(loader._index_sampler)
-        if self.beginning != "again":
+        if self.iterator_kind != "again":
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if self.beginning == "workers":
-                indices = iter(loader._index_sampler)  # with workers, torch begins twice
+            if self.iterator_kind == "workers":
+                indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
         self._skip(indices, state)
         if self._default_state is not None:
             has_drawn = state.num_yielded or self.dataset_states is not None
@@ -132,7 +133,9 @@ class Epoch:
     def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
-        if self.dataset_states is not None:  # torch's sampler for streams is endless: nothing to check
+        if (
+            self.dataset_states is not None
+        ):  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = count, expected
             return
         for _ in range(count):

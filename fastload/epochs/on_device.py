@@ -124,7 +124,7 @@ class DeviceIterator(Iterator[Any]):
 
 
 class _Counted(Iterator[Any]):
-    """A source whose batches are counted when the caller takes them."""
+    """A source of batches that the loader's state counts only when the caller takes them."""
 
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source

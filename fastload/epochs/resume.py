@@ -1,8 +1,9 @@
 """Save and resume the position in an epoch: `state_dict()` and `load_state_dict()` of the loader.
 
 A state holds the beginning of the epoch (the states of generators and samplers before anything was drawn, and
-the base seed that was drawn then) and how many batches the caller has received since. To resume, the
-beginning is replayed in the same order, and that many lists of indices are skipped; no sample is read. Rules:
+the base seed that was drawn then) and the number of batches that the caller has received since. To resume,
+the loader replays the beginning in the same order, and skips the indices of that many batches; it reads no
+sample. Rules:
 
 1. A state counts the batches that the caller received, not those that workers have fetched ahead.
 2. torch's default generator belongs to the user: resuming leaves it unchanged.
@@ -73,7 +74,7 @@ def current_epoch(loader: Any) -> Epoch:
     return epoch
 
 
-def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
+def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     """The iterator that ``make`` returns; if ``make`` raises, the loader keeps its position.
 
     A loaded state then stays loaded, and all generators and samplers are restored, so that another
@@ -92,12 +93,12 @@ def beginning(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
         raise
 
 
-def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) -> Epoch:
+def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | None = None) -> Epoch:
     """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
     Args:
         loader: The loader whose epoch begins.
-        beginning: See Epoch.
+        iterator_kind: See Epoch.
         obstacle: Why the epoch cannot be resumed in the middle.
 
     Raises:
@@ -105,7 +106,7 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
     """
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
-    epoch = Epoch(progress.next_number, beginning, generators_of(loader), {}, obstacle=obstacle)
+    epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -116,7 +117,7 @@ def begin(loader: DataLoader[Any], beginning: str, obstacle: str | None = None) 
         _return_to(loader, epoch, state)
     epoch.sample_seed = _sample_seed(loader)
     if getattr(loader, "rng", "worker") == "sample":
-        epoch._streams = StreamCounter(
+        epoch._stream_counter = StreamCounter(
             epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
         )
     progress.next_number = epoch.number + 1
@@ -141,7 +142,7 @@ def obstacle(loader: DataLoader[Any]) -> str | None:
 
 
 def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset is a stream that can save and load its state."""
+    """Whether the loader's dataset is iterable-style, and can save and load its state."""
     return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
 
 
@@ -167,7 +168,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
     if reason is not None:
         if state.num_yielded:
             raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
-        # At its beginning an epoch needs no replay. torch's own generator belongs to the user: not changed.
+        # Without received batches no replay is needed. torch's default generator is the user's: not set.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
         epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
@@ -183,7 +184,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         )
     if theirs is not None and state.num_yielded:
         epoch.dataset_states, epoch.next_worker = list(theirs), state.next_worker
-    epoch.beginning = state.beginning
+    epoch.iterator_kind = state.iterator_kind
     epoch.generators, epoch.samplers = state.generators, state.samplers
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
 
@@ -201,7 +202,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if epoch is not None and not epoch.is_finished:
         _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
-        # Between epochs: the loader's own generators continue from here.
+        # Between epochs, a resumed loader continues with the current states of its own generators.
         generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
         samplers = samplers_of(loader)
     else:
@@ -215,7 +216,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         epoch=epoch.number,
         num_yielded=epoch.num_received,
         is_finished=epoch.is_finished,
-        beginning=epoch.beginning,
+        iterator_kind=epoch.iterator_kind,
         base_seed=epoch.base_seed,
         sample_seed=epoch.sample_seed,
         checksum=(epoch.num_received, epoch.checksum),

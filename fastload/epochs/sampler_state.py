@@ -1,6 +1,7 @@
 """Find, read and set the generators and samplers that determine a loader's order.
 
-Each one is named by its place. A sampler's place is the path of the loader's attribute.
+Each one is named by its place in the loader. The place of a sampler is the path of the attribute that holds
+it.
 """
 
 from __future__ import annotations

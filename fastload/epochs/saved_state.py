@@ -39,7 +39,7 @@ _KEYS = {
     "dataset_states",
     "next_worker",
 }
-_BEGINNINGS = (None, "local", "workers", "again")
+_ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
 
 
@@ -51,7 +51,7 @@ class SavedState:
         epoch: The number of the epoch that has begun, or that comes next.
         num_yielded: How many of its batches the caller has received.
         is_finished: Whether the caller has seen its end.
-        beginning: How torch began it; None before the first epoch. See `epoch.Epoch`.
+        iterator_kind: Saved as "beginning"; None before the first epoch. See `epoch.Epoch`.
         base_seed: The seed from which torch seeds its workers.
         sample_seed: The seed from which `rng="sample"` seeds each sample.
         checksum: How many lists of indices the checksum covers, and the checksum.
@@ -65,7 +65,7 @@ class SavedState:
     epoch: int
     num_yielded: int
     is_finished: bool
-    beginning: str | None
+    iterator_kind: str | None
     base_seed: int
     sample_seed: int
     checksum: tuple[int, int]
@@ -78,7 +78,7 @@ class SavedState:
     @property
     def is_within_epoch(self) -> bool:
         """Whether an epoch has begun, and the caller has not seen its end."""
-        return self.beginning is not None and not self.is_finished
+        return self.iterator_kind is not None and not self.is_finished
 
     def to_plain(self) -> dict[str, Any]:
         """A dict for the user; it shares no mutable objects with this one."""
@@ -89,7 +89,7 @@ class SavedState:
             "_num_yielded": self.num_yielded,  # torchdata and Accelerate use the names of these three
             "_sampler_iter_yielded": self.num_yielded,
             "_iterator_finished": self.is_finished,
-            "beginning": self.beginning,
+            "beginning": self.iterator_kind,
             "base_seed": self.base_seed,
             "sample_seed": self.sample_seed,
             "index_checksum": list(self.checksum),
@@ -98,7 +98,7 @@ class SavedState:
             },
             "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
             "obstacle": self.obstacle,
-            "dataset_states": None if states is None else [_plain_stream(state) for state in states],
+            "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
             "next_worker": self.next_worker,
         }
 
@@ -124,11 +124,11 @@ class SavedState:
             is_finished=_checked(
                 "_iterator_finished", state["_iterator_finished"], lambda v: type(v) is bool, "a bool"
             ),
-            beginning=_checked(
+            iterator_kind=_checked(
                 "beginning",
                 state["beginning"],
-                lambda v: (v is None or type(v) is str) and v in _BEGINNINGS,
-                f"one of {_BEGINNINGS}",
+                lambda v: (v is None or type(v) is str) and v in _ITERATOR_KINDS,
+                f"one of {_ITERATOR_KINDS}",
             ),
             base_seed=_integer("base_seed", state["base_seed"], 0, _INT64),
             sample_seed=_integer("sample_seed", state["sample_seed"], 0, 2 * _INT64),
@@ -138,13 +138,13 @@ class SavedState:
             obstacle=_checked(
                 "obstacle", state["obstacle"], lambda v: v is None or type(v) is str, "None or a str"
             ),
-            dataset_states=_streams(state["dataset_states"]),
+            dataset_states=_dataset_states(state["dataset_states"]),
             next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
         )
-        num_streams = 1 if found.dataset_states is None else len(found.dataset_states)
-        if found.next_worker >= num_streams:
+        num_copies = 1 if found.dataset_states is None else len(found.dataset_states)
+        if found.next_worker >= num_copies:
             raise _wrong(
-                "next_worker", f"below {num_streams}, the number of dataset_states", found.next_worker
+                "next_worker", f"below {num_copies}, the number of dataset_states", found.next_worker
             )
         if found.is_within_epoch and DEFAULT not in found.generators:
             raise _wrong("generators", f"a dict with the key {DEFAULT!r}", sorted(found.generators))
@@ -215,15 +215,15 @@ def _samplers(value: Any) -> dict[str, bytes]:
     return found
 
 
-def _streams(value: Any) -> list[IterableState] | None:
+def _dataset_states(value: Any) -> list[IterableState] | None:
     if value is None:
         return None
     if not isinstance(value, (list, tuple)) or not value:
         raise _wrong("dataset_states", "None or a list of dicts, one for each worker", value)
-    return [_stream(f"dataset_states[{number}]", stream) for number, stream in enumerate(value)]
+    return [_dataset_state(f"dataset_states[{number}]", state) for number, state in enumerate(value)]
 
 
-def _stream(key: str, value: Any) -> IterableState:
+def _dataset_state(key: str, value: Any) -> IterableState:
     progress = value.get("progress") if isinstance(value, dict) else None
     if type(progress) is str:
         if progress == "begun" and "state" in value:
@@ -246,7 +246,7 @@ def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
         ) from error
 
 
-def _plain_stream(state: IterableState) -> dict[str, Any]:
+def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
     if state.progress == "begun":
         return {"progress": state.progress, "state": state.load()}
     return {"progress": state.progress}

@@ -38,7 +38,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         loader: The loader to iterate over.
         reason: Why it must use torch's iterator.
     """
-    epoch = resume.begin(loader, "workers" if loader.num_workers else "local", reason)
+    epoch = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
     if loader.rng == "sample":
         place = "batch_sampler" if loader._auto_collation else "sampler"
@@ -46,7 +46,9 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
-        vars(twin)["dataset"] = KeyedDataset(loader.dataset, with_pipelines=loader.seed_pipelines)
+        vars(twin)["dataset"] = KeyedDataset(
+            loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_pipelines
+        )
     # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
     vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:
@@ -96,7 +98,7 @@ class TorchIterator:
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
-            self.epoch = resume.begin(loader, "again", self.reason)
+            self.epoch = resume.begin_epoch(loader, "again", self.reason)
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
     def belongs_to(self, loader: LoaderSettings) -> bool:

@@ -4,8 +4,9 @@ It is built on torch's own base iterator (see `host_iterator`), which draws the 
 warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
 memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
 changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
-microseconds, the iterator closes: it never continues with a batch doubled or out of order. A handler that
-raises after the bookkeeping, just before the batch is returned, loses that batch as the caller's code would.
+microseconds, the iterator closes, so that no batch is delivered twice or out of order. If it raises after the
+bookkeeping, just before the batch is returned, that batch is lost, as it is when a handler raises in the
+caller's code just after it got the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.batch.failures import FailureCount, num_samples_of
-from fastload.batch.replacing import Place
+from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
@@ -35,7 +36,8 @@ from fastload.errors import (
     add_place,
     short_repr,
 )
-from fastload.memory.ring import Ring, limit_bytes
+from fastload.memory.ring import Ring
+from fastload.system.budget import parse_ring_bytes
 from fastload.workers.job import Job
 from fastload.workers.pool import Pool
 from fastload.workers.schedule import Schedule
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.task import Task
+    from fastload.workers.workers import Workers
 
 
 class WorkerIterator(HostIterator):
@@ -55,7 +58,7 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings) -> None:
         _wait_for_exit()
-        self._epoch = resume.begin(loader, "workers", resume.obstacle(loader))
+        self._epoch = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
@@ -72,11 +75,11 @@ class WorkerIterator(HostIterator):
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._replaces = loader.on_error != "raise"
-        self._pool: Pool | ThreadPool
+        self._pool: Workers
         if loader.worker_method == "thread":
             self._pool = _start_threads(loader, job, self._pin_memory)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, limit_bytes(loader.ring_bytes))
+            ring = Ring(self._num_workers, self._prefetch_factor, parse_ring_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
             try:
                 if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
@@ -93,7 +96,7 @@ class WorkerIterator(HostIterator):
         with self._turn:
             try:
                 if not first_iter:
-                    self._epoch = resume.begin(loader, "again", resume.obstacle(loader))
+                    self._epoch = resume.begin_epoch(loader, "again", resume.obstacle(loader))
                     self._epoch.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
                 self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
@@ -122,7 +125,8 @@ class WorkerIterator(HostIterator):
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
 
-        Only for a prefetcher that keeps each batch until the device has read it, hidden from its caller.
+        Call this only from a prefetcher that keeps each batch until the device has read it, and never gives
+        these batches to its caller.
         """
         self._is_prefetched = True
         if isinstance(self._pool, Pool) and self._pin_thread is None:
@@ -146,10 +150,10 @@ class WorkerIterator(HostIterator):
         if assigned is None:
             return None
         task, worker = assigned
-        place = None
+        batch_id = None
         if self._replaces:
-            place = Place(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
-        self._pool.submit(worker, task, *self._epoch.count(index), place)
+            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
+        self._pool.submit(worker, task, *self._epoch.count(index), batch_id)
         if self._pin_thread is not None:
             self._pin_thread.expect((worker, task))
         return None
@@ -317,7 +321,7 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
+def _close(pool: Workers, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:
@@ -339,7 +343,7 @@ def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
     return ThreadPool(
         job,
         loader.prefetch_factor or 0,
-        limit_bytes(loader.ring_bytes),
+        parse_ring_bytes(loader.ring_bytes),
         finish,
         watches=watches,
         timeout_s=loader.timeout,

@@ -16,15 +16,15 @@ from torch._utils import ExceptionWrapper
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
-from fastload.batch.replacing import Place
+from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.memory.ring import limit_bytes
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
+from fastload.system.budget import parse_ring_bytes
 from fastload.workers.job import Job
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self._epoch = resume.begin(loader, "local", resume.obstacle(loader))
+        self._epoch = resume.begin_epoch(loader, "local", resume.obstacle(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
         self._epoch.choose_base_seed(int(self._base_seed))
@@ -70,12 +70,14 @@ class LocalIterator(HostIterator):
         job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
         sample_rng = None
         if job.seeds_samples:
-            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=True)
+            sample_rng = SampleRng(
+                job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=True
+            )
         self._keeps_state = job.dataset_states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed)
-        with self._pipelines:  # iter() of a stream may draw
+        with self._pipelines:  # iter() of an iterable dataset may draw
             self._fetcher = Fetcher(
                 job,
                 job.dataset,
@@ -89,7 +91,7 @@ class LocalIterator(HostIterator):
         buffers, user = _warm.get(loader, (None, None))
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(limit_bytes(loader.ring_bytes))
+            buffers = Buffers(parse_ring_bytes(loader.ring_bytes))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 
@@ -120,16 +122,16 @@ class LocalIterator(HostIterator):
         raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
-        at = None
+        batch_id = None
         if self._failures is not None:
-            at = Place(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
         try:
             self._is_fetching = True
             self._buffers.begin()
             with self._pipelines:
-                batch = self._fetcher.fetch(index, origin, at)
+                batch = self._fetcher.fetch(index, origin, batch_id)
         except StopIteration:
-            raise  # the stream has ended: there is no such batch
+            raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
             if isinstance(error, Exception):
                 self._received(index)  # a caller who goes on after an error gets the next batch

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import weakref
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 ALIGNMENT_BYTES = 64  # a cache line, and the alignment of torch's own CPU allocator
 # Extra bytes in a new slot, for data whose size is not known when the slot is made: labels beside images.
@@ -137,6 +138,11 @@ class Arena:
         if offset is None:
             return np.empty(nbytes, np.uint8)
         return np.frombuffer(self.lease, np.uint8, nbytes, offset)
+
+    def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """A writable C-contiguous array in a new stretch; see `allocate`."""
+        dtype = np.dtype(dtype)
+        return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
     def end(self) -> None:
         """Drop this object's reference to the batch; views made from it keep it alive."""

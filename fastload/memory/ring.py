@@ -18,25 +18,11 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from fastload.system import budget
-
 if TYPE_CHECKING:
     from fastload.memory.lease import Memory
 
 # A training loop holds its current batch while it asks for the next one; prefetchers hold a few more.
 LENT_SLOTS = 4
-
-
-# Share of the memory that is free when an epoch starts; other loaders and the caches need the rest.
-_AUTO_SHARE = 0.25
-
-
-def limit_bytes(ring_bytes: int | float | str) -> int:
-    """The loader's setting `ring_bytes` in bytes."""
-    if ring_bytes == "auto":
-        return int(budget.available_bytes() * _AUTO_SHARE)
-    return budget.parse_budget(ring_bytes, name="ring_bytes")
-
 
 # After this many batches without any bytes (such as lists of strings), a worker may have several in flight
 # although their size is unknown. If larger batches follow, the first ones may exceed `ring_bytes`.

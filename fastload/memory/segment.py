@@ -20,16 +20,10 @@ from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SegmentError
+from fastload.system.posix import fcntl, resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-try:
-    import fcntl
-    import resource
-except ImportError:  # Windows, where is_supported() is False
-    fcntl = None  # type: ignore[assignment]
-    resource = None  # type: ignore[assignment]
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -40,11 +34,6 @@ _MADV_POPULATE_WRITE = 23
 # These errors mean that a resource is used up, not that the system lacks support for segments.
 _SCARCITIES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LIMITS = {errno.EFBIG: "RLIMIT_FSIZE", errno.ENOMEM: "RLIMIT_AS", errno.EMFILE: "RLIMIT_NOFILE"}
-
-
-def is_supported() -> bool:
-    """Whether segments work here: on Linux with memfd_create, unless a system call filter refuses it."""
-    return why_unsupported() is None
 
 
 @functools.cache
@@ -150,6 +139,17 @@ class Segment:
             raise SegmentError(
                 f"cannot map a shared segment of {self.nbytes:,} bytes: {_refusal(error)}"
             ) from error
+
+    def write(self, data: bytes | memoryview, offset: int = 0) -> None:
+        """Write all of ``data``, without a mapping.
+
+        Raises:
+            OSError: The system refused the memory.
+        """
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self.fd, view, offset)
+            view, offset = view[written:], offset + written
 
     def reopen(self) -> int:
         """A new descriptor with a file description of its own; the caller closes it.

@@ -23,19 +23,28 @@ TENSOR_DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in TENSOR_DTYPES.items()}
 
-# Each torch dtype that NumPy lacks, with the torch dtype of the same width that it is stored as.
-_REINTERPRETED: dict[torch.dtype, torch.dtype] = {
-    dtype: getattr(torch, TENSOR_STORAGE[name].name)
-    for name, dtype in TENSOR_DTYPES.items()
-    if TENSOR_STORAGE[name].name != name
-}
+
+@lru_cache(maxsize=64)
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or the integers of the same width that carry it if NumPy lacks it."""
+    try:
+        torch.empty(0, dtype=dtype).numpy()
+    except TypeError:
+        return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return dtype
 
 
 def tensor_array(tensor: torch.Tensor) -> Array:
-    """The memory of a contiguous tensor as an array of its storage dtype, without a copy."""
-    reinterpreted = _REINTERPRETED.get(tensor.dtype)
-    array: Array = (tensor if reinterpreted is None else tensor.view(reinterpreted)).numpy()
+    """The memory of a tensor as an array, without a copy; integers if NumPy lacks its dtype."""
+    carrier = _carrier(tensor.dtype)
+    array: Array = (tensor if carrier is tensor.dtype else tensor.view(carrier)).numpy()
     return array
+
+
+def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `tensor_array`: a tensor over the memory of a writable array, without a copy."""
+    tensor = torch.from_numpy(array)
+    return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
 
 def array_tensor(array: Array, name: str) -> torch.Tensor:
@@ -48,8 +57,7 @@ def array_tensor(array: Array, name: str) -> torch.Tensor:
         dtype = TENSOR_DTYPES[name]
     except KeyError:
         raise ValueError(f"torch {torch.__version__} has no dtype {name}") from None
-    tensor = torch.from_numpy(array)
-    return tensor.view(dtype) if dtype in _REINTERPRETED else tensor
+    return tensor_over(array, dtype)
 
 
 def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:

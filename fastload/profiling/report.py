@@ -216,8 +216,9 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
     ]
     if machine is not None and machine.is_saturated:
         notes.append(
-            "the CPUs were busy all the time: times of single stages contain waits for a CPU, other programs "
-            "on this machine change the figures, and a change that spares CPU time can gain more than the waits"
+            "the CPUs were busy all the time: times of single stages contain waits for a CPU, other "
+            "programs on this machine change the figures, and a change that spares CPU time can gain more "
+            "than the waits"
         )
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(

@@ -123,8 +123,8 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
     Args:
         loaders: The loaders to watch; none: all loaders of this process.
         replay: In stretches of this many steps, return copies of earlier batches instead of new ones, which
-            measures how fast the loop is when loading costs nothing. Training then sees these batches again. A
-            loop that writes to its batches changes the held ones.
+            measures how fast the loop is when loading costs nothing. Training then sees these batches
+            again. A loop that writes to its batches changes the held ones.
 
     Returns:
         A context manager; `report()` is what was measured.

@@ -39,11 +39,13 @@ class KeyedDataset(Dataset[Any]):
 
     Args:
         dataset: A map-style dataset.
-        with_pipelines: Whether the pipelines in it are seeded too.
+        collate_fn: The function that collates its samples.
+        with_pipelines: Whether the pipelines in both are seeded too.
     """
 
-    def __init__(self, dataset: Any, *, with_pipelines: bool) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, *, with_pipelines: bool) -> None:
         self._dataset = dataset
+        self._collate_fn = collate_fn
         self._with_pipelines = with_pipelines
         self._rng: SampleRng | None = None  # made in each worker
 
@@ -54,12 +56,11 @@ class KeyedDataset(Dataset[Any]):
 
     def __getitem__(self, key: Key) -> Any:
         if self._rng is None:
-            self._rng = SampleRng(self._dataset, with_pipelines=self._with_pipelines, is_guest=False)
-        self._rng.begin(key.origin, key.index, key.occurrence)
-        try:
-            return self._dataset[key.index]
-        finally:
-            self._rng.end()
+            self._rng = SampleRng(
+                self._dataset, self._collate_fn, with_pipelines=self._with_pipelines, is_guest=False
+            )
+        self._rng.begin(key.origin, key.index, key.occurrence)  # never ended: the collate_fn may draw, too
+        return self._dataset[key.index]
 
 
 class KeyedSampler:

@@ -1,11 +1,12 @@
 """Borrow the user's generators, and the attributes that hold them, during one batch.
 
-`sample_rng` and `local_pipelines` use this where a dataset is read in the user's own process. Rules:
+`sample_rng` and `local_pipelines` use this where a dataset is read in the consumer's process. Rules:
 
 1. After a batch all generators are restored, also after an error. Between batches nothing is borrowed, so
    that an iterator may be dropped at any time.
 2. Loans may be nested (a dataset that iterates over a loader) and may overlap (two threads that read one
-   dataset). If a loan ends before a later loan of the same object, the later loan restores the object.
+   dataset). If a loan ends while a later loan of the same object is open, the later loan restores the object
+   at its end.
 3. Open loans are recorded for one process: a forked child begins with none, and takes no lock of its parent.
 """
 
@@ -104,7 +105,7 @@ def library_generators() -> Returns:
 
 
 def places(owners: Iterable[Any], names: tuple[str, ...]) -> Returns:
-    """The attributes of these names; attributes that an owner does not have itself are deleted at the end."""
+    """The owners' attributes of these names; attributes that an owner did not have are deleted at the end."""
     returns: Returns = {}
     for owner in owners:
         own = own_attributes(owner, names)

@@ -1,8 +1,8 @@
-"""Seed the albumentations pipelines of a dataset that is read in the user's own process (`rng="worker"`).
+"""Seed the albumentations pipelines of a dataset that is read in the consumer's process (`rng="worker"`).
 
 torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines have
 their own generators, which the user's seeds do not reach. So each batch borrows the pipelines and lets them
-draw from streams that follow from the loader's base seed: the streams of worker 0.
+draw from random streams that follow from the loader's base seed: those of worker 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LocalPipelines(contextlib.AbstractContextManager[None]):
-    """A block in which the pipelines draw from the streams; the streams run on from block to block.
+    """A block in which pipelines draw from random streams, which continue from block to block.
 
     Args:
         streams: The result of `pipeline_streams`.
@@ -47,8 +47,8 @@ class LocalPipelines(contextlib.AbstractContextManager[None]):
 def local_pipelines(dataset: Any, base_seed: int) -> contextlib.AbstractContextManager[None]:
     """The block in which to read the dataset.
 
-    It does nothing if the dataset has no pipeline, or if pipelines have a stream already: in a worker, and in
-    a dataset that is itself being read for a loader.
+    It does nothing if the dataset has no pipeline, or if pipelines have a random stream already: in a worker,
+    and in a dataset that is itself being read for a loader.
 
     Args:
         dataset: The dataset; searched once for pipelines.

@@ -1,8 +1,7 @@
 """Find every albumentations pipeline that a dataset holds, at any depth.
 
-The search changes nothing.
+The search changes no object. Rules:
 
-Rules:
 1. albumentations is never imported; its objects are recognised by the names of their classes.
 2. The search runs no code of the user's: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``.
    Therefore none of them can raise.
@@ -23,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.system.logs import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-_log = logging.getLogger("fastload")
 
 _CHUNK_ELEMENTS = 1_000  # elements of a container that one round of the search visits
 _MAX_VISITS = 200_000  # objects in one search; a fraction of a second
@@ -125,7 +124,7 @@ class _Search:
     def _drain(self) -> bool:
         while self._queue:
             if len(self._seen) > _MAX_VISITS:
-                _log.warning(
+                log.warning(
                     "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
                     "dataset keep their random state, maybe the same in every worker. Keep pipelines in an "
                     "attribute of the dataset, or seed them in a worker_init_fn.",
@@ -221,7 +220,7 @@ _OTHER_MAKERS = (
     "torch",
     "numpy",
     "albumentations",
-)  # classes of these packages hold no pipelines of users
+)  # classes of these packages, and the globals of their functions, hold no pipelines of users
 
 
 @dataclass(frozen=True)
@@ -263,9 +262,7 @@ def _kind_of(key: _ById) -> _Kind:
             if type(member) is types.MemberDescriptorType
         ),
         user_classes=tuple(
-            cls
-            for cls, own in zip(mro, dicts, strict=True)
-            if _module(own).split(".")[0] not in _OTHER_MAKERS
+            cls for cls, own in zip(mro, dicts, strict=True) if not _is_other_maker(_module(own))
         ),
     )
 
@@ -297,6 +294,10 @@ def _class_dict(cls: type) -> types.MappingProxyType[str, Any]:
 def _module(class_dict: types.MappingProxyType[str, Any]) -> str:
     name = class_dict.get("__module__", "builtins")
     return name if type(name) is str else "builtins"
+
+
+def _is_other_maker(module: Any) -> bool:
+    return type(module) is str and module.split(".")[0] in _OTHER_MAKERS
 
 
 def _is_albumentations(cls: type, class_dict: types.MappingProxyType[str, Any]) -> bool:
@@ -365,7 +366,8 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
             continue  # the cell is still empty
     values += function.__defaults__ or ()
     values += (function.__kwdefaults__ or {}).values()
-    for name in _global_names(function.__code__):
+    names = [] if _is_other_maker(function.__globals__.get("__name__")) else _global_names(function.__code__)
+    for name in names:
         value = function.__globals__.get(name)
         if type(value) is not types.FunctionType or value.__globals__ is function.__globals__:
             values.append(value)

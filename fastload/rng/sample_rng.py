@@ -2,10 +2,10 @@
 
 Rules:
 
-1. No search is made for each sample. Pipelines are found once, and all share one pair of generators (see
-   `seeding`, rule 2), so that the cost does not grow with their number.
-2. A sample draws the same numbers whether or not parts of it came from a cache, and after calls that had to
-   be repeated: `mark`, `rewind`.
+1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`,
+   rule 2). The cost of a sample therefore does not depend on the number of pipelines.
+2. A sample draws the same numbers from a cache as from its source, and when a call is repeated: `mark` and
+   `rewind` restore the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
 """
@@ -34,7 +34,7 @@ class _Current(threading.local):
     """The sample that this thread is fetching."""
 
     rng: SampleRng | None = None
-    stream: bytes = b""
+    stream_bytes: bytes = b""
     generator: np.random.Generator | None = None
 
 
@@ -44,17 +44,19 @@ _current = _Current()
 class SampleRng:
     """Sets the generators before each sample of one dataset.
 
+    A collate_fn draws from the same generators, in the state in which the last sample of its batch left them.
+
     Args:
-        dataset: Searched for albumentations pipelines and for objects with MONAI's `set_random_state`.
+        owners: The dataset, and other objects that may hold albumentations pipelines or objects with MONAI's
+            `set_random_state`: they are searched for these.
         with_pipelines: Whether these are set; False leaves them as they are.
-        is_guest: Whether generators and pipelines belong to the user, in the user's own process.
+        is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
+            then borrowed for each batch.
         with_globals: Whether the generators of random, numpy and torch are set.
     """
 
-    def __init__(
-        self, dataset: Any, *, with_pipelines: bool, is_guest: bool, with_globals: bool = True
-    ) -> None:
-        pipelines, self._randomizables = find_random(dataset) if with_pipelines else ([], [])
+    def __init__(self, *owners: Any, with_pipelines: bool, is_guest: bool, with_globals: bool = True) -> None:
+        pipelines, self._randomizables = find_random(owners) if with_pipelines else ([], [])
         self._transforms = list(parts_of(pipelines).values())
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
         self._is_guest = is_guest
@@ -86,37 +88,37 @@ class SampleRng:
             self._loan = Loan(self._borrowed, self._take_over)
         if _current.rng is not self:
             # A dataset that is being read for a sample may itself iterate over a loader.
-            self._outer = _current.rng, _current.stream, _current.generator
+            self._outer = _current.rng, _current.stream_bytes, _current.generator
         _current.rng = self
-        _current.stream = stream_bytes(origin, index, occurrence)
+        _current.stream_bytes = stream_bytes(origin, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.rng is self:
-            _current.rng, _current.stream, _current.generator = self._outer
+            _current.rng, _current.stream_bytes, _current.generator = self._outer
         if self._loan is not None:
             loan, self._loan = self._loan, None
             loan.end()
 
     def set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
-        stream = _current.stream
+        seeds = _current.stream_bytes
         _current.generator = None
         if self._with_globals:
-            random.seed(_number(stream[:8]))
-            np.random.seed(_number(stream[8:12]))
-            torch.default_generator.manual_seed(_number(stream[12:20]))
+            random.seed(_number(seeds[:8]))
+            np.random.seed(_number(seeds[8:12]))
+            torch.default_generator.manual_seed(_number(seeds[12:20]))
         if self._randomizables:
-            self._state.seed(_number(stream[20:24]))
+            self._state.seed(_number(seeds[20:24]))
         if self._transforms:
             if self._salt:
-                stream = hashlib.blake2b(stream + self._salt, digest_size=STREAM_BYTES).digest()
-            self._pair[1].seed(_number(stream[24:32]))
-            self._bits.state = _pcg64_state(_number(stream[32:48]), _number(stream[48:]))
+                seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()
+            self._pair[1].seed(_number(seeds[24:32]))
+            self._bits.state = _pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
 
     def mark(self) -> Callable[[], None]:
-        """See `mark`."""
+        """See the function `mark`."""
         stack = contextlib.ExitStack()
         if self._with_globals:
             for put_back in library_generators().values():
@@ -131,9 +133,9 @@ class SampleRng:
         return stack.close
 
     def sample_generator(self) -> np.random.Generator:
-        """See `sample_generator`."""
+        """See the function `sample_generator`."""
         if _current.generator is None:
-            words = np.frombuffer(_current.stream, np.uint32)
+            words = np.frombuffer(_current.stream_bytes, np.uint32)
             _current.generator = np.random.Generator(np.random.PCG64(words))
         return _current.generator
 
@@ -157,10 +159,11 @@ class SampleRng:
 def sample_generator() -> np.random.Generator:
     """A NumPy Generator for the sample that is being fetched: call it in `__getitem__` or a transform.
 
-    With ``rng="sample"`` all calls for one sample return the same Generator. Its stream follows from the
-    seed, the epoch, the index and its occurrence, so it is the same for any number of workers, also in
-    threads. Elsewhere (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded
-    by a draw from torch's default generator. Do not keep it beyond the sample.
+    With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
+    return that of the last sample of the batch. Its random stream follows from the seed, the epoch, the index
+    and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere
+    (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded by a draw from
+    torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng
     if rng is not None:
@@ -178,8 +181,8 @@ def rewind() -> None:
 def mark() -> Callable[[], None]:
     """A function that restores the current state of the generators, if a sample is being fetched.
 
-    Use it around user code that another process may not call for this sample: a source behind a cache, or the
-    second call of a transform. It takes 100 microseconds; a `rewind` takes 15.
+    Use it around user code that another process may skip for this sample, such as reading the source behind a
+    cache. It takes 100 microseconds; a `rewind` takes 15.
     """
     rng = _current.rng
     return _nothing if rng is None else rng.mark()

@@ -1,9 +1,9 @@
 """Derive the random streams of each sample from its index: the parent's part of `rng="sample"`.
 
-The random streams of a sample follow from four numbers that do not depend on the worker that reads it, or on
-the time: the seed, the epoch, the index, and how often that index came before in this epoch. The parent
-counts, in the order of the sampler; the rest happens where the sample is fetched (`sample_rng`). Pure code,
-except for the seed: no I/O, no global state.
+The random streams of a sample follow from four values: the seed, the epoch, the index, and how often that
+index came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
+sample. The parent counts occurrences in the order of the sampler; `sample_rng` sets the generators where the
+sample is fetched. This is pure code: no I/O, no global state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StreamCounter:
     Args:
         seed: The seed of the run: 64 bits.
         epoch: The number of the epoch.
-        num_samples: The size of the dataset; 0 if unknown. The count takes 4 bytes a sample.
+        num_samples: The size of the dataset; 0 if unknown. The counter takes 4 bytes for each sample.
         auto_collation: Whether the sampler gives lists of indices.
     """
 
@@ -106,7 +106,7 @@ def index_key(index: Any) -> bytes:
 
 def stream_bytes(origin: StreamOrigin, index: Any, occurrence: int) -> bytes:
     """64 bytes from which all generators are set for one sample: BLAKE2b, RFC 7693."""
-    # The usual case, an int, without a call.
+    # An int is the usual index: this saves a call.
     key = b"i%d" % index if type(index) is int else index_key(index)
     text = b"%d,%d,%d,%b" % (origin.seed, origin.epoch, occurrence, key)
     return hashlib.blake2b(text, digest_size=STREAM_BYTES).digest()

@@ -3,7 +3,7 @@
 Rules:
 1. The libraries get exactly torch's values, so that seeding them twice changes nothing.
 2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
-   give every transform its own stream with the same seed: two flips with p=0.5 would always agree.
+   give every transform its own random stream with the same seed: two flips with p=0.5 would always agree.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def seed_everything(seed: int) -> torch.Generator:
     """Seed random, numpy and torch in this process; return a generator for the loader.
 
     ``loader = DataLoader(dataset, shuffle=True, generator=seed_everything(1))`` draws its order and its
-    workers' seeds from its own stream, which dropout and other loaders do not change.
+    workers' seeds from its own random stream, which dropout and other loaders do not change.
 
     Args:
         seed: From 0 to 2**63 - 1; numpy gets its low 32 bits.
@@ -81,7 +81,7 @@ def seed_everything(seed: int) -> torch.Generator:
 
 
 def seed_pipelines(root: Any, seed: int) -> int:
-    """Give each albumentations pipeline that ``root`` holds its own stream, drawn from ``seed``.
+    """Give each albumentations pipeline that ``root`` holds its own random stream, drawn from ``seed``.
 
     Returns:
         How many pipelines were seeded.
@@ -107,10 +107,10 @@ class PipelineStream(NamedTuple):
 
 
 def pipeline_streams(root: Any, seed: int) -> list[PipelineStream]:
-    """A stream for each albumentations pipeline that ``root`` holds; the pipelines are not changed.
+    """A random stream for each albumentations pipeline that ``root`` holds; the pipelines are not changed.
 
-    A stream depends on ``seed``, on the pipeline's place in `find_pipelines`, and on the seed that the
-    user gave to Compose, if any.
+    It depends on ``seed``, on the pipeline's position in `find_pipelines`, and on the seed that the user
+    gave to Compose, if any.
     """
     return [
         PipelineStream(

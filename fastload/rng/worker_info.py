@@ -57,7 +57,7 @@ def get_worker_info() -> WorkerInfo | None:
 
 @contextlib.contextmanager
 def working_as(info: WorkerInfo) -> Iterator[None]:
-    """A block in which this thread counts as that worker."""
+    """A block in which `get_worker_info` returns ``info`` to this thread."""
     _here.info = info
     try:
         yield

@@ -1,1 +1,1 @@
-"""Resources of the machine: CPUs and quotas, memory budgets, refusals by the system, readable sizes."""
+"""Resources of the machine (CPUs, quotas, memory), refusals by the system, readable sizes, and the log."""

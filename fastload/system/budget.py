@@ -1,4 +1,4 @@
-"""Computes how many bytes a cache may take, from the free memory and the user's budget.
+"""Compute how many bytes a cache, or the batches of a loader, may take from the free memory.
 
 Free memory is the least of three figures: MemAvailable; for this process's cgroup and each of its ancestors,
 the limit minus the usage, where page cache that the kernel can reclaim counts as free; and RLIMIT_AS minus
@@ -14,15 +14,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
+from fastload.system.cgroups import count, groups, kilobytes, read_text
+from fastload.system.posix import resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 AUTO_SHARE = 0.8  # of the free memory; the rest is for the model, the workers and the batches in flight
+# Share of the memory that is free when an epoch starts; other loaders and the caches need the rest.
+_BATCHES_SHARE = 0.25
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -76,6 +76,20 @@ def parse_budget(budget: str | float, *, name: str = "budget", available: int | 
     return nbytes
 
 
+def parse_ring_bytes(ring_bytes: int | float | str) -> int:
+    """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
+
+    Args:
+        ring_bytes: The loader's argument: `"auto"` is a quarter of free memory; else as `parse_budget`.
+
+    Raises:
+        ValueError: As `parse_budget`.
+    """
+    if ring_bytes == "auto":
+        return int(_BATCHES_SHARE * available_bytes())
+    return parse_budget(ring_bytes, name="ring_bytes")
+
+
 def _parse_size(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
@@ -92,7 +106,7 @@ def available_bytes(root: str | Path = "/") -> int:
     root = Path(root)
     if not sys.platform.startswith("linux"):
         return _psutil_available()
-    free = [_meminfo_available(_read(root / "proc/meminfo"))]
+    free = [_meminfo_available(read_text(root / "proc/meminfo"))]
     free += _cgroup_free(root)
     free += _address_space_free(root)
     return max(0, min(free))
@@ -104,14 +118,14 @@ def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
     Args:
         root: As for `available_bytes`.
     """
-    limits = [_group_limit(directory, files) for directory, files in _groups(Path(root))]
+    limits = [_group_limit(directory, _V2 if is_v2 else _V1) for directory, is_v2 in groups("memory", root)]
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def _meminfo_available(meminfo: str) -> int:
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
-    if match:
-        return int(match[1]) * 1024
+    available = kilobytes(meminfo, "MemAvailable")
+    if available is not None:
+        return available
     try:
         return _psutil_available()
     except OSError:  # there is no /proc; this figure leaves out page cache that the kernel can reclaim
@@ -128,67 +142,32 @@ def _address_space_free(root: Path) -> Iterator[int]:
     """RLIMIT_AS minus the address space that this process has mapped; yields nothing without that limit."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        mapped_pages = _read(root / "proc/self/statm").partition(" ")[0]
+        mapped_pages = read_text(root / "proc/self/statm").partition(" ")[0]
         yield limit - int(mapped_pages or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cgroup_free(root: Path) -> Iterator[int]:
     """Limit minus usage, for every cgroup of this process that has a limit."""
-    for directory, files in _groups(root):
-        free = _group_free(directory, files)
+    for directory, is_v2 in groups("memory", root):
+        free = _group_free(directory, _V2 if is_v2 else _V1)
         if free is not None:
             yield free
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The directory of every cgroup of this process, v1 and v2, and the files with its figures."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            mounts: tuple[str, ...] = ("sys/fs/cgroup", "sys/fs/cgroup/unified")
-            files = _V2
-        elif "memory" in controllers.split(","):
-            mounts, files = ("sys/fs/cgroup/memory",), _V1
-        else:
-            continue
-        for mount in mounts:
-            for directory in _ancestors(root / mount, path):
-                yield directory, files
-
-
-def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """The directories of the group and of all groups above it, up to the mount.
-
-    In a container the path may be the host's path, while the mount shows the container's own group as its
-    root. Some of these directories then do not exist, and count as groups without a limit.
-    """
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        yield mount.joinpath(*parts[:depth])
-
-
 def _group_limit(directory: Path, files: _Files) -> int:
-    return min(_number(_read(directory / name)) for name in files.limits)
+    return min(_number(read_text(directory / name)) for name in files.limits)
 
 
 def _group_free(directory: Path, files: _Files) -> int | None:
     limit = _group_limit(directory, files)
-    used = _number(_read(directory / files.used))
+    used = _number(read_text(directory / files.used))
     if limit >= _NO_LIMIT or used >= _NO_LIMIT:
         return None
-    match = re.search(rf"^{files.reclaimable} (\d+)$", _read(directory / "memory.stat"), re.MULTILINE)
-    return limit - used + (min(int(match[1]), used) if match else 0)
+    reclaimable = count(read_text(directory / "memory.stat"), files.reclaimable) or 0
+    return limit - used + min(reclaimable, used)
 
 
 def _number(text: str) -> int:
     """The number in a cgroup file; `max` and a missing file count as no limit."""
     text = text.strip()
     return int(text) if text.isdigit() else _NO_LIMIT
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""  # the file does not exist on this system, or this user may not read it

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fastload.system.cgroups import groups, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 def worthwhile_cpus() -> int:
@@ -28,29 +30,14 @@ def cpu_quota(root: str | Path = "/") -> float | None:
     Args:
         root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
     """
-    return min(_quotas(Path(root)), default=None)
+    return min(_quotas(root), default=None)
 
 
-def _quotas(root: Path) -> Iterator[float]:
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):  # a container's mount may start at the container's group
-            group = mount.joinpath(*parts[:depth])
-            if controllers:
-                quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-            else:
-                quota, _, period = _read(group / "cpu.max").partition(" ")
-            if quota.strip().isdigit() and period.strip().isdigit():  # skips "max", "-1" and missing files
-                yield int(quota) / int(period)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""  # the file does not exist on this system, or this user may not read it
+def _quotas(root: str | Path) -> Iterator[float]:
+    for group, is_v2 in groups("cpu", root):
+        if is_v2:
+            quota, _, period = read_text(group / "cpu.max").partition(" ")
+        else:
+            quota, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
+        if quota.strip().isdigit() and period.strip().isdigit():  # skips "max", "-1" and missing files
+            yield int(quota) / int(period)

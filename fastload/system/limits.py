@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fastload.system.posix import resource
+
 
 def too_many_files() -> str:
     """The reason why a descriptor was not received, with the limit and the remedy."""
-    import resource  # does not exist on Windows, which never calls this function
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"because this process has reached its limit on open files: RLIMIT_NOFILE is {soft:,} and may be "

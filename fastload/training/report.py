@@ -19,13 +19,11 @@ import psutil
 import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
+from fastload.system.cgroups import kilobytes, read_text
+from fastload.system.posix import resource
 from fastload.system.sizes import readable_memory
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
-
+_PROC = Path("/proc/self")
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
 _SEGMENT_LINK = re.compile(r"/memfd:fastload(?:-(\w+))?")
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) +(.*)")  # proc(5), /proc/PID/maps
@@ -150,8 +148,8 @@ def memory_report() -> MemoryReport:
         host_available_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
         process_rss_bytes=_resident_bytes(),
-        process_pss_bytes=_kilobytes("smaps_rollup", "Pss"),
-        locked_bytes=_kilobytes("status", "VmLck"),
+        process_pss_bytes=kilobytes(read_text(_PROC / "smaps_rollup"), "Pss"),
+        locked_bytes=kilobytes(read_text(_PROC / "status"), "VmLck"),
         locked_limit_bytes=_locked_limit(),
         cache_bytes=segments.pop("cache", 0),
         ring_bytes=segments.pop("slot", 0),
@@ -180,12 +178,6 @@ def _resident_bytes() -> int | None:
         return int(psutil.Process().memory_info().rss)
     except (OSError, psutil.Error):  # there is no /proc, or it hides this process
         return None
-
-
-def _kilobytes(file: str, name: str) -> int | None:
-    """A line such as ``VmLck:   64 kB`` of a file in /proc/self, in bytes."""
-    match = re.search(rf"^{name}:\s*(\d+) kB", _read(file), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def _locked_limit() -> int | None:
@@ -236,7 +228,7 @@ def _descriptors() -> list[_SegmentPart]:
 def _mappings() -> list[_SegmentPart]:
     found = []
     identity, kind = (0, 0), None
-    for line in _read("smaps").splitlines():
+    for line in read_text(_PROC / "smaps").splitlines():
         header = _MAPPING.match(line)
         if header is not None:
             major, _, minor = header[1].partition(":")
@@ -246,13 +238,6 @@ def _mappings() -> list[_SegmentPart]:
         elif kind is not None and line.startswith("Rss:"):
             found.append(_SegmentPart(identity, kind, int(line.split()[1]) * 1024))
     return found
-
-
-def _read(file: str) -> str:
-    try:
-        return Path("/proc/self", file).read_text()
-    except OSError:
-        return ""  # the file does not exist on this system, or is hidden from this user
 
 
 # --- the devices ------------------------------------------------------------------------------------------

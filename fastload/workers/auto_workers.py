@@ -10,7 +10,8 @@ workers, for a fraction of a second each. Rules:
 3. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
    uses the number with the best worst case. From the first epoch on, the consumer's time is measured.
 4. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
-5. The trial ends when this process ends, and its workers end with it.
+5. The trial ends when this process ends, and its workers end with it. On a system without pidfd_open, whose
+   workers are torch's, the trial ends when it has measured.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ import torch
 import torch.utils.data
 
 from fastload.system.cpus import worthwhile_cpus
+from fastload.system.logs import log
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from multiprocessing.connection import Connection
 
-log = logging.getLogger("fastload")
-
 _LIMIT_S = 60.0  # the time limit of the trial
 _MOST_DEFAULT = 16  # the most workers if nothing was measured
 _WORTH = 0.9  # doubling goes on while it cuts the time of an epoch to less than this share
-_WAITS = 2  # a call this many times longer than for a ready batch means: the consumer waited for workers
+_WAITS = 2  # a call that takes this many times as long as for a ready batch counts as a wait for workers
 _ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
 _UNKNOWN_LENGTH = 1000  # batches of an epoch, if the loader has no length
 
@@ -267,7 +267,7 @@ def _run(
     """Send the timing of each number of workers, or the reason why the trial failed, as a clause."""
     try:
         drop_signal_handlers()
-        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: the trial is short
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 5
             leave_with(parent_pid)
         torch.set_num_threads(1)  # a pool of threads does not survive a fork
         warnings.simplefilter("ignore")

@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
 _MAX_DESCRIPTORS = 2
-# The arguments of recvmsg, each in a tuple for map().
-_RECEIVE = (
-    (MESSAGE_BYTES,),
-    (socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize),)
-    if hasattr(socket, "CMSG_SPACE")
-    else (),
-    (getattr(socket, "MSG_CMSG_CLOEXEC", 0),),
-)
 
 
 class Received:
@@ -107,6 +99,9 @@ class Channel:
         self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
         self._arrived: deque[Any] = deque()  # results of recvmsg
         self._inbox: deque[Received] = deque()
+        # The arguments of recvmsg, each in a tuple for map().
+        ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
+        self._receive_arguments = (MESSAGE_BYTES,), (ancillary_bytes,), (socket.MSG_CMSG_CLOEXEC,)
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
@@ -118,7 +113,7 @@ class Channel:
         Args:
             message: Any picklable object.
             fd: A descriptor of which the receiver gets a duplicate.
-            number: The receiver can read it even if it cannot receive the message.
+            number: Of the message; the receiver gets it even if the descriptors do not arrive.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
@@ -132,7 +127,7 @@ class Channel:
             if is_in_segment:
                 segment = Segment.create(nbytes, name="fastload-message")
                 fds.append(segment.fd)
-                _write_all(segment.fd, data)
+                segment.write(data)
                 data = b""
             if fd is not None:
                 fds.append(os.dup(fd))  # the message may wait in the outbox after the caller closes fd
@@ -186,7 +181,7 @@ class Channel:
     def _receive(self) -> None:
         # One call moves the message from the socket into the deque: if a signal handler raises, the message
         # is still in one of the two.
-        self._arrived.extend(map(self._socket.recvmsg, *_RECEIVE))
+        self._arrived.extend(map(self._socket.recvmsg, *self._receive_arguments))
 
     def take_out(self) -> None:
         """Remove the message that `peek` returned, and close its descriptors."""
@@ -197,12 +192,6 @@ class Channel:
     def is_flushed(self) -> bool:
         """Whether the outbox is empty."""
         return not self._outbox
-
-    def has_message(self) -> bool:
-        """Whether a message is waiting to be received."""
-        if self._inbox or self._arrived:
-            return True
-        return self.peek() is not None
 
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; earlier messages may still be waiting here."""
@@ -255,13 +244,6 @@ def make_channel() -> tuple[Channel, ChannelEnd]:
 def _close_all(fds: Iterator[int]) -> None:
     """Close the descriptors in one call, so that no signal handler runs between taking and closing one."""
     deque(map(os.close, fds), maxlen=0)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    offset = 0
-    view = memoryview(data)
-    while offset < len(data):
-        offset += os.pwrite(fd, view[offset:], offset)
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:

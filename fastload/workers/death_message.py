@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.errors import short_repr
 
 if TYPE_CHECKING:
     from fastload.workers.task import Task
-
-
-def oom_kills() -> int:
-    """How many processes of this cgroup the out-of-memory killer has killed; 0 if the kernel does not say."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-        path = next(line[3:] for line in groups.splitlines() if line.startswith("0::"))
-        events = Path(f"/sys/fs/cgroup{path}/memory.events").read_text()
-        return int(next(line.split()[1] for line in events.splitlines() if line.startswith("oom_kill ")))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return 0
 
 
 def death_message(worker_id: int, code: int | None, task: Task | None, num_oom_kills: int = 0) -> str:

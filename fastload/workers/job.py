@@ -187,9 +187,7 @@ def pickle_job(job: Job) -> PickledJob:
     try:
         offset = 0
         for view in views:
-            start = 0
-            while start < len(view):
-                start += os.pwrite(segment.fd, view[start:], offset + start)
+            segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
     except BaseException:
         pickled.close()
@@ -199,7 +197,7 @@ def pickle_job(job: Job) -> PickledJob:
 
 def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
     def take(buffer: pickle.PickleBuffer) -> bool:
-        # A read-only buffer or a small one stays in the stream.
+        # A read-only buffer or a small one stays in the pickle.
         view = buffer.raw()
         if view.readonly or len(view) < mmap.PAGESIZE:
             return True

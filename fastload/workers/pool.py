@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import logging
 import os
 import pickle
 import select
@@ -33,32 +32,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.packing import has_leaves_that_stay, unpack
-from fastload.device.registered import RegisteredSlots
+from fastload.batch.packing import unpack
+from fastload.device.registered import RegisteredSlots, has_host_leaves
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
 from fastload.memory.lease import Memory
 from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
+from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
+from fastload.system.logs import log
 from fastload.workers.channel import Channel, make_channel
-from fastload.workers.death_message import death_message, oom_kills
+from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
 from fastload.workers.task import Task
 from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
+from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.device.cuda import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
-
-_log = logging.getLogger("fastload")
 
 # A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
@@ -79,7 +79,7 @@ class _WorkerHandle:
         self.sent: deque[Task] = deque()  # in the order of their answers; tasks before the caller's are done
 
 
-class Pool:
+class Pool(Workers):
     """The worker processes of one iterator.
 
     Args:
@@ -134,7 +134,7 @@ class Pool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the workers; False in a process forked from it."""
+        """Whether this process started the workers."""
         return os.getpid() == self._pid
 
     @property
@@ -148,22 +148,17 @@ class Pool:
         number: int,
         index: Any,
         origin: StreamOrigin | None = None,
-        at: Place | None = None,
+        batch_id: BatchId | None = None,
     ) -> None:
         """Give a worker its next task; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
-            worker.waiting.append(Task(number, index, origin, at))
+            worker.waiting.append(Task(number, index, origin, batch_id))
             self._feed(worker, worker_id)
 
     def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Tell all workers that a new epoch begins; answers to older tasks still come first.
-
-        Args:
-            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: The state from which each worker's stream resumes; None: no stream resumes.
-        """
+        """Send the message of a new epoch; answers to older tasks still arrive first, and are dropped."""
         with self.lock:
             self._restart = Restart(epoch, None)
             for worker_id, worker in enumerate(self._workers):
@@ -175,21 +170,7 @@ class Pool:
                 self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
-        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
-
-        A batch is a view of its slot, lent to the caller, or a private copy when slots are scarce. The caller
-        may ask for the same task again until it asks for a later one, and takes the payload out itself.
-
-        Args:
-            worker_id: The worker whose answer is due.
-            number: The number of the task; the caller no longer needs earlier tasks.
-            timeout_s: How long to wait; 0 waits without limit.
-
-        Raises:
-            TimeoutError: No answer came in time.
-            WorkerDiedError: A worker has ended.
-            LoaderClosedError: The pool was closed.
-        """
+        """The answer; a batch is a view of its slot, lent to the caller, or a copy when slots are scarce."""
         task = self._answered(worker_id, number, timeout_s)
         if task.kind is None:
             try:
@@ -225,8 +206,8 @@ class Pool:
             batch = unpack(packed, task.lease)
             if slot.state is SlotState.LENT:
                 return reply.kind, batch  # an earlier call lent it, and a signal interrupted that call
-            # A prefetcher passes some leaves on to its caller, who must never see registered (pinned) slots.
-            is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
+            # A prefetcher passes host leaves on to its caller, who must never see registered (pinned) slots.
+            is_private = self.registered is not None and has_host_leaves(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
             if not is_private and self.ring.lend(slot):
@@ -270,12 +251,7 @@ class Pool:
             worker.sent.popleft()
 
     def expect_open(self) -> None:
-        """Raise if no more answers can come.
-
-        Raises:
-            WorkerDiedError: A worker has died; the thread that pins batches may have noticed first.
-            LoaderClosedError: The pool was closed.
-        """
+        """Raise LoaderClosedError if the pool was closed, WorkerDiedError if a worker died."""
         if self._death:
             raise WorkerDiedError(self._death)
         if self._is_closed:
@@ -342,7 +318,7 @@ class Pool:
                 self.ring.num_slots(worker_id),
                 task.index,
                 task.origin,
-                task.at,
+                task.batch_id,
             )
             self._send(worker, worker_id, message, task.serial, task)
             worker.waiting.popleft()
@@ -395,7 +371,7 @@ class Pool:
         if dead:
             with self.lock:
                 self.expect_open()  # workers that close() stopped are not dead workers
-                if worker.channel.has_message():
+                if worker.channel.peek() is not None:
                     return
                 if len(dead) <= self._restarts_left:
                     try:
@@ -419,7 +395,7 @@ class Pool:
         messages = [self._cause_of_death(worker_id) for worker_id in dead]
         pids = ", ".join(str(self._workers[worker_id].process.pid) for worker_id in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: " + " ".join(messages)
-        _log.error("%s", self._death)
+        log.error("%s", self._death)
 
     def _cause_of_death(self, worker_id: int) -> str:
         worker = self._workers[worker_id]
@@ -431,7 +407,7 @@ class Pool:
         worker = self._workers[worker_id]
         self._take_answers(worker)
         self._restarts_left -= 1
-        _log.warning(
+        log.warning(
             "%s A new worker reads its unfinished batches again; restart_workers allows %d more",
             self._cause_of_death(worker_id),
             self._restarts_left,
@@ -446,7 +422,7 @@ class Pool:
         new.sent.extend(task for task in worker.sent if task.reply is not None)
         for task in dict.fromkeys([*worker.sent, *worker.waiting]):
             if task.reply is None and not task.is_stale:
-                new.waiting.append(Task(task.number, task.index, task.origin, task.at))
+                new.waiting.append(Task(task.number, task.index, task.origin, task.batch_id))
 
     def let_read(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place; the caller keeps each batch until the device has read it."""

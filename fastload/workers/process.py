@@ -3,8 +3,8 @@
 Rules:
 
 1. The parent watches a process through a pidfd (pidfd_open(2)), which becomes readable when the process ends.
-   The pipe that multiprocessing watches is not used: it stays open while a child of the worker, or a process
-   forked in the meantime, has a copy.
+   The parent does not use the pipe that multiprocessing watches, because that pipe stays open while a child
+   of the worker, or a process forked in the meantime, has a copy.
 2. Signals are sent through the pidfd, so that they cannot reach another process that reuses the process id.
 3. Signals that have a Python handler are blocked during the fork, until the worker has restored the default
    handlers: the parent's handlers never run in a worker.

@@ -6,8 +6,8 @@ Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.D
 2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch.
    With all workers active this is worker k mod W, so that each worker's random streams are reproducible.
 3. Batches are delivered in the order of their tasks.
-4. A worker whose share of an iterable dataset has ended gets no more tasks. Its remaining tasks are skipped:
-   each worker answers each of its tasks once, in order, even if the answer is only "ended".
+4. A worker whose share of an iterable dataset has ended gets no more tasks. The worker answers "ended" to its
+   remaining tasks, once for each and in order, and these answers are skipped.
 """
 
 from __future__ import annotations
@@ -60,8 +60,3 @@ class Schedule:
     def exhaust(self, worker: int) -> None:
         """Record that ``worker`` has no more samples in this epoch."""
         self._active[worker] = False
-
-    @property
-    def num_pending(self) -> int:
-        """Tasks assigned and not yet answered."""
-        return len(self._pending)

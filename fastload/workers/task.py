@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.memory.ring import Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.worker import Kind, Reply
 
 
 class Task:
-    """A task that a worker has been given, or gets as soon as a slot is free.
+    """The request for one batch, and its answer. A worker process gets it as soon as a slot is free.
 
     Args:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
         origin: The origin of the random streams of its samples.
-        at: The place from which replacements of its samples follow.
+        batch_id: With `on_error`: identifies the batch, so that replacements follow from it.
 
     Attributes:
         serial: The number of the message to a worker process; ascends over all epochs. 0 until it is sent.
@@ -32,12 +32,12 @@ class Task:
         place: The place of the error, in words; empty if the worker did not report one.
         notes: Notes to add to the error.
         failed: Samples that could not be read and were replaced.
-        dataset_state: The state of the worker's stream after this task.
+        dataset_state: The state of the worker's iterable dataset after this task.
         is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
     """
 
     __slots__ = (
-        "at",
+        "batch_id",
         "dataset_state",
         "failed",
         "index",
@@ -54,11 +54,13 @@ class Task:
         "slot",
     )
 
-    def __init__(self, number: int, index: Any, origin: StreamOrigin | None, at: Place | None) -> None:
+    def __init__(
+        self, number: int, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None
+    ) -> None:
         self.number = number
         self.index = index
         self.origin = origin
-        self.at = at
+        self.batch_id = batch_id
         self.failed: tuple[FailedSample, ...] = ()
         self.serial = 0
         self.slot: Slot | None = None

@@ -1,9 +1,9 @@
 """Copy the dataset for each worker thread: copy the pipelines and the objects that hold them, share the rest.
 
 A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads must
-not call the same pipeline. A copy of the whole dataset would copy its images. Therefore pipelines are copied
-deeply, the few objects that hold them shallowly, and all other objects are shared. `threads` calls this in
-the consumer's process.
+not call the same pipeline. But a copy of the whole dataset would copy its images. Therefore this module makes
+deep copies of pipelines and shallow copies of the few objects that hold them, and shares all other objects.
+`threads` calls it in the consumer's process.
 """
 
 from __future__ import annotations

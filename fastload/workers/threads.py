@@ -1,6 +1,6 @@
 """Worker threads instead of worker processes: `worker_method="thread"`.
 
-The interface is the same as in `pool`. Threads are for code that releases the GIL, and for Python without a
+Threads are for code that releases the GIL, and for Python without a
 GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
 1. Each thread has its own pipelines, buffers and queues; the rest of the dataset is shared.
@@ -10,7 +10,6 @@ GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import random
@@ -29,26 +28,26 @@ from fastload.memory.lease import Buffers
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, working_as
+from fastload.system.logs import log
 from fastload.workers.task import Task
 from fastload.workers.thread_copy import copies_for_threads
 from fastload.workers.worker import Kind, Restart
+from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
-
-_log = logging.getLogger("fastload")
 
 _GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
 _BUFFERS_BEYOND_PREFETCH = 3
 
 
-class ThreadPool:
+class ThreadPool(Workers):
     """The worker threads of one iterator.
 
     Args:
@@ -99,7 +98,7 @@ class ThreadPool:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the threads; False in a process forked from it."""
+        """Whether this process started the threads."""
         return os.getpid() == self._pid
 
     def submit(
@@ -108,14 +107,14 @@ class ThreadPool:
         number: int,
         index: Any,
         origin: StreamOrigin | None = None,
-        at: Place | None = None,
+        batch_id: BatchId | None = None,
     ) -> None:
         """Give a worker its next task; if the first batch is watched, wait for it."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
-        task = Task(number, index, origin, at)
+        task = Task(number, index, origin, batch_id)
         worker.sent.append(task)
         worker.tasks.put(task)
         # No other worker thread draws during this wait. If the batch takes too long, `take` raises the error.
@@ -124,31 +123,13 @@ class ThreadPool:
             _warn([name for name, state in before.items() if state != after[name]])
 
     def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Tell all workers that a new epoch begins; answers to older tasks are dropped.
-
-        Args:
-            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: Not used: threads do not read streams.
-        """
+        """Drop all older tasks and begin a new epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(Restart(epoch, None))
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
-        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
-
-        The caller may ask for the same task again until it asks for a later one, and takes the payload out
-        itself.
-
-        Args:
-            worker_id: The worker whose answer is due.
-            number: The number of the task; the caller no longer needs earlier tasks.
-            timeout_s: How long to wait; 0 waits without limit.
-
-        Raises:
-            TimeoutError: No answer came in time.
-            LoaderClosedError: The pool was closed.
-        """
+        """The answer; its batch is the object that the thread made."""
         worker = self._workers[worker_id]
         deadline = time.monotonic() + timeout_s if timeout_s else None
         while True:
@@ -163,11 +144,7 @@ class ThreadPool:
                 raise TimeoutError from None
 
     def expect_open(self) -> None:
-        """Raise if no more answers can come.
-
-        Raises:
-            LoaderClosedError: The pool was closed.
-        """
+        """Raise LoaderClosedError if the pool was closed."""
         if self._is_closed:
             raise LoaderClosedError
 
@@ -278,7 +255,7 @@ class _Worker:
             return
         self._buffers.begin()
         try:
-            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.at))
+            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.batch_id))
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
             task.kind = Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
@@ -303,7 +280,7 @@ def _generator_states() -> dict[str, Any]:
 
 def _warn(drawn: list[str]) -> None:
     if drawn:
-        _log.warning(
+        log.warning(
             "the first batch drew random numbers from %s, which worker threads share: these draws have no "
             'fixed order and cannot be reproduced, not even with rng="sample". Draw from '
             'fastload.sample_generator() with rng="sample", or use worker_method="process"',

@@ -8,9 +8,9 @@ All code here runs in the worker. A worker communicates only with the parent, th
 The steps at the start come in torch's order (torch/utils/data/_utils/worker.py), so that random streams and
 `get_worker_info()` are the same as torch's. Rules:
 
-1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. A message that
-   arrives twice is handled once.
-2. Every Fetch gets a reply, at least an error that is short enough for the pipe.
+1. Messages of the parent have ascending numbers, and a reply has the number of its Fetch. If a message
+   arrives a second time, the worker drops it.
+2. Every Fetch gets a reply: if a batch cannot be sent, an error that is short enough for the pipe.
 3. A worker exits when the parent hangs up or dies.
 4. The parent's signal handlers never run in a worker.
 """
@@ -45,7 +45,7 @@ from fastload.system.limits import too_many_files
 
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
-    from fastload.batch.replacing import Place
+    from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Channel, ChannelEnd, Received
     from fastload.workers.job import Job, PickledJob
@@ -59,7 +59,7 @@ class Fetch(NamedTuple):
     num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
     origin: StreamOrigin | None
-    place: Place | None
+    batch_id: BatchId | None
 
     def to_plain(self) -> tuple[Any, ...]:
         """This message as built-in types, which pickle faster: it is sent for each batch."""
@@ -70,7 +70,7 @@ class Restart(NamedTuple):
     """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start over."""
 
     epoch: int | None  # the number that the user set, for datasets that have a set_epoch()
-    dataset_state: IterableState | None  # the state from which a stream resumes; None: from its beginning
+    dataset_state: IterableState | None  # from which an iterable dataset resumes; None: it starts over
 
 
 class Kind(enum.IntEnum):
@@ -95,7 +95,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: bytes | None = None
-    dataset_state: IterableState | None = None  # of a stream with a state_dict()
+    dataset_state: IterableState | None = None  # of an iterable dataset with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -252,7 +252,9 @@ class _Worker:
     def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> None:
         sample_rng = None
         if job.seeds_samples:
-            sample_rng = SampleRng(job.dataset, with_pipelines=job.seed_pipelines, is_guest=False)
+            sample_rng = SampleRng(
+                job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=False
+            )
         self._fetcher = Fetcher(
             job,
             job.dataset,
@@ -275,7 +277,8 @@ class _Worker:
         memory = None if reply.packed is None else self._arena.memory
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)
         if is_sent and memory is not None:
-            # Only now: without the reply the parent keeps the slot's old memory, and so must this worker.
+            # Only after the reply was sent: without it the parent keeps the slot's old memory, and the worker
+            # must do so too.
             self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
@@ -304,7 +307,7 @@ class _Worker:
 
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
-            batch = fetcher.fetch(message.index, message.origin, message.place)
+            batch = fetcher.fetch(message.index, message.origin, message.batch_id)
             failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
             return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)
         except StopIteration as error:
@@ -402,9 +405,9 @@ def _be_quiet() -> None:
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
-    for stream in (sys.stderr, sys.__stderr__):
-        if stream is None or faulthandler.is_enabled():
+    for file in (sys.stderr, sys.__stderr__):
+        if file is None or faulthandler.is_enabled():
             continue
         # A user's or a notebook's replacement of stderr may be closed or have no descriptor.
         with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
-            faulthandler.enable(stream)
+            faulthandler.enable(file)

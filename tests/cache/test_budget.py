@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget
+from fastload.system import budget as budget_module
+from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_ring_bytes
+from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
@@ -104,6 +106,28 @@ def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
     assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
 
 
+def test_a_group_whose_name_is_not_text_limits_all_the_same(tmp_path: Path) -> None:
+    """Names of groups are bytes."""
+    write(tmp_path, v2(os.fsdecode(b"job\xff"), 2 * GB, GB))
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job\xff\n")
+
+    assert cgroup_limit_bytes(tmp_path) == 2 * GB
+
+
+@pytest.mark.parametrize("path", ["a/b/", ""], ids=["own group", "container"])
+def test_kills_are_counted_in_the_group_of_the_process(tmp_path: Path, path: str) -> None:
+    """In a container whose path is the host's, the group at the mount counts."""
+    files = {"proc/self/cgroup": "0::/a/b\n", f"sys/fs/cgroup/{path}memory.events": "oom 3\noom_kill 2\n"}
+
+    assert oom_kills(write(tmp_path, files)) == 2
+
+
+def test_without_a_count_there_were_no_kills(tmp_path: Path) -> None:
+    """Also on a system without cgroups."""
+    assert oom_kills(tmp_path) == 0
+
+
 def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
     """RLIMIT_AS less what is mapped already; without /proc that is unknown."""
     write(tmp_path, {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
@@ -159,3 +183,14 @@ def test_nonsense_is_refused(budget: Any) -> None:
         parse_budget(budget, available=GB)
     with pytest.raises(ValueError, match=r'^ring_bytes=.*"40GB"'):
         parse_budget(budget, name="ring_bytes", available=GB)
+
+
+def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other settings are read as the budget of a cache is."""
+    monkeypatch.setattr(budget_module, "available_bytes", lambda: 4000)
+
+    assert parse_ring_bytes("auto") == 1000
+    assert parse_ring_bytes("3kB") == 3000
+    assert parse_ring_bytes(77) == 77

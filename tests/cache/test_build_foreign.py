@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache.build import unfinished
+from fastload.cache.build import inventory, unfinished
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.lmdb import inventory
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError
 from tests.cache.build_zoo import BrokenImages

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from skimage import data as photographs
 
-from fastload.cache.lmdb.codecs import CODECS, check_codec, codec_of_leaf, decode_image, encode_image
+from fastload.cache.codecs import CODECS, check_codec, codec_of_leaf, decode_image, encode_image
 from fastload.cache.record import decode, record_parts
 from fastload.errors import CacheCorruptError
 from fastload.nested.leaves import Leaf

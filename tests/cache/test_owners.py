@@ -17,6 +17,7 @@ from fastload.cache.ram import owners
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.cache.ram.owners import Entry, StaleEntryError, UnreachableOwnerError
 from fastload.memory.segment import Segment
+from fastload.system import logs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,7 +233,7 @@ def test_a_registry_that_cannot_be_listed_has_no_entries(
 
 def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Nothing is registered and nothing believed, and one line says why."""
-    owners._log_once.cache_clear()
+    logs.say_once.cache_clear()
     real = os.stat
 
     def hide(path: Any, *args: Any, **options: Any) -> os.stat_result:

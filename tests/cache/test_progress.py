@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from fastload.cache.build import progress
-from fastload.cache.build.progress import BuildProgress, shortened
+from fastload.cache import progress
+from fastload.cache.progress import BuildProgress, shortened
 
 LONG_TITLE = "building /home/someone/projects/photographs-of-animals/caches/2026/train-256.lmdb"
 Draw = Callable[..., str]

@@ -16,8 +16,8 @@ import torch
 
 import fastload
 from fastload import DataLoader
-from fastload.device import cuda
 from fastload.epochs import on_device, with_workers
+from fastload.system import logs
 from tests.device.fake import FakeBackend
 from tests.kit import datasets
 
@@ -45,7 +45,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
 @pytest.fixture
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    cuda.say_once.cache_clear()
+    logs.say_once.cache_clear()
 
 
 def numbers(batches: Any) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from fastload.device import cuda as cuda_module
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.errors import DeviceUnavailableError
+from fastload.system import logs
 from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, batch, on
 
@@ -69,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
 
-    cuda_module.say_once.cache_clear()
+    logs.say_once.cache_clear()
     return pretend
 
 

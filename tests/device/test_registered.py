@@ -25,6 +25,7 @@ from fastload.device.registered import RegisteredSlots
 from fastload.epochs import on_device
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.memory.lease import Memory
+from fastload.system import logs
 from tests.device.fake import FakeBackend
 from tests.device.loaders import on
 from tests.kit import datasets
@@ -42,7 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     """The device of every loader that is asked for one."""
     backend = FakeBackend()
     monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
-    cuda.say_once.cache_clear()
+    logs.say_once.cache_clear()
     return backend
 
 

@@ -95,7 +95,7 @@ def test_other_peoples_segments_are_not_ours() -> None:
 
 def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the system tells less, the report has None and its table says unknown."""
-    monkeypatch.setattr(report, "_read", lambda file: "")
+    monkeypatch.setattr(report, "read_text", lambda path: "")
     monkeypatch.setattr(report, "resource", None)
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
     found = memory_report()

@@ -11,6 +11,7 @@ import torch
 from fastload import CUDAPrefetcher, DataLoader
 from fastload.device import cuda, streamless
 from fastload.errors import DeviceUnavailableError
+from fastload.system import logs
 from tests.kit import datasets
 
 
@@ -28,7 +29,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cuda, "why_no_streamless_device", lambda device: None)
     monkeypatch.setattr(streamless.StreamlessDevice, "move", move)
-    cuda.say_once.cache_clear()
+    logs.say_once.cache_clear()
     return moved
 
 

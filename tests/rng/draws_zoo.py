@@ -11,6 +11,7 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network
 import albumentations as A  # the name its own documentation uses
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 import fastload
 
@@ -152,6 +153,39 @@ class Alone(Dice):
         image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_generator()
         numbers = [generator.integers(1 << 40), image[0, 0, 0], self.part.R.randint(1 << 30)]
         return torch.tensor([int(number) for number in (index, *numbers)])
+
+
+class Drawing:
+    """A collate_fn that draws from every kind of generator, and returns the batch and the draws.
+
+    Args:
+        shared: Whether it draws from the generators that threads share, and from a pipeline.
+    """
+
+    def __init__(self, *, shared: bool = True) -> None:
+        self.shared = shared
+        self.crop = A.Compose([A.RandomCrop(8, 8)])
+
+    def __call__(self, samples: Any) -> Any:
+        numbers = [int(fastload.sample_generator().integers(1 << 40))]
+        if self.shared:
+            numbers += [
+                random.getrandbits(40),
+                int(np.random.randint(1 << 40)),
+                int(torch.randint(1 << 40, ())),
+            ]
+            numbers += [int(self.crop(image=POSITIONS)["image"][0, 0, 0]) for _ in range(4)]
+        return (default_collate(samples) if type(samples) is list else samples), numbers
+
+
+class Unreadable(Dice):
+    """Draws, and then fails to read the last sample of every batch of four."""
+
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        if index % 4 == 3:
+            raise OSError(f"sample {index} cannot be read")
+        return row
 
 
 class SharedState(Alone):

@@ -16,7 +16,7 @@ from torch.utils.data import WeightedRandomSampler
 import fastload
 from fastload import CachedDataset, DataLoader
 from tests.kit import datasets
-from tests.rng.draws_zoo import Alone, Dice, Jitter, Pictures
+from tests.rng.draws_zoo import Alone, Dice, Drawing, Jitter, Pictures, Unreadable
 from tests.rng.pipelines_zoo import Corners
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "reproducibility.md"
@@ -98,6 +98,24 @@ def test_the_same_pixels_in_threads() -> None:
     )
 
 
+def test_a_collate_fn_draws_the_same() -> None:
+    """With 0, 1 and 2 workers, in threads, with a full cache, with replaced samples, and after a resume."""
+    options: dict[str, Any] = {"rng": "sample", "collate_fn": Drawing()}
+    expected = run(Dice(), 2, **options)
+    for num_workers in (1, 2):
+        assert run(Dice(), 2, num_workers=num_workers, **options) == expected
+    for num_batches in range(0, 6, 2):
+        rest, again = resumed(num_batches, "sample", num_batches % 3, Drawing())
+        assert rest == again == expected[0][num_batches:]
+
+    dataset = CachedDataset(Pictures(), transform=Jitter())
+    assert run(dataset, **options) == run(dataset, num_workers=2, **options)
+    replaced = {**options, "on_error": "replace", "error_budget": 1.0}
+    assert run(Unreadable(), **replaced) == run(Unreadable(), num_workers=2, **replaced)
+    options["collate_fn"] = Drawing(shared=False)
+    assert run(Alone(), num_workers=2, worker_method="thread", **options) == run(Alone(), **options)
+
+
 def test_duplicates_differ() -> None:
     """60 draws of 6 samples are 60 different ones."""
     sampler = WeightedRandomSampler([1.0] * 6, 60)
@@ -138,12 +156,15 @@ def test_the_training_loop_changes_nothing() -> None:
     assert drawn == [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in disturbed]
 
 
-def resumed(num_batches: int, rng: Any, num_workers: int) -> tuple[list[Any], list[Any]]:
+def resumed(
+    num_batches: int, rng: Any, num_workers: int, collate_fn: Any = None
+) -> tuple[list[Any], list[Any]]:
     """The rest of an epoch as it would have been, and as a new loader brings it."""
 
     def make(num_workers: int) -> DataLoader:
         generator = torch.Generator().manual_seed(5)
-        return DataLoader(Dice(), 4, shuffle=True, generator=generator, rng=rng, num_workers=num_workers)
+        options: dict[str, Any] = {"rng": rng, "num_workers": num_workers, "collate_fn": collate_fn}
+        return DataLoader(Dice(), 4, shuffle=True, generator=generator, **options)
 
     loader = make(2)
     iterator = iter(loader)

@@ -17,7 +17,20 @@ import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
 from tests.cache.zoo import FloatImages
-from tests.rng.draws_zoo import Alone, AtOnce, Dice, Jitter, Kept, Keyed, Pictures, Wrapped, refusing, resize
+from tests.rng.draws_zoo import (
+    Alone,
+    AtOnce,
+    Dice,
+    Drawing,
+    Jitter,
+    Kept,
+    Keyed,
+    Pictures,
+    Unreadable,
+    Wrapped,
+    refusing,
+    resize,
+)
 
 
 def seeded(seed: int = 5) -> torch.Generator:
@@ -200,6 +213,99 @@ class TestCaches:
             yield torch.utils._pytree.tree_map(
                 lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, sample
             )
+
+
+def collated(dataset: Any, epochs: int = 2, **options: Any) -> list[Any]:
+    """All batches of some epochs, and what `Drawing` drew for each of them."""
+    options = {"batch_size": 4, "collate_fn": Drawing(), "generator": seeded(), **options}
+    with DataLoader(dataset, rng="sample", **options) as loader:
+        return [(plain(batch), numbers) for _ in range(epochs) for batch, numbers in loader]
+
+
+def plain(batch: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, batch
+    )
+
+
+class TestCollate:
+    """The draws of a collate_fn follow on those of the last sample of its batch."""
+
+    def test_each_batch_has_its_own_draws(self) -> None:
+        """No batch of two epochs repeats a draw of another, from any generator."""
+        drawn = [numbers for _, numbers in collated(Dice())]
+
+        assert all(len(set(column)) == 12 for column in list(zip(*drawn, strict=True))[:4])
+        assert len({tuple(numbers[4:]) for numbers in drawn}) == 12
+
+    @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"batch_size": None}], ids=str)
+    @pytest.mark.parametrize("num_workers", [1, 2])
+    def test_any_number_of_workers(self, num_workers: int, options: dict[str, Any]) -> None:
+        """1 or 2 workers draw what none draws."""
+        assert collated(Dice(), num_workers=num_workers, **options) == collated(Dice(), **options)
+
+    @pytest.mark.slow
+    def test_any_start_method(self) -> None:
+        """The pipeline of a collate_fn that was pickled is set too."""
+        assert collated(Dice(), num_workers=2, multiprocessing_context="forkserver") == collated(Dice())
+
+    @pytest.mark.parametrize("batch_size", [4, None])
+    def test_batches_as_they_come(self, batch_size: int | None) -> None:
+        """Workers of torch's own iterator (in_order=False) draw the same for each batch."""
+        found = collated(Dice(), 1, batch_size=batch_size, num_workers=2, in_order=False)
+
+        assert sorted(found) == sorted(collated(Dice(), 1, batch_size=batch_size))
+
+    def test_threads(self) -> None:
+        """Draws from sample_generator() are the same in threads, which share all other generators."""
+        options = {"collate_fn": Drawing(shared=False)}
+
+        assert collated(Alone(), num_workers=2, worker_method="thread", **options) == collated(
+            Alone(), **options
+        )
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_the_rest_of_a_resumed_epoch(self, num_workers: int) -> None:
+        """In mid-epoch, with another number of workers."""
+        expected = collated(Dice(), 1, shuffle=True)
+        options: dict[str, Any] = {"shuffle": True, "collate_fn": Drawing(), "rng": "sample"}
+        loader = DataLoader(Dice(), 4, num_workers=1, generator=seeded(), **options)
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        state = loader.state_dict()
+        again = DataLoader(Dice(), 4, num_workers=num_workers, generator=torch.Generator(), **options)
+        again.load_state_dict(state)
+
+        assert [(plain(batch), numbers) for batch, numbers in again] == expected[2:]
+
+    @pytest.mark.parametrize("on_error", ["replace", lambda failed: torch.zeros(10, dtype=torch.long)])
+    def test_a_batch_whose_last_sample_is_replaced(self, on_error: Any) -> None:
+        """The draws follow on those of the replacement, or on those before the error."""
+        options = {"on_error": on_error, "error_budget": 1.0}
+
+        assert collated(Unreadable(), num_workers=2, **options) == collated(Unreadable(), **options)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_a_batch_from_the_cache(self, num_workers: int) -> None:
+        """A hit and a miss leave the generators in the same state, with and without a transform."""
+        for transform in (None, Jitter()):
+            dataset = CachedDataset(Pictures(), transform=transform)
+            runs = [collated(dataset, 1, num_workers=num_workers) for _ in range(2)]
+
+            assert dataset.cache_info().num_cached == 24
+            assert runs[0] == runs[1]
+
+    def test_the_users_generators_are_as_they_were(self) -> None:
+        """Without workers, each batch restores the collate_fn's pipeline and the global generators."""
+        drawing = Drawing()
+        parts = [drawing.crop, *drawing.crop.transforms]
+
+        def states() -> list[Any]:
+            return [random.getstate(), *[(id(part.py_random), part.py_random.getstate()) for part in parts]]
+
+        before = states()
+        for _ in DataLoader(Dice(), 4, rng="sample", collate_fn=drawing, generator=seeded()):
+            assert states() == before
 
 
 class TestParent:

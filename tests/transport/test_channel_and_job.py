@@ -6,6 +6,7 @@ import collections
 import multiprocessing
 import os
 import pickle
+import select
 import threading
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 import fastload
 from fastload.memory.segment import Segment
 from fastload.workers import channel
-from fastload.workers.channel import make_channel
+from fastload.workers.channel import Channel, make_channel
+from tests.kit import datasets
 
 
 def _descriptors() -> int:
@@ -73,6 +75,25 @@ def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
     assert waited
     assert (flushed[0], flushed[-1]) == ((False, False), (True, True))
     assert got == list(range(500))
+
+
+def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool sends the message that the pipe refused before, and not only when it has a new one."""
+    flush, parent, refusals = Channel.flush, os.getpid(), [False, False]
+
+    def refuse_twice(self: Channel) -> bool:
+        if os.getpid() == parent and refusals:
+            return refusals.pop()
+        return flush(self)
+
+    monkeypatch.setattr(Channel, "flush", refuse_twice)
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
+    (worker,) = iterator._pool._workers  # one slot until the size of a batch is known, and two tasks
+
+    assert refusals == []
+    assert [task.slot for task in worker.waiting] == [None]
+    assert worker.channel.is_flushed
+    assert len(list(iterator)) == 4
 
 
 def test_a_descriptor_arrives_with_its_message() -> None:
@@ -139,27 +160,24 @@ def test_descriptors_of_messages_that_were_not_taken_out_are_closed(how: str, is
 
 
 def test_a_message_stays_until_it_is_taken_out_and_comes_with_its_number() -> None:
-    """Looking twice gives the same message; `has_message` takes none away."""
+    """Looking twice gives the same message."""
     ours, end = make_channel()
     theirs = end.open()
-    states = [ours.has_message(), ours.peek() is None]
+    is_empty_before = ours.peek() is None
     for number in (7, 1 << 40):
         theirs.send(f"message {number}", number=number)
     seen = []
-    while ours.has_message():
-        received = ours.peek()
+    while (received := ours.peek()) is not None:
         assert received is ours.peek()
-        assert ours.has_message()
-        assert received is not None
         seen.append((received.number, received.is_cut, received.fd, received.load()))
         ours.take_out()
     theirs.close()
-    ended = [ours.is_hung_up(), ours.has_message(), ours.peek() is None]
+    ended = [ours.is_hung_up(), ours.peek() is None]
     ours.close()
 
-    assert states == [False, True]
+    assert is_empty_before
     assert seen == [(7, False, None, "message 7"), (1 << 40, False, None, f"message {1 << 40}")]
-    assert ended == [True, False, True]
+    assert ended == [True, True]
 
 
 @pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 10_000])
@@ -234,11 +252,11 @@ def test_a_channel_closed_after_a_signal_in_peek_closes_what_had_arrived(
     monkeypatch.setattr(channel, "Received", interrupt)
     with pytest.raises(KeyboardInterrupt):
         ours.peek()
-    has_message = ours.has_message()
+    is_readable, _, _ = select.select([ours], [], [], 0)
     ours.close()
     theirs.close()
 
-    assert has_message
+    assert not is_readable
     assert _descriptors() == before
 
 
@@ -332,7 +350,6 @@ def test_what_a_process_sent_before_it_ended_arrives_although_it_left_messages_u
     theirs.send("answer", number=5)
     theirs.close()
 
-    assert ours.has_message()
     received = ours.peek()
 
     assert received is not None

@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.memory import ring as ring_module
 from fastload.memory.lease import private_memory
-from fastload.memory.ring import EMPTY_BATCHES, Ring, Slot, SlotState, limit_bytes
+from fastload.memory.ring import EMPTY_BATCHES, Ring, Slot, SlotState
 from fastload.workers.schedule import Schedule
 
 PAGE = 4096
@@ -273,15 +272,6 @@ def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
     assert (ring.num_slots(0), ring.num_slots(1)) == (0, 1)
 
 
-def test_the_automatic_limit_is_a_quarter_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other settings are read as the budget of a cache is."""
-    monkeypatch.setattr(ring_module.budget, "available_bytes", lambda: 4000)
-
-    assert limit_bytes("auto") == 1000
-    assert limit_bytes("3kB") == 3000
-    assert limit_bytes(77) == 77
-
-
 class Transport(RuleBasedStateMachine):
     """Workers that answer in order, a caller that holds and drops as it likes, and a tight ring.
 
@@ -305,6 +295,7 @@ class Transport(RuleBasedStateMachine):
         self.waiting: list[tuple[int, int]] = []
         self.sent: dict[int, list[tuple[int, Any]]] = {worker: [] for worker in range(num_workers)}
         self.held: dict[int, tuple[Any, Any]] = {}  # batch -> (slot, lease)
+        self.num_assigned = 0
         self.due = 0
         self.num_given = [0] * num_workers
         self.num_copies = 0
@@ -313,7 +304,7 @@ class Transport(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
-        if self.schedule.num_pending < self.num_workers * self.in_flight:
+        if self.num_assigned - self.due < self.num_workers * self.in_flight:
             self._assign()
         self._feed()
 
@@ -324,6 +315,7 @@ class Transport(RuleBasedStateMachine):
             assert not any(self.schedule.is_active(worker) for worker in range(self.num_workers))
         else:
             assert self.schedule.is_active(assigned[1])
+            self.num_assigned += 1
             self.waiting.append(assigned)
 
     def _feed(self) -> None:

@@ -11,7 +11,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import time
 import zlib
@@ -25,18 +24,19 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.progress import BuildProgress
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.lmdb.codecs import LOSSY, check_codec
+from fastload.cache.codecs import LOSSY, check_codec
 from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
+from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import read_unnoticed
-from fastload.cache.record import encode, spec_of
+from fastload.cache.record import encode, outline
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from fastload.cache.build.build_lock import BuildLock
     from fastload.cache.build.tasks import Answer, Value
     from fastload.cache.fingerprint import Fingerprint
-
-log = logging.getLogger("fastload")
 
 _WHAT_TO_DO = "Delete it to build it again, or give another path"
 _QUALITY = 95  # of jpeg and webp, by default
@@ -207,7 +205,7 @@ def _first_record(sample: Any) -> bytes:
 
 def _identity(record: bytes) -> tuple[str, int]:
     """Structure and checksum of a sample."""
-    return spec_of(record).text.decode("ascii"), zlib.crc32(record)
+    return outline(record).spec.text.decode("ascii"), zlib.crc32(record)
 
 
 # --- building --------------------------------------------------------------------------------------------

@@ -6,22 +6,20 @@ cache are not disturbed meanwhile.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
 from fastload.cache.build import processes
-from fastload.cache.build.progress import BuildProgress
+from fastload.cache.progress import BuildProgress
 from fastload.errors import add_note
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastload.cache.sample_cache import SampleCache
-
-log = logging.getLogger("fastload")
 
 _MOST_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so that workers finish at about the same time

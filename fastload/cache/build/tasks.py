@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import pickle
 import traceback
 from dataclasses import dataclass
@@ -23,16 +22,15 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.cache.lmdb.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.errors import SegmentError, UnsupportedSampleError
-from fastload.memory.segment import Segment, is_supported
+from fastload.memory.segment import Segment, why_unsupported
 from fastload.nested.spec import flatten
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
-
-log = logging.getLogger("fastload")
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _LEAST_SLOT_BYTES = 4 << 20  # pages are allocated as they are used; a task aims at half a slot
@@ -229,7 +227,7 @@ def plan_tasks(
         for span in ranges
         for start in range(span.start, span.stop, size)
     ]
-    if not num_workers or not is_supported():
+    if not num_workers or why_unsupported() is not None:
         return tasks, None
     try:
         num_slots = TASKS_A_WORKER * num_workers + 1  # the values of one more task are being stored

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import shutil
@@ -35,8 +34,8 @@ from fastload.cache.lmdb.description import FORMAT_VERSION, Plan, check_version,
 from fastload.cache.lmdb.files import SHARD_SUFFIX
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-
-log = logging.getLogger("fastload")
+from fastload.system.cgroups import read_text
+from fastload.system.logs import log
 
 _PLAN_NAME = "plan.json"
 _ERRORS_NAME = "errors.jsonl"
@@ -249,10 +248,7 @@ def _why_anew(found: Plan, plan: Plan) -> str | None:
 
 def _boot_id() -> str:
     """The id of this boot of this machine; if it is unknown, an empty string, which matches no boot."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
+    return read_text(_BOOT_ID).strip()
 
 
 def _write_whole(path: str, text: str) -> None:

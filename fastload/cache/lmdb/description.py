@@ -14,7 +14,7 @@ import reprlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.lmdb.codecs import BEST_QUALITY, CODECS
+from fastload.cache.codecs import BEST_QUALITY, CODECS
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:

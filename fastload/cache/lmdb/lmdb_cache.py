@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.build.progress import BuildProgress
 from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
+from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
@@ -207,14 +207,7 @@ class LMDBCache(BaseCache):
             raise damaged(file.path, index, error) from error
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that torch's default_collate would make of these samples, read in the order of keys.
-
-        Args:
-            indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-
-        Returns:
-            None if the images are encoded, a sample is not stored, or the batch needs default_collate.
+        """The batch, read in the order of keys; None also if the images are encoded.
 
         Raises:
             CacheCorruptError: A record is damaged or missing.

@@ -29,13 +29,12 @@ from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.dtypes import dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
-
-log = logging.getLogger("fastload")
 
 SEGMENT_NAME = "fastload-cache"
 CURSOR_AT = 64
@@ -153,9 +152,9 @@ class Layout:
         segment = Segment.create(text_at + len(text), name=SEGMENT_NAME, sealed=True)
         try:
             mapping = segment.map(writable=False)
-            os.pwrite(segment.fd, text, text_at)
+            segment.write(text, text_at)
             header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
-            os.pwrite(segment.fd, header, 0)  # last: a segment without a header is not a cache
+            segment.write(header)  # last: a segment without a header is not a cache
         except SegmentError:
             segment.close()
             raise

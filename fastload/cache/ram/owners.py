@@ -24,7 +24,6 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import stat
@@ -37,13 +36,13 @@ from fastload.cache.locks import try_lock, unlock
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
+from fastload.system.cgroups import read_text
+from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.memory.segment import Segment
-
-log = logging.getLogger("fastload")
 
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
@@ -127,18 +126,17 @@ def directory() -> Path | None:
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
     if _own_namespace() is None:
-        _log_once(logging.INFO, "cache: no registry of shared caches: it needs /proc, which does not exist")
+        say_once("cache: no registry of shared caches: it needs /proc, which does not exist", logging.INFO)
         return None
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700, parents=False)
         status = path.lstat()
     except OSError as error:
-        _log_once(logging.INFO, f"cache: no registry of shared caches at {path}: {error.strerror}")
+        say_once(f"cache: no registry of shared caches at {path}: {error.strerror}", logging.INFO)
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        _log_once(
-            logging.WARNING,
+        say_once(
             f"cache: {path} is not a directory of this user alone (mode 0700), so caches are not shared "
             f"through it: remove it, or set {DIRECTORY_VARIABLE}",
         )
@@ -217,12 +215,6 @@ def creating() -> Iterator[bool]:
             os.close(fd)
 
 
-@functools.cache
-def _log_once(level: int, text: str) -> None:
-    """Log a line once per process; each step of opening a cache would repeat it."""
-    log.log(level, text)
-
-
 def _open(path: Path) -> int:
     """A descriptor of a file in the registry, which is created if missing."""
     return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -243,9 +235,5 @@ def _own_namespace() -> int | None:
 
 def _start_time(pid: int) -> int | None:
     """The start of a process in clock ticks since boot; None if there is no process with that number."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])

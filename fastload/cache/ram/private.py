@@ -7,7 +7,6 @@ decoding in every worker; a warning says so.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,11 @@ import numpy as np
 from fastload.cache.record import decode, encode
 from fastload.cache.sample_cache import BaseCache
 from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-log = logging.getLogger("fastload")
 
 _CHECK_EVERY_BYTES = 64 << 20
 _FREE_SHARE = 0.25  # of the budget: "auto" is 80% of free memory, and the other 20% are for everything else

@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.ram.owners import Entry
-
-log = logging.getLogger("fastload")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ changes. Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import struct
 import time
@@ -37,6 +36,7 @@ from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import round_up
 from fastload.nested.spec import Spec, flatten
 from fastload.system.budget import parse_budget
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
     from fastload.memory.segment import Segment
-
-log = logging.getLogger("fastload")
 
 EMPTY, UNIFORM = 0, 1
 
@@ -240,15 +238,7 @@ class SharedMemoryCache(BaseCache):
         return rows
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch that torch's default_collate would make of these samples, gathered column by column.
-
-        Args:
-            indices: `(n,)`, each `0 <= index < num_samples`.
-            allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
-
-        Returns:
-            None if a sample is not cached as a uniform row, or the batch needs default_collate.
-        """
+        """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
         if not self._map() or self._columns is None or not self.cached_rows(indices).all():
             return None
         return self._columns.gather(indices, allocate)

@@ -1,4 +1,4 @@
-"""Shows the progress of a build: a bar on a terminal, occasional log lines elsewhere.
+"""Shows the progress of work on a cache: a bar on a terminal, occasional log lines elsewhere.
 
 It starts no thread, because a build forks workers. Rules:
 
@@ -9,20 +9,18 @@ It starts no thread, because a build forks workers. Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
 from typing import TYPE_CHECKING
 
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from rich.progress import Progress
-
-log = logging.getLogger("fastload")
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0

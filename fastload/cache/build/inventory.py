@@ -10,7 +10,6 @@ Rules:
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ from fastload.cache.build.unfinished import NAMES, foreign_part
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
-
-log = logging.getLogger("fastload")
+from fastload.system.logs import log
 
 PARTIAL, REPORT = ".partial", ".errors.jsonl"
 

@@ -1,0 +1,64 @@
+"""Reads the figures of the kernel in /proc and in the cgroups of this process, v1 and v2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; empty if it does not exist on this system, or this user may not read it."""
+    try:
+        return path.read_text("utf-8", "surrogateescape")  # names of groups, processes and files are bytes
+    except OSError:
+        return ""
+
+
+def kilobytes(text: str, name: str) -> int | None:
+    """The figure of a line such as ``MemAvailable:   64 kB``, in bytes; None without that line."""
+    match = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def count(text: str, name: str) -> int | None:
+    """The figure of a line such as ``inactive_file 64``; None without that line."""
+    match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def groups(controller: str, root: str | Path = "/") -> Iterator[tuple[Path, bool]]:
+    """The directory of each group that limits this process, and whether it is a group of v2.
+
+    A group comes before the groups above it. In a container the path may be the host's path, while the mount
+    shows the container's own group as its root. Some of these directories then do not exist, and count as
+    groups without a limit.
+
+    Args:
+        controller: `"memory"` or `"cpu"`.
+        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
+    """
+    root = Path(root)
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        is_v2 = controllers == ""
+        if not is_v2 and controller not in controllers.split(","):
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for mount in ("", "unified") if is_v2 else (controller,):
+            for depth in range(len(parts), -1, -1):
+                yield root.joinpath("sys/fs/cgroup", mount, *parts[:depth]), is_v2
+
+
+def oom_kills(root: str | Path = "/") -> int:
+    """How many processes of this cgroup the out-of-memory killer has killed; 0 if the kernel does not say.
+
+    Args:
+        root: As for `groups`.
+    """
+    counts = (count(read_text(group / "memory.events"), "oom_kill") for group, _ in groups("memory", root))
+    return next((kills for kills in counts if kills is not None), 0)
