@@ -1,6 +1,6 @@
 """Which lines of the user's code take the time: a thread looks at the stacks of threads that make batches.
 
-A look takes about 20 us and happens every `INTERVAL_S`, so that it costs less than half a percent. It sees
+A look takes about 20 us and happens every `INTERVAL_S`, so that it costs about half a percent. It sees
 waits as well as computation, which a profiler that counts CPU time does not.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fastload.profiling.recording import Recording
 
-INTERVAL_S = 0.01
+INTERVAL_S = 0.02
 LINE = "line"  # the stage under which lines are recorded; `calls` is the number of looks
 
 _NOT_OWN = tuple(

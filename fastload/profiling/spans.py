@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from fastload.profiling.recording import Recording
 
 MAX_SHARE = 0.01  # of the time that a batch takes
-EVENT_NS = 1500  # the measured cost of entering and leaving a stage, with its wrapper (benchmarks/NOTES.md)
+EVENT_NS = 1_500  # the measured cost of entering and leaving a stage, with its wrapper (benchmarks/NOTES.md)
+BATCH_NS = 100_000  # the cost of putting probes in place for a batch, and of the calls that are slower after it
 MAX_STRIDE = 256
 
 Key = tuple[str, str]  # stage, name
@@ -91,7 +92,7 @@ class Sampling:
 
     def note(self, num_events: int, wall_ns: int) -> None:
         """Choose the stride from the cost of a measured batch."""
-        share = num_events * EVENT_NS / max(wall_ns, 1)
+        share = (BATCH_NS + num_events * EVENT_NS) / max(wall_ns, 1)
         self.stride = min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
         self._left = self.stride - 1
 

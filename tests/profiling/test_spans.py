@@ -140,7 +140,7 @@ class TestSampling:
         sampling = Sampling()
         sampling.note(num_events, wall_ns)
 
-        cost = num_events * spans.EVENT_NS / (sampling.stride * wall_ns)
+        cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (sampling.stride * wall_ns)
         assert cost <= 1.5 * spans.MAX_SHARE or sampling.stride == spans.MAX_STRIDE
 
 
