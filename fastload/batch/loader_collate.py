@@ -22,7 +22,7 @@ from torch.utils.data._utils import fetch as torch_fetch
 from fastload.batch.collate import to_channels_last
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class LoaderCollate:
@@ -35,13 +35,23 @@ class LoaderCollate:
         lost: The loader's arguments that have no effect in torch's loader, as source text.
         channels_last: Whether the loader has ``memory_format=torch.channels_last``; this wrapper applies it
             in torch's loader.
+        settings: The loader's arguments that torch's loader does not have, for `carried_settings`. They are
+            not pickled, because torch's workers have no use for them.
     """
 
-    __slots__ = ("__wrapped__", "_fastload_note")
+    __slots__ = ("__wrapped__", "_fastload_note", "_fastload_settings")
 
-    def __init__(self, inner: Callable[[Any], Any], lost: tuple[str, ...], *, channels_last: bool) -> None:
+    def __init__(
+        self,
+        inner: Callable[[Any], Any],
+        lost: tuple[str, ...],
+        *,
+        channels_last: bool,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         object.__setattr__(self, "__wrapped__", inner)
         object.__setattr__(self, "_fastload_note", (lost, channels_last))
+        object.__setattr__(self, "_fastload_settings", dict(settings or {}))
 
     def __call__(self, samples: Any) -> Any:
         """Collate; if torch's fetcher calls, warn about the lost arguments."""
@@ -78,6 +88,11 @@ class LoaderCollate:
 def own_collate(collate_fn: Any) -> Any:
     """The user's own collate_fn."""
     return collate_fn.__wrapped__ if type(collate_fn) is LoaderCollate else collate_fn
+
+
+def carried_settings(collate_fn: Any) -> dict[str, Any]:
+    """The arguments that torch's loader lacks, of the loader whose `collate_fn` this is; or an empty dict."""
+    return dict(collate_fn._fastload_settings) if type(collate_fn) is LoaderCollate else {}
 
 
 def _rebuilt(inner: Callable[[Any], Any], lost: tuple[str, ...], channels_last: bool) -> LoaderCollate:

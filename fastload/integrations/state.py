@@ -1,0 +1,39 @@
+"""What `install` was asked for in this process, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+_log = logging.getLogger("fastload")
+
+
+@dataclass
+class State:
+    """The state of this process.
+
+    Attributes:
+        is_installed: Whether `torch.utils.data.DataLoader` builds fastload's loader.
+        defaults: Arguments of fastload's loader, for calls that do not give them.
+        cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
+        is_verbose: Whether `fastload run` asked for lines on standard error.
+        num_replaced: Loaders that were built in the place of torch's.
+    """
+
+    is_installed: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+    is_verbose: bool = False
+    num_replaced: int = 0
+
+    def say(self, text: str) -> None:
+        """Log a line; under `fastload run` the first rank also writes it to standard error."""
+        _log.info("%s", text)
+        if self.is_verbose and os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"fastload: {text}\n")
+
+
+state = State()
