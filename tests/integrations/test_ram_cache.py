@@ -83,10 +83,13 @@ def counting_loader(path: str) -> Any:
     return torchvision_zoo.pil_loader(path)
 
 
+@pytest.mark.parametrize("rng", ["worker", "sample"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int) -> None:
+def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int, rng: str) -> None:
     """What a random transform sees and draws, in the epoch that fills the cache and in the next one."""
     folder = torchvision_zoo.ImageFolder(str(root), Examine(), target_transform=str)
+    if rng == "sample":
+        fastload.install(rng="sample")
     expected = epoch(folder, num_workers=num_workers)
     fastload.install(cache="ram")
 
