@@ -30,9 +30,15 @@ class State:
     num_replaced: int = 0
 
     def say(self, text: str) -> None:
-        """Log a line; under `fastload run` the first rank also writes it to standard error."""
+        """Log a line; under `fastload run` the first rank also writes it to standard error.
+
+        Worker processes write nothing: they are daemon processes, in fastload and in torch.
+        """
+        from multiprocessing import process
+
         _log.info("%s", text)
-        if self.is_verbose and os.environ.get("LOCAL_RANK", "0") == "0":
+        is_worker = process.current_process().daemon
+        if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"fastload: {text}\n")
 
 
