@@ -128,6 +128,39 @@ def test_the_loader_s_dataset_is_the_folder_in_all_but_the_cache(root: Path) -> 
     assert tud.DataLoader(dataset).dataset is dataset
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_subsets_are_cached(root: Path, num_workers: int) -> None:
+    """Those of random_split(), which share one cache, and a subset of a subset; samples are the same."""
+    folder = torchvision_zoo.ImageFolder(str(root), Examine())
+    parts = [*tud.random_split(folder, [4, 2]), tud.Subset(tud.Subset(folder, [5, 1, 3]), [2, 0])]
+    expected = [epoch(part, num_workers=num_workers) for part in parts]
+    fastload.install(cache="ram")
+
+    for _ in range(2):
+        assert [epoch(part, num_workers=num_workers) for part in parts] == expected
+    assert len(ram_cache._caches) == 1
+
+
+def test_a_subset_stays_the_program_s(root: Path) -> None:
+    """isinstance, pickles, and attributes that the program sets later."""
+    folder = torchvision_zoo.ImageFolder(str(root))
+    subset = tud.Subset(folder, [0, 1])
+    fastload.install(cache="ram")
+    dataset: Any = tud.DataLoader(subset).dataset
+    assert isinstance(dataset.dataset, torchvision_zoo.ImageFolder)
+    subset.indices = [4]
+    subset.dataset.transform = ImageOps.mirror
+    twin = pickle.loads(pickle.dumps(dataset))
+
+    assert type(dataset) is not tud.Subset
+    assert isinstance(dataset, tud.Subset)
+    assert len(dataset) == len(twin) == 1
+    assert dataset[0] == twin[0] == subset[0] == folder[4]
+    assert tud.DataLoader(dataset).dataset is dataset
+    subset.dataset = list(range(6))  # type: ignore[assignment]
+    assert dataset[0] == 4
+
+
 def test_a_list_of_samples_that_is_changed_later(root: Path) -> None:
     """A sample that moved, or that is new, is not taken from the cache under its number."""
     folder = torchvision_zoo.ImageFolder(str(root))
