@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample as FailedSample
     from fastload.images.decode import read_image as read_image
     from fastload.images.folder import ImageFolder as ImageFolder
+    from fastload.integrations.install import install as install, uninstall as uninstall
     from fastload.loader import DataLoader as DataLoader
     from fastload.rng.sample_rng import sample_generator as sample_generator
     from fastload.rng.seeding import (
@@ -88,6 +89,7 @@ _NAMES = {
     "batch.failed_sample": ("FailedSample",),
     "images.decode": ("read_image",),
     "images.folder": ("ImageFolder",),
+    "integrations.install": ("install", "uninstall"),
     "loader": ("DataLoader",),
     "rng.sample_rng": ("sample_generator",),
     "rng.seeding": ("seed_everything", "seed_worker"),

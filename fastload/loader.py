@@ -8,6 +8,7 @@ public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from multiprocessing import context as mp_context
@@ -287,9 +288,12 @@ class DataLoader(LoaderSettings):
         known = self.__dict__.get
         names = ['rng="sample"'] if known("rng") == "sample" else []
         names += [name for name in ("device", "device_transform") if known(name) is not None]
-        channels_last = known("memory_format") is torch.channels_last
-        return (
-            LoaderCollate(own, tuple(names), channels_last=channels_last) if names or channels_last else own
+        settings = {name: known(name, default) for name, default in _own_defaults().items()}
+        if settings == _own_defaults():
+            return own
+        channels_last = settings["memory_format"] is torch.channels_last
+        return LoaderCollate(
+            own, tuple(names), channels_last=channels_last, settings=settings, dataset=known("dataset")
         )
 
     @collate_fn.setter
@@ -434,3 +438,12 @@ def _make_trial_loader(
     """Make a loader for the trial of `num_workers="auto"`, with batches on the host in pageable memory."""
     ahead = prefetch_factor if num_workers else None
     return DataLoader(dataset, num_workers=num_workers, prefetch_factor=ahead, **settings)
+
+
+@functools.cache
+def _own_defaults() -> dict[str, Any]:
+    """The arguments of fastload's loader that torch's does not have, with their defaults."""
+    ours, theirs = (
+        inspect.signature(kind.__init__).parameters for kind in (DataLoader, torch.utils.data.DataLoader)
+    )
+    return {name: parameter.default for name, parameter in ours.items() if name not in theirs}

@@ -1,4 +1,4 @@
-"""The command line: `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
+"""The command line: `fastload run`, `fastload cache build | info | verify | ls | rm`, and `fastload doctor`.
 
 Rules:
 
@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -51,6 +52,26 @@ class OnError(StrEnum):
 
     RAISE = "raise"
     SKIP = "skip"
+
+
+class CacheKind(StrEnum):
+    """Where samples are cached."""
+
+    RAM = "ram"
+
+
+class Rng(StrEnum):
+    """How random numbers are seeded."""
+
+    WORKER = "worker"
+    SAMPLE = "sample"
+
+
+class WorkerMethod(StrEnum):
+    """What makes batches."""
+
+    PROCESS = "process"
+    THREAD = "thread"
 
 
 @app.callback()
@@ -270,6 +291,59 @@ def rm(
         answer.lines = [f"removed {path}: {readable_size(nbytes)}"]
 
 
+@app.command(
+    short_help="Run a training script with fastload's loader in the place of torch's.",
+    context_settings={"allow_interspersed_args": False},
+    epilog="The exit code is that of the script.",
+)
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
+    ] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    cache: Annotated[
+        CacheKind | None,
+        typer.Option(
+            help="Decode the images of an ImageFolder once, and keep them in memory. A line says for every "
+            "other dataset why it is not cached."
+        ),
+    ] = None,
+    rng: Annotated[
+        Rng | None,
+        typer.Option(
+            help="How random numbers are seeded: 'worker' as in torch (the default), or 'sample', the same "
+            "for any number of workers."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Deliver batches on this device, such as cuda or auto; default: as in torch."),
+    ] = None,
+    worker_method: Annotated[
+        WorkerMethod | None, typer.Option(help="What makes batches; default: process, as in torch.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing of fastload's own.")] = False,
+) -> Any:
+    """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
+
+    The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
+    all words after SCRIPT belong to the script. --rng, --device and --worker-method apply to every loader of
+    the script. At the end, a line on standard error says how many loaders were replaced.
+    """
+    from fastload.cli.script import run_script
+    from fastload.integrations import install
+
+    given = {"rng": rng, "device": device, "worker_method": worker_method}
+    install.watch(
+        cache=None if cache is None else cache.value,
+        defaults={name: str(value) for name, value in given.items() if value is not None},
+        is_verbose=not quiet,
+    )
+    # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
+    return functools.partial(run_script, script, list(args or ()), as_module=is_module)
+
+
 @app.command(epilog=EPILOG, short_help="Show what this machine offers to a data loader.")
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine offers to a data loader, and how to look for an error.
@@ -286,4 +360,5 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """The `fastload` command."""
-    app()
+    # Not app(), which would set typer's own sys.excepthook, also for the script of `fastload run`.
+    typer.main.get_command(app)()

@@ -89,6 +89,9 @@ class CommandGroup(TyperGroup):
         # being imported), CPython ends `python -m` by SIGINT, even if the interrupt was handled. Another
         # exec() of text resets this.
         exec("")
+        if callable(code):  # the user's own script: its errors are shown as plain python shows them
+            code()
+            code = ExitCode.FINE
         sys.exit(int(code or 0))
 
 

@@ -34,6 +34,10 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     return min(worthwhile_cpus(), _MOST_WORKERS)
 
 
+class _TaskLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # one or two, by torch's release
+    """torch's loader, also after `fastload.install()`, which replaces loaders of exactly torch's class."""
+
+
 def run(
     tasks: torch.utils.data.Dataset[Any], orders: Iterable[Any], num_workers: int, *, ahead: int = 2
 ) -> Iterator[Any]:
@@ -45,7 +49,7 @@ def run(
         num_workers: Processes; 0 for none.
         ahead: Tasks that each worker gets ahead of the answers that are taken.
     """
-    loader = torch.utils.data.DataLoader(
+    loader = _TaskLoader(
         tasks,
         batch_size=None,
         sampler=orders,

@@ -1,0 +1,116 @@
+"""Run a Python script or module in this process, as `python SCRIPT ARGS` or `python -m MODULE ARGS` would.
+
+The script becomes `__main__` until the process ends, as under plain python, because functions that run at
+exit, threads and pickles need it. One process therefore runs one script.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pkgutil
+import runpy
+import sys
+import types
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from typing import Any
+
+
+def run_script(target: str, args: list[str], *, as_module: bool = False) -> None:
+    """Run a script to its end.
+
+    `sys.argv`, `sys.path[0]` and `__main__` are those of plain python, so that argparse, pickling, and child
+    processes of all start methods work in the same way. The caller should do nothing after this call that an
+    error of the script must not skip, or do it in a `finally`.
+
+    Args:
+        target: The path of a file (source or bytecode), or of a directory or zip archive with a
+            `__main__.py`; with `as_module`, the name of a module.
+        args: The arguments of the script, `sys.argv[1:]`.
+        as_module: Run `target` as `python -m` does.
+
+    Raises:
+        SystemExit: From the script; or with code 2, as python, if there is no such file.
+        BaseException: From the script. If nobody handles it, the interpreter prints it without the frames of
+            the caller, and ends with the exit code, or by the signal, of plain python.
+    """
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    sys.argv[:] = [target, *args]
+    try:
+        if as_module:
+            _set_first_path(os.getcwd())
+            _run_as_main(target, alter_argv=True)
+        elif _is_importable(target):
+            _set_first_path(os.path.join(os.getcwd(), target), even_if_safe=True)
+            _run_as_main("__main__", alter_argv=False)
+        else:
+            _run_file(target, vars(main))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _hide_our_frames(error)
+        raise
+
+
+def _run_file(target: str, namespace: dict[str, Any]) -> None:
+    """Run one file, as the interpreter does for `python FILE`."""
+    path = os.path.join(os.getcwd(), target)
+    try:
+        with io.open_code(path) as file:
+            if path.endswith(".pyc"):
+                code = pkgutil.read_code(file)
+            else:
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+    except OSError as error:
+        sys.stderr.write(
+            f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n"
+        )
+        raise SystemExit(2) from None
+    if code is None:
+        sys.stderr.write(f"{sys.executable}: {path!r} is not bytecode of this Python\n")
+        raise SystemExit(1)
+    loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    namespace.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    exec(code, namespace)
+
+
+def _is_importable(target: str) -> bool:
+    """Whether a path is a directory or an archive, which python searches for a `__main__`."""
+    return pkgutil.get_importer(target) is not None
+
+
+def _set_first_path(path: str, *, even_if_safe: bool = False) -> None:
+    """Put the script's own folder in the place of ours; `python -P` adds no such folder."""
+    if not sys.flags.safe_path:
+        sys.path[0] = path
+    elif even_if_safe:
+        sys.path.insert(0, path)
+
+
+def _run_as_main(name: str, *, alter_argv: bool) -> None:
+    # The function that the interpreter itself calls for `python -m`. The public run_module() would restore
+    # `__main__` at the end, before functions that run at exit.
+    run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run_as_main(name, alter_argv=alter_argv)
+
+
+def _hide_our_frames(error: BaseException) -> None:
+    """Let the interpreter show the frames of an unhandled error from the script's first frame on."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next  # the frames of runpy stay: plain python shows them, too
+    show = sys.excepthook  # the script may have set it
+
+    def excepthook(
+        kind: type[BaseException], value: BaseException, shown: types.TracebackType | None
+    ) -> None:
+        if value is error:
+            shown = traceback
+            value = value.with_traceback(traceback)
+        show(kind, value, shown)
+
+    sys.excepthook = excepthook

@@ -1,0 +1,6 @@
+"""fastload in programs that were written for torch's loader.
+
+Read `install` first (what happens to torch's class), then `replaced` (the loader that it builds), `ram_cache`
+(the datasets that `--cache ram` wraps), and `children` with `bootstrap/sitecustomize` (how child processes do
+the same).
+"""

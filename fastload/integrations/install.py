@@ -1,0 +1,174 @@
+"""install() and uninstall(): `torch.utils.data.DataLoader` builds fastload's loader in this process.
+
+torch's class stays the class that it is, and two of its methods change:
+
+1. `__init__`: an object of exactly torch's class becomes one of `replaced.DataLoader`. This works for every
+   name of the class, also in modules imported before, in default arguments and in closures, which an exchange
+   of names in modules would not reach. isinstance and issubclass stay right by themselves.
+2. `__init_subclass__`: a class that is derived from torch's class from now on is derived from ours. Classes
+   derived before stay as they are.
+
+This file imports little, because `from_environment` runs in the middle of the import of torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+from typing import Any, Literal
+
+from fastload.integrations import children
+from fastload.integrations.state import state
+
+_SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fastload run`, as JSON
+
+
+def install(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
+    """Let `torch.utils.data.DataLoader` build `fastload.DataLoader`, without a change of the calls.
+
+    Works for any name of torch's class, in modules imported before and later, and in frameworks. When a
+    framework builds a loader again from one of fastload's (Accelerate's `prepare`, Ray's
+    `prepare_data_loader`), the new loader keeps the arguments that torch's loader does not have.
+
+    Loaders and subclasses of torch's class made before stay torch's. Subclasses defined afterwards derive
+    from fastload's loader. `isinstance(loader, torch.utils.data.DataLoader)` is True for all of them.
+
+    The call is for this process and the processes that it forks. A spawned process imports the main module
+    again, and so repeats an `install()` at the top of a script, but not one under
+    ``if __name__ == "__main__":``. Worker processes of a loader need none. `fastload run` reaches all child
+    processes. A further call adds to the defaults, and replaces those of the same name.
+
+    Args:
+        cache: `"ram"`: samples of an ImageFolder (of torchvision with its own loader, or of fastload) are
+            decoded once and kept in memory; a log line says for any other dataset why it is not cached.
+        defaults: Arguments of `fastload.DataLoader` that torch's loader does not have, such as
+            ``rng="sample"``. They apply where a call does not give them. A loader that does not support one
+            of them (``rng="sample"`` for an iterable-style dataset) raises its usual error.
+
+    Raises:
+        TypeError: An argument that `fastload.DataLoader` does not have, or that torch's loader has, too.
+        ValueError: A value that `fastload.DataLoader` does not accept.
+    """
+    from fastload.integrations.replaced import OWN_NAMES
+    from fastload.loader import DataLoader
+
+    if cache not in (None, "ram"):
+        raise ValueError(f'cache should be "ram" or None, but got {cache!r}')
+    for name in defaults:
+        if name not in OWN_NAMES:
+            raise TypeError(
+                f"install() got an unexpected argument {name!r}; it takes the arguments that torch's loader "
+                f"does not have: {', '.join(sorted(OWN_NAMES))}"
+            )
+    DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
+    _install(cache, defaults)
+
+
+def uninstall() -> None:
+    """Let `torch.utils.data.DataLoader` build torch's loader again; undoes all calls of `install`.
+
+    Loaders that were built, and subclasses that were defined, in the meantime stay fastload's, and work.
+    Without an `install` before, the call has no effect.
+    """
+    from torch.utils.data.dataloader import DataLoader as TorchLoader
+
+    state.is_installed = False
+    state.defaults, state.cache = {}, None
+    # Another library may have wrapped our method in the meantime: it keeps ours, which has no effect now.
+    if vars(TorchLoader)["__init__"] is _our_init():
+        _set(TorchLoader, "__init__", _our_init().__wrapped__)
+    if vars(TorchLoader).get("__init_subclass__") is _our_init_subclass:
+        del TorchLoader.__init_subclass__
+
+
+def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> None:
+    """Install in this process and its child processes as soon as they import torch's loader.
+
+    Args:
+        cache: As for `install`.
+        defaults: As for `install`; checked when the first loader is made.
+        is_verbose: Write the lines of `State.say` to standard error, and at the end the number of loaders.
+    """
+    settings = {"cache": cache, "defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
+    os.environ[_SETTINGS] = json.dumps(settings)
+    state.is_verbose = is_verbose
+    atexit.register(_report, os.getpid())
+    children.watch(f"{__name__}:{from_environment.__name__}")
+
+
+def from_environment() -> None:
+    """Install with the settings of `watch`, in this process or in the process that started this one."""
+    settings = json.loads(os.environ[_SETTINGS])
+    if _is_child():
+        state.is_verbose = settings["is_verbose"]
+        atexit.register(_report, os.getpid())
+    _install(settings["cache"], settings["defaults"])
+
+
+def _report(pid: int) -> None:
+    """Say how many loaders were replaced; a forked process leaves that to its parent."""
+    number = state.num_replaced
+    if os.getpid() == pid and (number or not _is_child()):
+        loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
+        state.say(f"{loaders} replaced in process {pid}")
+
+
+def _is_child() -> bool:
+    settings = json.loads(os.environ.get(_SETTINGS, "{}"))
+    return bool(settings.get("pid") != os.getpid())
+
+
+def _install(cache: str | None, defaults: dict[str, Any]) -> None:
+    from torch.utils.data.dataloader import DataLoader as TorchLoader
+
+    state.cache = cache or state.cache
+    state.defaults = {**state.defaults, **defaults}
+    state.is_installed = True
+    found: Any = vars(TorchLoader)["__init__"]
+    while found is not None and found is not _our_init():
+        found = getattr(found, "__wrapped__", None)
+    if found is None:
+        _set(TorchLoader, "__init__", _our_init())
+    if "__init_subclass__" not in vars(TorchLoader):
+        _set(TorchLoader, "__init_subclass__", _our_init_subclass)
+
+
+def _set(kind: type, name: str, method: Any) -> None:
+    setattr(kind, name, method)  # type checkers allow no assignment to a method
+
+
+@functools.cache
+def _our_init() -> Any:
+    """The constructor for torch's class; made once, around the constructor that the class had then."""
+    from torch.utils.data.dataloader import DataLoader as TorchLoader
+
+    torch_init = vars(TorchLoader)["__init__"]
+
+    @functools.wraps(torch_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not TorchLoader or not state.is_installed:
+            torch_init(self, *args, **kwargs)
+            return
+        from fastload.integrations.replaced import DataLoader
+
+        object.__setattr__(self, "__class__", DataLoader)
+        DataLoader.__init__(self, *args, **kwargs)
+
+    return init
+
+
+@classmethod  # type: ignore[misc]  # it becomes a method of torch's class
+def _our_init_subclass(cls: Any, /, **kwargs: Any) -> None:
+    from torch.utils.data.dataloader import DataLoader as TorchLoader
+
+    super(TorchLoader, cls).__init_subclass__(**kwargs)
+    is_ours = cls.__module__.partition(".")[0] == "fastload"
+    if not state.is_installed or is_ours or TorchLoader not in cls.__bases__:
+        return
+    from fastload.integrations.replaced import DataLoader
+    from fastload.loader import DataLoader as FastloadLoader
+
+    if not issubclass(cls, FastloadLoader):
+        cls.__bases__ = tuple(DataLoader if base is TorchLoader else base for base in cls.__bases__)

@@ -1,0 +1,60 @@
+"""The loader that `torch.utils.data.DataLoader` builds after `install`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.utils.data
+
+import fastload.loader
+from fastload.batch.loader_collate import carried_settings
+from fastload.errors import add_note
+from fastload.integrations.ram_cache import cached
+from fastload.integrations.state import state
+
+_TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
+_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments
+OWN_NAMES = frozenset(inspect.signature(fastload.loader.DataLoader.__init__).parameters) - {*_TORCH_NAMES}
+
+
+class DataLoader(fastload.loader.DataLoader):
+    """fastload's loader, for a call that was written for torch's loader.
+
+    Arguments of fastload that the call does not give come from the loader that a framework builds again, or
+    else from `install`. A class of its own, because frameworks build a loader again by its type. Classes that
+    are derived from torch's class after `install` are derived from this one.
+
+    Args:
+        args: As `fastload.DataLoader`.
+        kwargs: As `fastload.DataLoader`.
+    """
+
+    @functools.wraps(fastload.loader.DataLoader.__init__)  # type: ignore[misc]  # for inspect.signature
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        added: dict[str, Any] = {}
+        if state.is_installed:
+            collate_fn = args[_COLLATE_FN] if len(args) > _COLLATE_FN else kwargs.get("collate_fn")
+            carried = carried_settings(collate_fn, args[0] if args else kwargs.get("dataset"))
+            added = {name: value for name, value in state.defaults.items() if name not in {*carried, *kwargs}}
+            kwargs = {**carried, **added, **kwargs}
+            if state.cache is not None:
+                args, kwargs = _with_cache(args, kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except (TypeError, ValueError) as error:
+            if added:
+                given = ", ".join(f"{name}={value!r}" for name, value in added.items())
+                add_note(error, f"fastload.install() or `fastload run` added these arguments: {given}")
+            raise
+        state.num_replaced += state.is_installed
+
+
+def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments with the dataset behind a cache, if it may be cached."""
+    if args:
+        return (cached(args[0]), *args[1:]), kwargs
+    if "dataset" in kwargs:
+        return args, {**kwargs, "dataset": cached(kwargs["dataset"])}
+    return args, kwargs  # torch's own error says what is missing

@@ -1,0 +1,44 @@
+"""What `install` was asked for in this process, and what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastload.system.logs import log
+
+
+@dataclass
+class State:
+    """The state of this process.
+
+    Attributes:
+        is_installed: Whether `torch.utils.data.DataLoader` builds fastload's loader.
+        defaults: Arguments of fastload's loader, for calls that do not give them.
+        cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
+        is_verbose: Whether `fastload run` asked for lines on standard error.
+        num_replaced: Loaders that were built in the place of torch's.
+    """
+
+    is_installed: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+    is_verbose: bool = False
+    num_replaced: int = 0
+
+    def say(self, text: str) -> None:
+        """Log a line; under `fastload run` the first rank also writes it to standard error.
+
+        Worker processes write nothing: they are daemon processes, in fastload and in torch.
+        """
+        from multiprocessing import process
+
+        log.info("%s", text)
+        is_worker = process.current_process().daemon
+        if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"fastload: {text}\n")
+
+
+state = State()

@@ -1,0 +1,406 @@
+"""`install()`: calls that were written for torch's loader build ours, and `uninstall()` ends it."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+import inspect
+import multiprocessing
+import pickle
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import pytest
+import torch
+import torch.utils.data as tud
+import torch.utils.data.dataloader as torch_module
+from torch.utils.data import DataLoader as ImportedBefore
+
+import fastload
+from fastload.integrations.state import state
+from tests.kit import datasets
+from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does, warned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+IMAGES = datasets.Made(datasets.image, 12)
+TORCH_INIT = vars(ImportedBefore)["__init__"]
+T = TypeVar("T")
+
+
+class DefinedBefore(ImportedBefore[Any]):
+    """As PyG's loader: arguments of its own, and a collate_fn."""
+
+    def __init__(self, dataset: Any, batch_size: int = 1, *, extra: str = "", **options: Any) -> None:
+        self.extra = extra
+        super().__init__(dataset, batch_size, **options)
+
+
+def by_default_argument(*args: Any, kind: Any = ImportedBefore, **options: Any) -> Any:
+    return kind(*args, **options)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "torch.utils.data.DataLoader": lambda *args, **options: tud.DataLoader(*args, **options),
+    "torch.utils.data.dataloader.DataLoader": lambda *args, **options: torch_module.DataLoader(
+        *args, **options
+    ),
+    "a name imported before": lambda *args, **options: ImportedBefore(*args, **options),
+    "a default argument": by_default_argument,
+    "a partial": functools.partial(ImportedBefore),
+    "with a type": lambda *args, **options: ImportedBefore[int](*args, **options),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled() -> Iterator[None]:
+    yield
+    fastload.uninstall()
+    assert vars(ImportedBefore)["__init__"] is TORCH_INIT
+    assert "__init_subclass__" not in vars(ImportedBefore)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_name_of_torch_s_class_builds_ours(way: str) -> None:
+    """Also names that a module imported before, default arguments and closures."""
+    before = WAYS[way](IMAGES, 4)
+    fastload.install()
+    loader = WAYS[way](IMAGES, 4, drop_last=True)
+    fastload.uninstall()
+    after = WAYS[way](IMAGES, 4)
+
+    assert [isinstance(one, fastload.DataLoader) for one in (before, loader, after)] == [False, True, False]
+    assert loader.drop_last
+    assert type(before) is type(after) is tud.DataLoader
+    assert all(isinstance(one, tud.DataLoader) for one in (before, loader, after))
+    assert issubclass(type(loader), tud.DataLoader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_torch_s(num_workers: int) -> None:
+    """In values and order, with the same draws from the seed."""
+    batches = []
+    for is_installed in (False, True):
+        if is_installed:
+            fastload.install()
+        generator = torch.Generator().manual_seed(5)
+        loader = tud.DataLoader(IMAGES, 4, shuffle=True, num_workers=num_workers, generator=generator)
+        batches.append([*loader, *loader])
+
+    for (images, labels), (ours, our_labels) in zip(*batches, strict=True):
+        assert torch.equal(images, ours)
+        assert torch.equal(labels, our_labels)
+
+
+class TestDefaults:
+    def test_they_apply_where_a_call_does_not_give_them(self) -> None:
+        """The call's own value wins, and a further install() adds to the defaults."""
+        fastload.install(rng="sample")
+        fastload.install(error_budget=3)
+
+        loader: Any = tud.DataLoader(IMAGES)
+        other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
+
+        assert (loader.rng, loader.error_budget) == ("sample", 3)
+        assert (other.rng, other.error_budget) == ("worker", 3)
+
+    def test_uninstall_ends_them(self) -> None:
+        """The next install() starts without."""
+        fastload.install(rng="sample")
+        fastload.uninstall()
+        fastload.install()
+
+        assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+
+    def test_loaders_of_ours_keep_their_own(self) -> None:
+        """The defaults are for calls that were written for torch."""
+        fastload.install(rng="sample")
+
+        assert fastload.DataLoader(IMAGES).rng == "worker"
+
+    @pytest.mark.parametrize("name", ["num_workers", "rngs", "self"])
+    def test_other_names_are_refused(self, name: str) -> None:
+        """Those that torch's loader has, too: the code that is not changed gives them."""
+        with pytest.raises(TypeError, match=f"unexpected argument '{name}'"):
+            fastload.install(**{name: 1})
+
+        assert type(tud.DataLoader(IMAGES)) is ImportedBefore
+
+    def test_values_are_checked_at_once(self) -> None:
+        """With the loader's own message, and nothing is installed."""
+        with pytest.raises(ValueError, match='rng should be "worker" or "sample"'):
+            fastload.install(rng="samples")
+        with pytest.raises(ValueError, match='cache should be "ram" or None'):
+            fastload.install(cache="disk")  # type: ignore[arg-type]
+
+        assert type(tud.DataLoader(IMAGES)) is ImportedBefore
+
+    def test_a_loader_that_does_not_support_one_says_where_it_comes_from(self) -> None:
+        """The error has a note that names install()."""
+
+        class Stream(tud.IterableDataset[int]):
+            def __iter__(self) -> Any:
+                return iter(range(3))
+
+        fastload.install(rng="sample")
+
+        with pytest.raises(ValueError, match="sample") as caught:
+            tud.DataLoader(Stream())
+        assert "`fastload run` added these arguments: rng='sample'" in caught.value.__notes__[0]
+
+    def test_torch_s_own_checks_stay(self) -> None:
+        """The same errors for the same mistakes."""
+        fastload.install()
+
+        with pytest.raises(ValueError, match="mutually exclusive with shuffle"):
+            tud.DataLoader(IMAGES, shuffle=True, sampler=[1])
+        with pytest.raises(TypeError, match="dataset"):
+            tud.DataLoader()  # type: ignore[call-arg]
+
+
+class TestSubclasses:
+    def test_one_defined_before_stays_torch_s(self) -> None:
+        """Its constructor and its batches are what they were."""
+        before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
+        fastload.install(rng="sample")
+        loader = DefinedBefore(IMAGES, 5, extra="x")
+
+        assert not isinstance(loader, fastload.DataLoader)
+        assert [labels.tolist() for _, labels in loader] == before
+        assert loader.extra == "x"
+
+    def test_one_defined_after_is_ours(self) -> None:
+        """With a constructor and an iterator of its own; it stays ours after uninstall()."""
+        fastload.install(rng="sample")
+
+        class Late(tud.DataLoader[Any]):
+            def __init__(self, dataset: Any, *args: Any, extra: str = "", **options: Any) -> None:
+                self.extra = extra
+                super().__init__(dataset, *args, **options)
+
+            def __iter__(self) -> Any:
+                return ((self.extra, batch) for batch in super().__iter__())
+
+        loader: Any = Late(IMAGES, 5, extra="x")
+        fastload.uninstall()
+
+        assert isinstance(loader, fastload.DataLoader)
+        assert issubclass(Late, tud.DataLoader)
+        assert loader.rng == "sample"
+        assert [(extra, len(labels)) for extra, (_, labels) in loader] == [("x", 5), ("x", 5), ("x", 2)]
+        assert Late(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+
+    def test_generic_abstract_and_mixed_ones(self) -> None:
+        """Type parameters, metaclasses and other bases work as with torch's class."""
+        fastload.install()
+
+        class Typed(tud.DataLoader[T], Generic[T]):
+            pass
+
+        class Abstract(tud.DataLoader[Any], abc.ABC):
+            @abc.abstractmethod
+            def name(self) -> str: ...
+
+        class Mixin:
+            def name(self) -> str:
+                return "mixed"
+
+        class Concrete(Mixin, Abstract):
+            pass
+
+        assert isinstance(Typed[int](IMAGES), fastload.DataLoader)
+        assert Concrete(IMAGES).name() == "mixed"
+        assert isinstance(Concrete(IMAGES), fastload.DataLoader)
+        with pytest.raises(TypeError, match="abstract"):
+            Abstract(IMAGES)  # type: ignore[abstract]
+
+    def test_one_of_both_and_one_of_a_class_defined_before(self) -> None:
+        """A class that is ours already does not change, and one that is torch's indirectly stays torch's."""
+        fastload.install()
+
+        class Both(fastload.DataLoader, tud.DataLoader[Any]):
+            pass
+
+        class Early(DefinedBefore):
+            pass
+
+        assert ImportedBefore in Both.__bases__
+        assert not issubclass(Early, fastload.DataLoader)
+        assert len(list(Both(IMAGES, 4))) == len(list(Early(IMAGES, 4))) == 3
+
+    def test_signatures_are_kept(self) -> None:
+        """Frameworks read them; they are those of the classes without install()."""
+        kinds = (ImportedBefore, DefinedBefore)
+        before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
+        fastload.install()
+
+        assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
+        ours = inspect.signature(type(tud.DataLoader(IMAGES)))
+        assert ours.parameters == inspect.signature(fastload.DataLoader).parameters
+
+
+class TestRebuilt:
+    @pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
+    def test_arguments_of_ours_are_kept(self, prepare: Any) -> None:
+        """Those that are lost without install(), with a warning (rng, device) or without one (on_error)."""
+        options: dict[str, Any] = {
+            "rng": "sample",
+            "device": "cpu",
+            "device_transform": _doubled,
+            "on_error": "replace",
+            "memory_format": torch.channels_last,
+        }
+        loader = fastload.DataLoader(IMAGES, 4, **options)
+        fastload.install(rng="worker", restart_workers=1)
+        prepared: Any = prepare(loader)
+        batches, texts = warned(prepared)
+
+        assert isinstance(prepared, fastload.DataLoader)
+        assert {name: getattr(prepared, name) for name in options} == options
+        assert texts == []
+        for ours, expected in zip(batches, loader, strict=True):
+            assert torch.equal(ours[0], expected[0])
+
+    def test_another_dataset_with_the_same_collate_fn_is_another_loader(self) -> None:
+        """A collate_fn that the program itself passes on brings no arguments of the other loader."""
+        loader = fastload.DataLoader(IMAGES, 4, rng="sample")
+        fastload.install()
+
+        other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)
+
+        assert other.rng == "worker"
+
+    def test_a_part_of_a_stream_for_each_rank_keeps_them(self) -> None:
+        """As Accelerate wraps iterable-style datasets."""
+
+        class Part(tud.IterableDataset[int]):
+            def __init__(self, dataset: Any) -> None:
+                self.dataset = dataset
+
+            def __iter__(self) -> Any:
+                return iter(range(3))
+
+        stream = Part(None)
+        loader = fastload.DataLoader(stream, 4, ring_bytes="1GB")
+        fastload.install()
+
+        prepared: Any = tud.DataLoader(Part(stream), collate_fn=loader.collate_fn)
+
+        assert prepared.ring_bytes == "1GB"
+
+    def test_by_type_with_the_arguments_of_the_call(self) -> None:
+        """As Lightning and ignite do: the defaults apply again."""
+        fastload.install(rng="sample")
+        loader = tud.DataLoader(IMAGES, 4)
+
+        assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]
+
+    def test_by_the_public_attributes(self) -> None:
+        """As ignite does."""
+        fastload.install(rng="sample")
+        loader = tud.DataLoader(IMAGES, 4)
+        public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+        for name in ("batch_size", "sampler", "drop_last"):
+            del public[name]
+
+        rebuilt: Any = type(loader)(**public)
+
+        assert rebuilt.rng == "sample"
+        assert len(list(rebuilt)) == 3
+
+
+class TestPickles:
+    def test_loaders_are_pickled_and_copied(self) -> None:
+        """A copy works while installed and after uninstall()."""
+        fastload.install(rng="sample")
+        loader = tud.DataLoader(IMAGES, 4)
+        stored = pickle.dumps(loader)
+        twins: list[Any] = [pickle.loads(stored), copy.copy(loader), copy.deepcopy(loader)]
+        fastload.uninstall()
+        twins += [pickle.loads(stored), loader]
+
+        for twin in twins:
+            assert isinstance(twin, fastload.DataLoader)
+            assert twin.rng == "sample"
+            assert [len(labels) for _, labels in twin] == [4, 4, 4]
+
+    def test_a_spawned_process_gets_one(self) -> None:
+        """A process in which nothing was installed iterates over the loader that it was sent."""
+        fastload.install()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_send_labels, args=(tud.DataLoader(range(6), 3), theirs))
+        process.start()
+        theirs.close()
+
+        assert ours.recv() == (True, [[0, 1, 2], [3, 4, 5]])
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _doubled(batch: Any) -> Any:
+    return [2 * part for part in batch]
+
+
+def _send_labels(loader: Any, connection: Any) -> None:
+    connection.send((isinstance(loader, fastload.DataLoader), [batch.tolist() for batch in loader]))
+
+
+class TestUninstall:
+    def test_without_install_it_does_nothing(self) -> None:
+        """Also twice."""
+        fastload.uninstall()
+        fastload.uninstall()
+
+        assert vars(ImportedBefore)["__init__"] is TORCH_INIT
+
+    def test_a_method_that_another_library_wrapped_is_left(self) -> None:
+        """It builds torch's loader again, and ours after another install()."""
+        fastload.install()
+        inner = vars(ImportedBefore)["__init__"]
+        calls = []
+
+        @functools.wraps(inner)
+        def wrapper(self: Any, *args: Any, **options: Any) -> None:
+            calls.append(args)
+            inner(self, *args, **options)
+
+        ImportedBefore.__init__ = wrapper  # type: ignore[method-assign]
+        try:
+            fastload.uninstall()
+            first = tud.DataLoader(IMAGES)
+            fastload.install()
+            second = tud.DataLoader(IMAGES)
+        finally:
+            ImportedBefore.__init__ = inner  # type: ignore[method-assign]
+
+        assert type(first) is ImportedBefore
+        assert isinstance(second, fastload.DataLoader)
+        assert calls[0] == (IMAGES,)
+
+    def test_loaders_are_counted(self) -> None:
+        """Those that were built in the place of torch's, and not those of ours."""
+        before = state.num_replaced
+        fastload.install()
+        tud.DataLoader(IMAGES)
+        tud.DataLoader(IMAGES)
+        fastload.DataLoader(IMAGES)
+        fastload.uninstall()
+        tud.DataLoader(IMAGES)
+
+        assert state.num_replaced - before == 2
+
+
+def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
+    """The use of torch's loader inside fastload does not change."""
+    fastload.install(rng="sample")
+    dataset = [(torch.arange(3), number) for number in range(4)]
+
+    built = fastload.CachedDataset(
+        dataset, cache=f"lmdb:{tmp_path / 'cache'}", key="built", num_workers=1, progress=False
+    )
+
+    assert built[3][1] == 3
+    built.cache.close()

@@ -1,0 +1,184 @@
+"""`run_script` runs a program as plain python does: the same output, the same errors, the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DRIVER = """
+import sys
+from fastload.cli.script import run_script
+
+as_module = sys.argv[1] == "-m"
+target, *args = sys.argv[2 if as_module else 1:]
+run_script(target, args, as_module=as_module)
+"""
+pytestmark = pytest.mark.slow  # two interpreters each
+
+PROGRAMS = {
+    "names": (
+        "import sys\n"
+        "main = sys.modules['__main__']\n"
+        "assert vars(main) is globals()\n"
+        "names = sorted(name for name in vars(main) if name.startswith('__'))\n"
+        "print([(name, repr(vars(main)[name]).split(' at 0x')[0]) for name in names])\n"
+        "print(sys.argv, sys.path)\n"
+    ),
+    "usage": (
+        "import argparse\n"
+        "parser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--rate', type=float)\n"
+        "print(parser.parse_args())\n"
+    ),
+    "message": "import sys\nsys.exit('an error message')\n",
+    "code": "import sys\nsys.exit(7)\n",
+    "error": "def f():\n    raise ValueError('here')\n\nf()\n",
+    "cause": (
+        "try:\n    {}['key']\nexcept KeyError as error:\n    raise RuntimeError('after it') from error\n"
+    ),
+    "syntax": "x = 1\nif x\n",
+    "exit functions": (
+        "import atexit, pickle\n"
+        "class Kind: pass\n"
+        "kept = Kind()\n"
+        "atexit.register(lambda: print('at exit', type(pickle.loads(pickle.dumps(kept))) is Kind))\n"
+        "raise SystemError('before')\n"
+    ),
+    "hook": (
+        "import sys\n"
+        "sys.excepthook = lambda kind, value, frames: print(kind, value, frames.tb_frame.f_code.co_name)\n"
+        "raise ValueError('hooked')\n"
+    ),
+    "threads": (
+        "import threading\n"
+        "begun = threading.Event()\n"
+        "threading.Thread(target=lambda: (begun.wait(), print('thread', __name__))).start()\n"
+        "begun.set()\n"
+    ),
+    "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",
+    "annotations": "count: int = 3\nprint(__annotations__, list.__module__)\n",
+    "encoding": "# -*- coding: latin-1 -*-\nprint(len('\xe9'))\n",
+    "no future": "def f(a: int): pass\nprint(f.__annotations__)\n",
+}
+STARTED = """
+import multiprocessing, sys
+
+class Kind:
+    pass
+
+def work(connection, kind):
+    connection.send((type(kind) is Kind, __name__, type(kind).__module__))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context(sys.argv[1])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, Kind()))
+    process.start()
+    theirs.close()
+    print(ours.recv())
+    process.join()
+"""
+
+
+def ended(folder: Path, *words: str, plain: bool, safe: bool = False) -> tuple[int, str, str]:
+    """The exit code and the output of a program under plain python, or under run_script()."""
+    command = [sys.executable, *(["-P"] if safe else []), *([] if plain else ["-c", DRIVER]), *words]
+    path = os.pathsep.join(str(place) for place in (ROOT, os.environ.get("PYTHONPATH")) if place)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def assert_the_same(folder: Path, *words: str, safe: bool = False) -> tuple[int, str, str]:
+    plain = ended(folder, *words, plain=True, safe=safe)
+    assert ended(folder, *words, plain=False, safe=safe) == plain
+    return plain
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
+    """Exit code, standard output and standard error are the same, also for errors and Ctrl-C."""
+    encoding = "latin-1" if name == "encoding" else "utf-8"
+    (tmp_path / "train.py").write_text(PROGRAMS[name], encoding=encoding)
+
+    code, out, err = assert_the_same(tmp_path, "train.py", "--lr", "-m", "--help", "-c")
+
+    assert out or err or code
+    assert "fastload" not in err
+    assert (code == -signal.SIGINT) == (name == "interrupt")
+
+
+@pytest.mark.parametrize("target", ["./train.py", "sub/../train.py", "sub/link.py", "sub/again/train.py"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_the_script_s_folder_is_searched_first(tmp_path: Path, target: str, safe: bool) -> None:
+    """`__file__`, `sys.argv[0]` and `sys.path` are python's for any way to name the script, also with -P."""
+    (tmp_path / "sub" / "again").mkdir(parents=True)
+    for place in ("train.py", "sub/again/train.py"):
+        (tmp_path / place).write_text(PROGRAMS["names"])
+    (tmp_path / "sub" / "link.py").symlink_to(tmp_path / "train.py")
+
+    assert assert_the_same(tmp_path, target, "x", safe=safe)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["names", "usage", "error", "interrupt"])
+def test_a_module_runs_as_under_python_m(tmp_path: Path, name: str) -> None:
+    """With the package and the spec of the module."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "train.py").write_text(PROGRAMS[name])
+
+    assert_the_same(tmp_path, "-m", "package.train", "--help")
+
+
+def test_a_folder_and_an_archive_run(tmp_path: Path) -> None:
+    """Their `__main__.py` runs, and finds its neighbours."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(f"import beside\n{PROGRAMS['names']}")
+    (tmp_path / "folder" / "beside.py").write_text("print('beside')\n")
+    with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
+        for file in (tmp_path / "folder").iterdir():
+            archive.write(file, file.name)
+
+    for target in ("folder", "archive.pyz"):
+        assert assert_the_same(tmp_path, target, "x")[1].startswith("beside\n")
+
+
+@pytest.mark.parametrize("words", [("absent.py",), ("-m", "absent_module"), ("-m", "absent.module")])
+def test_a_script_that_does_not_exist(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Python's own message and exit code."""
+    assert assert_the_same(tmp_path, *words)[0] in (1, 2)
+
+
+def test_bytecode_runs(tmp_path: Path) -> None:
+    """As `python train.pyc` does."""
+    (tmp_path / "train.py").write_text("import sys\nprint(__file__, __loader__.name, sys.argv)\n")
+    compiled = "import py_compile; py_compile.compile('train.py', 'made.pyc')"
+    subprocess.run([sys.executable, "-c", compiled], cwd=tmp_path, check=True, timeout=60)
+
+    assert assert_the_same(tmp_path, "made.pyc", "x")[0] == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_child_processes_find_the_script_s_classes(tmp_path: Path, method: str, as_module: bool) -> None:
+    """An object of a class of the script reaches a child, and is of that class there."""
+    (tmp_path / "train.py").write_text(STARTED)
+    words = ["-m", "train"] if as_module else ["train.py"]
+
+    code, out, _ = assert_the_same(tmp_path, *words, method)
+
+    assert code == 0
+    assert out.startswith("(True, ")
