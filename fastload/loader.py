@@ -292,7 +292,9 @@ class DataLoader(LoaderSettings):
         if settings == _own_defaults():
             return own
         channels_last = settings["memory_format"] is torch.channels_last
-        return LoaderCollate(own, tuple(names), channels_last=channels_last, settings=settings)
+        return LoaderCollate(
+            own, tuple(names), channels_last=channels_last, settings=settings, dataset=known("dataset")
+        )
 
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:

@@ -16,7 +16,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fastload.batch.collate import to_channels_last
@@ -35,8 +35,8 @@ class LoaderCollate:
         lost: The loader's arguments that have no effect in torch's loader, as source text.
         channels_last: Whether the loader has ``memory_format=torch.channels_last``; this wrapper applies it
             in torch's loader.
-        settings: The loader's arguments that torch's loader does not have, for `carried_settings`. They are
-            not pickled, because torch's workers have no use for them.
+        settings: The loader's arguments that torch's loader does not have, for `carried_settings`.
+        dataset: The loader's dataset. Neither is pickled, because torch's workers have no use for them.
     """
 
     __slots__ = ("__wrapped__", "_fastload_note", "_fastload_settings")
@@ -48,10 +48,11 @@ class LoaderCollate:
         *,
         channels_last: bool,
         settings: Mapping[str, Any] | None = None,
+        dataset: Any = None,
     ) -> None:
         object.__setattr__(self, "__wrapped__", inner)
         object.__setattr__(self, "_fastload_note", (lost, channels_last))
-        object.__setattr__(self, "_fastload_settings", dict(settings or {}))
+        object.__setattr__(self, "_fastload_settings", (dict(settings or {}), dataset))
 
     def __call__(self, samples: Any) -> Any:
         """Collate; if torch's fetcher calls, warn about the lost arguments."""
@@ -90,9 +91,21 @@ def own_collate(collate_fn: Any) -> Any:
     return collate_fn.__wrapped__ if type(collate_fn) is LoaderCollate else collate_fn
 
 
-def carried_settings(collate_fn: Any) -> dict[str, Any]:
-    """The arguments that torch's loader lacks, of the loader whose `collate_fn` this is; or an empty dict."""
-    return dict(collate_fn._fastload_settings) if type(collate_fn) is LoaderCollate else {}
+def carried_settings(collate_fn: Any, dataset: Any) -> dict[str, Any]:
+    """The arguments that torch's loader lacks, of a loader that a framework builds again.
+
+    Args:
+        collate_fn: The one that the framework gives.
+        dataset: The one that the framework gives: the loader's own, or a part of a stream for each rank.
+
+    Returns:
+        The arguments by name; empty if the collate_fn is not that of a fastload loader of this dataset.
+    """
+    if type(collate_fn) is not LoaderCollate:
+        return {}
+    settings, own = collate_fn._fastload_settings
+    inner = getattr(dataset, "dataset", None) if isinstance(dataset, IterableDataset) else dataset
+    return dict(settings) if own is dataset or own is inner else {}
 
 
 def _rebuilt(inner: Callable[[Any], Any], lost: tuple[str, ...], channels_last: bool) -> LoaderCollate:

@@ -417,4 +417,5 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """The `fastload` command."""
-    app()
+    # Not app(), which would set typer's own sys.excepthook, also for the script of `fastload run`.
+    typer.main.get_command(app)()

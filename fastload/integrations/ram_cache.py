@@ -7,6 +7,7 @@ A dataset is wrapped only if its samples provably stay the same, in values, type
    get an image of Pillow, so the decoded image is cached, and each transform gets a new image that equals the
    one that the loader returned: same class, mode, size, pixels, `info` (it holds the EXIF data) and every
    other attribute. An image for which this does not hold is decoded at each access, as without a cache.
+3. torch's Subset of one of these, as random_split() makes them: it only looks up an index.
 
 Both assume that no file changes while the program runs; files that changed before are noticed.
 """
@@ -23,7 +24,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from fastload.integrations.state import state
 
@@ -46,6 +47,9 @@ def cached(dataset: Any) -> Any:
 
     if isinstance(dataset, CachedDataset) or hasattr(type(dataset), "_fastload_is_cached"):
         return dataset
+    if type(dataset) is Subset:
+        inner = cached(dataset.dataset)  # says why, if it is not cached
+        return dataset if inner is dataset.dataset else _CachedSubset.around(dataset, inner)
     reason = _why_not(dataset) if type(dataset) is not ImageFolder else None
     if reason is None:
         try:
@@ -194,6 +198,37 @@ def _get_item(self: Any, index: int) -> Any:
 
 def _reduce(self: Any) -> Any:
     return _twin, (self._fastload_folder, self._fastload_images)
+
+
+class _CachedSubset(Subset[Any]):
+    """A Subset that reads its dataset behind a cache, and shares all attributes with the program's Subset."""
+
+    __slots__ = ("_fastload_datasets", "_fastload_subset")
+    _fastload_datasets: tuple[Any, Any]  # the dataset that was given, and the same one behind its cache
+    _fastload_subset: Any
+    _fastload_is_cached = True
+
+    @classmethod
+    def around(cls, subset: Any, cached_dataset: Any) -> Any:
+        """The twin of a subset; ``cached_dataset`` is its dataset behind a cache."""
+        twin = object.__new__(cls)
+        object.__setattr__(twin, "__dict__", vars(subset))
+        twin._fastload_subset = subset
+        twin._fastload_datasets = vars(subset)["dataset"], cached_dataset
+        return twin
+
+    @property
+    def dataset(self) -> Any:
+        known, cached_dataset = self._fastload_datasets
+        now = vars(self)["dataset"]
+        return cached_dataset if now is known else now  # the program may have set another one
+
+    @dataset.setter
+    def dataset(self, dataset: Any) -> None:
+        vars(self)["dataset"] = dataset
+
+    def __reduce__(self) -> Any:
+        return _CachedSubset.around, (self._fastload_subset, self._fastload_datasets[1])
 
 
 def _named(thing: Any) -> str:

@@ -35,9 +35,8 @@ class DataLoader(fastload.loader.DataLoader):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         added: dict[str, Any] = {}
         if state.is_installed:
-            state.num_replaced += 1
             collate_fn = args[_COLLATE_FN] if len(args) > _COLLATE_FN else kwargs.get("collate_fn")
-            carried = carried_settings(collate_fn)
+            carried = carried_settings(collate_fn, args[0] if args else kwargs.get("dataset"))
             added = {name: value for name, value in state.defaults.items() if name not in {*carried, *kwargs}}
             kwargs = {**carried, **added, **kwargs}
             if state.cache is not None:
@@ -49,6 +48,7 @@ class DataLoader(fastload.loader.DataLoader):
                 given = ", ".join(f"{name}={value!r}" for name, value in added.items())
                 add_note(error, f"fastload.install() or `fastload run` added these arguments: {given}")
             raise
+        state.num_replaced += state.is_installed
 
 
 def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

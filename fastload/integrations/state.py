@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-_log = logging.getLogger("fastload")
+from fastload.system.logs import log
 
 
 @dataclass
@@ -30,9 +29,15 @@ class State:
     num_replaced: int = 0
 
     def say(self, text: str) -> None:
-        """Log a line; under `fastload run` the first rank also writes it to standard error."""
-        _log.info("%s", text)
-        if self.is_verbose and os.environ.get("LOCAL_RANK", "0") == "0":
+        """Log a line; under `fastload run` the first rank also writes it to standard error.
+
+        Worker processes write nothing: they are daemon processes, in fastload and in torch.
+        """
+        from multiprocessing import process
+
+        log.info("%s", text)
+        is_worker = process.current_process().daemon
+        if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
             sys.stderr.write(f"fastload: {text}\n")
 
 

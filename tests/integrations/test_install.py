@@ -262,6 +262,33 @@ class TestRebuilt:
         for ours, expected in zip(batches, loader, strict=True):
             assert torch.equal(ours[0], expected[0])
 
+    def test_another_dataset_with_the_same_collate_fn_is_another_loader(self) -> None:
+        """A collate_fn that the program itself passes on brings no arguments of the other loader."""
+        loader = fastload.DataLoader(IMAGES, 4, rng="sample")
+        fastload.install()
+
+        other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)
+
+        assert other.rng == "worker"
+
+    def test_a_part_of_a_stream_for_each_rank_keeps_them(self) -> None:
+        """As Accelerate wraps iterable-style datasets."""
+
+        class Part(tud.IterableDataset[int]):
+            def __init__(self, dataset: Any) -> None:
+                self.dataset = dataset
+
+            def __iter__(self) -> Any:
+                return iter(range(3))
+
+        stream = Part(None)
+        loader = fastload.DataLoader(stream, 4, ring_bytes="1GB")
+        fastload.install()
+
+        prepared: Any = tud.DataLoader(Part(stream), collate_fn=loader.collate_fn)
+
+        assert prepared.ring_bytes == "1GB"
+
     def test_by_type_with_the_arguments_of_the_call(self) -> None:
         """As Lightning and ignite do: the defaults apply again."""
         fastload.install(rng="sample")

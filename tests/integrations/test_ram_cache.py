@@ -1,0 +1,274 @@
+"""`cache="ram"`: ImageFolders are decoded once, with the same samples; every other dataset is named."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+from PIL import Image, ImageOps, PngImagePlugin
+
+import fastload
+from fastload.integrations import ram_cache
+from tests.integrations import torchvision_zoo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+decoded: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torchvision_zoo.plant(monkeypatch)
+    decoded.clear()
+    ram_cache._say_once.cache_clear()
+    yield
+    fastload.uninstall()
+    for cached in list(ram_cache._caches.values()):
+        cached.cache.close()
+    ram_cache._caches.clear()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Six images: of two sizes and three modes, with EXIF data that turns one, and with texts."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    texts = PngImagePlugin.PngInfo()
+    texts.add_text("title", "a picture")
+    texts.add_itxt("author", "one", lang="en")
+    options: list[dict[str, Any]] = [
+        {"format": "JPEG", "exif": exif},
+        {"format": "JPEG", "dpi": (72, 72)},
+        {"format": "PNG", "pnginfo": texts},
+    ]
+    generator = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number, saved in enumerate(options):
+            pixels = generator.integers(0, 255, (12 + number, 16, 3), np.uint8)
+            mode = "P" if name == "dog" and number == 2 else "RGB"
+            Image.fromarray(pixels).convert(mode).save(tmp_path / name / f"{number}", **saved)
+    return tmp_path
+
+
+class Examine:
+    """A random transform that sees everything of its image."""
+
+    def __call__(self, image: Any) -> Any:
+        seen = {name: repr(value) for name, value in vars(image).items() if name not in ("im", "_im")}
+        turned = ImageOps.exif_transpose(image)  # reads info
+        pixels = image.load()
+        pixels[0, 0] = (1, 2, 3)  # an image of its own: nobody else sees this
+        return type(image), image.mode, image.size, image.tobytes(), turned.tobytes(), seen, random.random()
+
+
+def epoch(dataset: Any, **options: Any) -> list[Any]:
+    """All samples of a loader with a random order."""
+    torch.manual_seed(2)
+    random.seed(2)
+    loader = tud.DataLoader(dataset, 2, shuffle=True, collate_fn=list, **options)
+    return [sample for batch in loader for sample in batch]
+
+
+def counting_loader(path: str) -> Any:
+    decoded.append(path)
+    return torchvision_zoo.pil_loader(path)
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int, rng: str) -> None:
+    """What a random transform sees and draws, in the epoch that fills the cache and in the next one."""
+    folder = torchvision_zoo.ImageFolder(str(root), Examine(), target_transform=str)
+    if rng == "sample":
+        fastload.install(rng="sample")
+    expected = epoch(folder, num_workers=num_workers)
+    fastload.install(cache="ram")
+
+    for _ in range(2):
+        assert epoch(folder, num_workers=num_workers) == expected
+
+
+def test_each_image_is_decoded_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all epochs and loaders of one dataset; samples() that were examined ahead count, too."""
+    monkeypatch.setattr(torchvision_zoo, "default_loader", counting_loader)
+    folder = torchvision_zoo.ImageFolder(str(root), Examine(), loader=counting_loader)
+    fastload.install(cache="ram")
+    epoch(folder)
+    num_decoded = len(decoded)
+    epoch(folder)
+    epoch(folder)
+
+    assert set(decoded) == {path for path, _ in folder.samples}
+    assert len(decoded) == num_decoded
+
+
+def test_the_loader_s_dataset_is_the_folder_in_all_but_the_cache(root: Path) -> None:
+    """isinstance, attributes in both directions, and pickles."""
+    folder = torchvision_zoo.ImageFolder(str(root))
+    fastload.install(cache="ram")
+    dataset: Any = tud.DataLoader(folder).dataset
+    dataset.transform = ImageOps.mirror
+    folder.target_transform = str
+    twin = pickle.loads(pickle.dumps(dataset))
+
+    assert isinstance(dataset, torchvision_zoo.ImageFolder)
+    assert folder.transform is dataset.transform
+    assert dataset.classes == ["cat", "dog"]
+    assert dataset[-1] == folder[-1] == dataset[5]
+    assert twin[3][1] == "1"
+    assert tud.DataLoader(dataset).dataset is dataset
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_subsets_are_cached(root: Path, num_workers: int) -> None:
+    """Those of random_split(), which share one cache, and a subset of a subset; samples are the same."""
+    folder = torchvision_zoo.ImageFolder(str(root), Examine())
+    parts = [*tud.random_split(folder, [4, 2]), tud.Subset(tud.Subset(folder, [5, 1, 3]), [2, 0])]
+    expected = [epoch(part, num_workers=num_workers) for part in parts]
+    fastload.install(cache="ram")
+
+    for _ in range(2):
+        assert [epoch(part, num_workers=num_workers) for part in parts] == expected
+    assert len(ram_cache._caches) == 1
+
+
+def test_a_subset_stays_the_program_s(root: Path) -> None:
+    """isinstance, pickles, and attributes that the program sets later."""
+    folder = torchvision_zoo.ImageFolder(str(root))
+    subset = tud.Subset(folder, [0, 1])
+    fastload.install(cache="ram")
+    dataset: Any = tud.DataLoader(subset).dataset
+    assert isinstance(dataset.dataset, torchvision_zoo.ImageFolder)
+    subset.indices = [4]
+    subset.dataset.transform = ImageOps.mirror
+    twin = pickle.loads(pickle.dumps(dataset))
+
+    assert type(dataset) is not tud.Subset
+    assert isinstance(dataset, tud.Subset)
+    assert len(dataset) == len(twin) == 1
+    assert dataset[0] == twin[0] == subset[0] == folder[4]
+    assert tud.DataLoader(dataset).dataset is dataset
+    subset.dataset = list(range(6))  # type: ignore[assignment]
+    assert dataset[0] == 4
+
+
+def test_a_list_of_samples_that_is_changed_later(root: Path) -> None:
+    """A sample that moved, or that is new, is not taken from the cache under its number."""
+    folder = torchvision_zoo.ImageFolder(str(root))
+    fastload.install(cache="ram")
+    dataset: Any = tud.DataLoader(folder).dataset
+    for index in range(6):
+        dataset[index]
+    folder.samples.reverse()
+    folder.samples.append(folder.samples[0])
+
+    assert [dataset[index][0].tobytes() for index in range(7)] == [
+        folder[index][0].tobytes() for index in range(7)
+    ]
+
+
+def test_an_image_that_cannot_be_made_again_is_decoded_each_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attribute that the cache does not know is kept, because the image is."""
+
+    def marked(path: str) -> Any:
+        image = counting_loader(path)
+        image.mark = path
+        return image
+
+    monkeypatch.setattr(torchvision_zoo, "default_loader", marked)
+    folder = torchvision_zoo.ImageFolder(str(root), loader=marked)
+    fastload.install(cache="ram")
+    dataset: Any = tud.DataLoader(folder).dataset
+    decoded.clear()
+
+    assert [dataset[0][0].mark for _ in range(2)] == [folder.samples[0][0]] * 2
+    assert folder.samples[0][0] in decoded
+
+
+def test_fastload_s_folder_is_cached(root: Path) -> None:
+    """Its batches are the same, and CachedDataset holds them."""
+    photos = fastload.ImageFolder(root, size=(8, 8), extensions=("",))
+    expected = [*tud.DataLoader(photos, 4)]
+    fastload.install(cache="ram")
+    loader: Any = tud.DataLoader(photos, 4)
+
+    for _ in range(2):
+        for (images, labels), (ours, our_labels) in zip(expected, loader, strict=True):
+            assert torch.equal(images, ours)
+            assert torch.equal(labels, our_labels)
+    assert loader.dataset.cache_info().num_cached == 6
+
+
+class Subclass(torchvision_zoo.ImageFolder):
+    pass
+
+
+def other_loader(path: str) -> Any:
+    return Image.open(path)
+
+
+class TestWhyNot:
+    def said_of(self, dataset: Any, caplog: pytest.LogCaptureFixture) -> str:
+        """The one line about a dataset, which is not wrapped."""
+        fastload.install(cache="ram")
+        with caplog.at_level(logging.INFO, "fastload"):
+            loaders = [tud.DataLoader(dataset) for _ in range(2)]
+        assert all(loader.dataset is dataset for loader in loaders)
+        (line,) = [record.getMessage() for record in caplog.records if "--cache ram" in record.getMessage()]
+        return line
+
+    def test_any_other_dataset(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Its class is named, and what to do."""
+        line = self.said_of([1, 2], caplog)
+
+        assert "builtins.list is not cached: only ImageFolder, of torchvision or of fastload" in line
+        assert "fastload.CachedDataset(dataset" in line
+
+    def test_a_subclass(self, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """It may read other samples."""
+        assert "a subclass of" in self.said_of(Subclass(str(root)), caplog)
+
+    def test_another_loader(self, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """It may be random, or return no image."""
+        folder = torchvision_zoo.ImageFolder(str(root), loader=other_loader)
+
+        assert "other_loader in the place of torchvision's default_loader" in self.said_of(folder, caplog)
+
+    def test_another_backend(self, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+        """Its images are not Pillow's."""
+        package = torchvision_zoo.plant(monkeypatch)
+        monkeypatch.setattr(package, "get_image_backend", lambda: "accimage")
+
+        assert "backend is 'accimage'" in self.said_of(torchvision_zoo.ImageFolder(str(root)), caplog)
+
+    def test_a_release_that_does_more(
+        self, root: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+    ) -> None:
+        """A __getitem__ that uses another attribute is not taken for the known one."""
+
+        def getitem(self: Any, index: int) -> Any:
+            return self.decode(self.samples[index])
+
+        monkeypatch.setattr(torchvision_zoo.DatasetFolder, "__getitem__", getitem)
+
+        assert "releases of torchvision" in self.said_of(torchvision_zoo.ImageFolder(str(root)), caplog)
+
+    def test_a_file_that_cannot_be_read(self, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The loader is made, and the epoch raises the error, as without a cache."""
+        (root / "cat" / "0").write_bytes(b"no image")
+        folder = torchvision_zoo.ImageFolder(str(root))
+
+        assert "the cache cannot be made: UnidentifiedImageError" in self.said_of(folder, caplog)
+        with pytest.raises(OSError, match="cannot identify"):
+            list(tud.DataLoader(folder))

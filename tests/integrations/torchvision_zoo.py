@@ -1,0 +1,88 @@
+"""A stand-in for torchvision's datasets.folder, with its attributes and the code that reads samples."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch.utils.data
+from PIL import Image
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+
+def pil_loader(path: str) -> Image.Image:
+    with open(path, "rb") as f:
+        img = Image.open(f)
+        return img.convert("RGB")
+
+
+def default_loader(path: str) -> Any:
+    return pil_loader(path)
+
+
+class DatasetFolder(torch.utils.data.Dataset[Any]):
+    """As torchvision's, but for its checks."""
+
+    def __init__(
+        self,
+        root: str,
+        loader: Callable[[str], Any] = default_loader,
+        transform: Callable[..., Any] | None = None,
+        target_transform: Callable[..., Any] | None = None,
+    ) -> None:
+        self.root = root
+        self.transform = transform
+        self.target_transform = target_transform
+        self.classes = sorted(os.listdir(root))
+        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+        self.loader = loader
+        self.samples = [
+            (os.path.join(root, name, file), number)
+            for name, number in self.class_to_idx.items()
+            for file in sorted(os.listdir(os.path.join(root, name)))
+        ]
+        self.targets = [target for _, target in self.samples]
+
+    def __getitem__(self, index: int) -> Any:
+        path, target = self.samples[index]
+        sample = self.loader(path)
+        if self.transform is not None:
+            sample = self.transform(sample)
+        if self.target_transform is not None:
+            target = self.target_transform(target)
+
+        return sample, target
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class ImageFolder(DatasetFolder):
+    """As torchvision's."""
+
+    def __init__(
+        self, root: str, transform: Any = None, target_transform: Any = None, loader: Any = None
+    ) -> None:
+        super().__init__(root, loader or default_loader, transform, target_transform)
+        self.imgs = self.samples
+
+
+def get_image_backend() -> str:
+    return "PIL"
+
+
+def plant(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """Put the stand-in where torchvision would be imported."""
+    package, datasets = types.ModuleType("torchvision"), types.ModuleType("torchvision.datasets")
+    here = sys.modules[__name__]
+    package.get_image_backend = get_image_backend  # type: ignore[attr-defined]
+    modules = {"torchvision": package, "torchvision.datasets": datasets, "torchvision.datasets.folder": here}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return package
