@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
+    from fastload.workers.tally import Tally
 
 _log = logging.getLogger("fastload")
 
@@ -86,14 +87,18 @@ class Pool:
         job: Their job.
         context: The multiprocessing context that starts them.
         ring: The state of their slots.
+        tally: Counts their work; other pools may share it.
         num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
 
     Raises:
         WorkerStartError: Processes cannot be started from here.
     """
 
-    def __init__(self, job: Job, context: BaseContext, ring: Ring, *, num_restarts: int = 0) -> None:
+    def __init__(
+        self, job: Job, context: BaseContext, ring: Ring, tally: Tally, *, num_restarts: int = 0
+    ) -> None:
         self.ring = ring
+        self._tally = tally
         self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._closing = threading.RLock()
@@ -217,6 +222,7 @@ class Pool:
         packed = reply.packed
         if packed is None:
             return reply.kind, None
+        task.size = reply.work.num_samples, packed.used_bytes
         with self.lock:
             if not packed.used_bytes or slot.memory is None:
                 return reply.kind, unpack(packed, b"")
@@ -229,8 +235,10 @@ class Pool:
             is_private = self.registered is not None and has_leaves_that_stay(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-            if not is_private and self.ring.lend(slot):
-                return reply.kind, batch
+            if not is_private:
+                if self.ring.lend(slot):
+                    return reply.kind, batch
+                self._tally.add_copy()
             del batch
         copy = np.array(np.frombuffer(task.lease, np.uint8, packed.used_bytes))
         return reply.kind, unpack(packed, copy)
@@ -312,6 +320,7 @@ class Pool:
                     return
             self.ring.fill(_slot_of(task), memory)
             task.reply = reply
+            self._tally.add(reply.work)
 
     def _lose(self, task: Task, reason: str) -> None:
         """Make the answer to a task an error; the worker then makes new memory for the task's slot."""
@@ -441,6 +450,7 @@ class Pool:
         worker.channel.close()
         worker.process.clean_up()
         new = self._workers[worker_id] = self._start(worker_id)
+        self._tally.add_restart()
         if self._restart is not None:
             self._send(new, worker_id, self._restart, next(self._serials))
         new.sent.extend(task for task in worker.sent if task.reply is not None)
