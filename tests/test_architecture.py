@@ -33,6 +33,7 @@ LAYERS = [
     "epochs",
     "training",
     "loader",
+    "integrations",
     "cli",
     "__init__",
     "__main__",

@@ -393,8 +393,8 @@ def stats_of(counts: Counts, since: Counts | None) -> LoaderStats:
         num_epochs=sums["num_epochs"],
         elapsed_s=first_s + wait_s + step_s + sums["other_ns"] / _NS_PER_S,
         first_batch_wait_s=first_s,
-        wait_p50_s=_quantile_s(histogram, 0.5),
-        wait_p95_s=_quantile_s(histogram, 0.95),
+        wait_p50_s=_quantile_s(histogram, 0.5, longest_ns),
+        wait_p95_s=_quantile_s(histogram, 0.95, longest_ns),
         wait_max_s=longest_ns / _NS_PER_S if num_waits else None,
         wait_total_s=wait_s,
         step_total_s=step_s,
@@ -430,9 +430,9 @@ def _quantile_ns(histogram: list[int], share: float) -> float | None:
     return None
 
 
-def _quantile_s(histogram: list[int], share: float) -> float | None:
+def _quantile_s(histogram: list[int], share: float, longest_ns: float) -> float | None:
     found_ns = _quantile_ns(histogram, share)
-    return None if found_ns is None else found_ns / _NS_PER_S
+    return None if found_ns is None else min(found_ns, longest_ns) / _NS_PER_S
 
 
 # --- as text ----------------------------------------------------------------------------------------------
