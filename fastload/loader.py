@@ -419,9 +419,9 @@ class DataLoader(LoaderSettings):
     def stats(self, *, reset: bool = False) -> LoaderStats:
         """What this loader did so far: batches, waits, busy workers, cache hits and more.
 
-        The counters are always on and cost less than 2 us for each batch. They add up over all epochs and
-        iterators of this loader object in this process: a copy of it, an unpickled one and the loader of a
-        forked process start at zero. The call takes about 0.1 ms, at any moment, in any thread.
+        The counters are always on. They add up over all epochs and iterators of this loader object in this
+        process: a copy of it, an unpickled one and the loader of a forked process start at zero. The call may
+        come at any moment, from any thread.
 
         Args:
             reset: Start over at zero after this call; `log_stats` is not affected.
