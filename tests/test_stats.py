@@ -87,6 +87,11 @@ class Wrapped:
         return self.inner[2 * index] + self.inner[2 * index + 1]
 
 
+def _name_of(way: dict[str, Any]) -> str:
+    """A way of iterating as the name of a test: the same in each process that runs tests."""
+    return "-".join(f"{key}={getattr(value, '__name__', value)}" for key, value in way.items()) or "plain"
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The time of `perf_counter_ns`, which the test moves on; it stands still otherwise."""
@@ -98,7 +103,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # --- what is counted --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_batches_samples_and_bytes_of_every_kind_of_iterator(way: dict[str, Any]) -> None:
     """Each batch counts once, with the samples that it has, over all epochs."""
     with DataLoader(ROWS, 4, **way) as loader:
@@ -125,7 +130,7 @@ def test_figures_do_not_depend_on_the_start_method(method: str) -> None:
     assert 0 < figures.worker_utilisation <= 1
 
 
-@pytest.mark.parametrize("way", WAYS[:5], ids=str)
+@pytest.mark.parametrize("way", WAYS[:5], ids=_name_of)
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_samples_of_a_stream(way: dict[str, Any], batch_size: int | None) -> None:
     """A short batch counts the samples that it has; a stream without batches counts one each."""
@@ -136,7 +141,7 @@ def test_samples_of_a_stream(way: dict[str, Any], batch_size: int | None) -> Non
         assert loader.stats().num_batches == num_batches
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_an_index_without_batches_counts_one_sample(way: dict[str, Any]) -> None:
     """batch_size=None: what a dataset returns for one index is one sample."""
     with DataLoader(ROWS, None, **way) as loader:
@@ -151,7 +156,7 @@ def test_samples_that_a_dataset_reads_in_bulk(num_workers: int) -> None:
     assert loader.stats().num_samples == 22
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_a_new_loader_has_zeros_and_no_waits(way: dict[str, Any]) -> None:
     """Nothing was measured, and shares of nothing are None."""
     figures = DataLoader(ROWS, 4, **way).stats()
@@ -162,7 +167,7 @@ def test_a_new_loader_has_zeros_and_no_waits(way: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_an_abandoned_epoch_counts_what_the_caller_received(way: dict[str, Any]) -> None:
     """Batches that were fetched ahead do not count."""
     with DataLoader(ROWS, 4, **way) as loader:
@@ -174,7 +179,7 @@ def test_an_abandoned_epoch_counts_what_the_caller_received(way: dict[str, Any])
         assert (loader.stats().num_batches, loader.stats().num_samples) == (8, 30)
 
 
-@pytest.mark.parametrize("way", OURS, ids=str)
+@pytest.mark.parametrize("way", OURS, ids=_name_of)
 def test_a_resumed_epoch_counts_its_rest(way: dict[str, Any]) -> None:
     """Batches that are skipped to get there are not received again."""
     with DataLoader(ROWS, 4, **way) as before, DataLoader(ROWS, 4, **way) as loader:
@@ -185,7 +190,7 @@ def test_a_resumed_epoch_counts_its_rest(way: dict[str, Any]) -> None:
         assert (loader.stats().num_batches, loader.stats().num_samples) == (4, 14)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> None:
     """The caller may go on; the other batches count, and neither the error nor the end is a wait."""
     received = num_errors = 0
@@ -207,7 +212,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     assert sum(counts.histogram) == 4
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_the_end_counts_once(way: dict[str, Any], clock: list[int]) -> None:
     """A caller who asks again and again after the end is not computing."""
     with DataLoader(ROWS, 4, **way) as loader:
@@ -311,7 +316,7 @@ def _cached() -> Any:
     return fastload.CachedDataset(ROWS, cache="ram")
 
 
-@pytest.mark.parametrize("way", OURS, ids=str)
+@pytest.mark.parametrize("way", OURS, ids=_name_of)
 def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
     """All samples of the first epoch that were not read before are misses; later epochs hit."""
     dataset = _cached()
@@ -326,7 +331,7 @@ def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
     assert (figures.cache_hits, figures.cache_misses) == (num_cached + 22, 22 - num_cached)
 
 
-@pytest.mark.parametrize("way", OURS[:5], ids=str)
+@pytest.mark.parametrize("way", OURS[:5], ids=_name_of)
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -494,7 +499,18 @@ def test_a_tally_adds_up_all_work(works: list[tuple[int, int, int, int]]) -> Non
         ((), 0),
         ([[[[[torch.zeros(1)]]]]], None),
     ],
-    ids=str,
+    ids=[
+        "tensor",
+        "array",
+        "tuple",
+        "nested dict",
+        "names",
+        "nine tensors",
+        "sparse",
+        "object",
+        "nothing",
+        "deep",
+    ],
 )
 def test_bytes_of_batches_that_are_not_in_slots(batch: Any, nbytes: int | None) -> None:
     """They are known where few values have to be looked at."""
@@ -595,7 +611,7 @@ def test_the_log_has_one_line_for_each_interval(clock: list[int], caplog: pytest
     assert all("\n" not in text for text in texts)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_a_callback_that_raises_loses_no_batch(way: dict[str, Any]) -> None:
     """The caller gets the error in place of the call, and then the batch that was due."""
 
