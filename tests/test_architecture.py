@@ -33,6 +33,7 @@ LAYERS = [
     "epochs",
     "training",
     "loader",
+    "bench",
     "cli",
     "__init__",
     "__main__",
