@@ -79,7 +79,7 @@ def _colour(row: Row) -> str:
 def _label(row: Row, result: Result) -> str:
     """The contender, without the settings that all contenders share."""
     contender, sweep = row.contender, result.sweep
-    parts = [contender.kind, f"{contender.num_workers} workers"]
+    parts = [contender.kind, contender.workers]
     if len(sweep.batch_sizes) > 1:
         parts.append(f"batch {contender.batch_size}")
     if len(sweep.start_methods) > 1 and contender.start_method:

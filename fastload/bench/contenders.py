@@ -43,8 +43,13 @@ class Contender:
         """The loader and its cache, for people."""
         return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
 
+    @property
+    def workers(self) -> str:
+        """The number of workers, for people."""
+        return "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+
     def __str__(self) -> str:
-        parts = [self.kind, f"{self.num_workers} workers", f"batch {self.batch_size}"]
+        parts = [self.kind, self.workers, f"batch {self.batch_size}"]
         parts += [text for text in (self.start_method, self.size) if text is not None]
         return ", ".join(parts)
 

@@ -41,6 +41,9 @@ _log = logging.getLogger("fastload")
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
 _BATCH_SIZES = (64,)
 _ROUNDS = 3
+_MOST_DIRECTORY_BYTES = (
+    70  # a socket's path has at most 107; multiprocessing adds /pymp-12345678/listener-12345678
+)
 _DISK_SHARE = 0.9  # of the free space, which an LMDB cache may take
 
 
@@ -320,7 +323,7 @@ class _Bench:
             load_before=load,
         )
         try:
-            with _scratch(self.options.scratch) as directory:
+            with _temporary_files() as temporary, _scratch(self.options.scratch or temporary) as directory:
                 parts = {size: _part(dataset, count) for size, dataset in self.datasets.items()}
                 self._refuse_caches(examined, count, directory)
                 before = busy.CpuTimes.now()
@@ -504,15 +507,36 @@ def _part(dataset: Any, count: int) -> Any:
 
 
 @contextlib.contextmanager
+def _temporary_files() -> Iterator[str]:
+    """A directory for the temporary files of all runs, which is removed at the end.
+
+    A worker of torch's loader that is stopped because of an error leaves the directory of its socket behind.
+    Where the path of such a socket would be too long for the system, the runs keep the usual directory.
+    """
+    variable, directory_before = os.environ.get("TMPDIR"), tempfile.tempdir
+    with _scratch(None) as directory:
+        if len(os.fsencode(directory)) > _MOST_DIRECTORY_BYTES:
+            yield directory
+            return
+        os.environ["TMPDIR"] = tempfile.tempdir = directory
+        try:
+            yield directory
+        finally:
+            tempfile.tempdir = directory_before
+            os.environ.pop("TMPDIR")
+            if variable is not None:
+                os.environ["TMPDIR"] = variable
+
+
+@contextlib.contextmanager
 def _scratch(parent: str | None) -> Iterator[str]:
-    """A directory for caches, which is removed at the end."""
+    """A new directory, which is removed at the end."""
     try:
         directory = tempfile.mkdtemp(prefix="fastload-bench-", dir=parent)
     except OSError as error:
         path = os.path.join(parent or tempfile.gettempdir(), "fastload-bench")
-        raise CommandError(
-            f"--scratch: {writing_refused(error, path)}", ExitCode.FAILED, type(error).__name__
-        ) from error
+        reason = writing_refused(error, path)
+        raise CommandError(f"--scratch: {reason}", ExitCode.FAILED, type(error).__name__) from error
     try:
         yield directory
     finally:
