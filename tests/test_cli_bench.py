@@ -72,16 +72,15 @@ def run(*words: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder for temporary files; each run has one later epoch.
 
-    The path of a socket in it must not be too long, so that pytest's own folder does not serve.
+    Pytest's own folder, which must exist before, has too long a path for a socket in it.
     """
     monkeypatch.setattr(measure, "LATER_S", 1e-9)
-    with tempfile.TemporaryDirectory() as name:
-        monkeypatch.setattr(tempfile, "tempdir", name)
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", name)
         yield Path(name)
-        monkeypatch.undo()
 
 
 @pytest.fixture

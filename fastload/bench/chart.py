@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ def draw(result: Result, path: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
+    import matplotlib as mpl
+
+    with mpl.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about characters of a path that the font lacks
+        _draw(result, path)
+
+
+def _draw(result: Result, path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot keeps no figure
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
