@@ -54,6 +54,10 @@ class Empty(Plain):
         return 0
 
 
+def cached() -> Any:
+    return fastload.CachedDataset(Plain())
+
+
 def ends_the_process() -> None:
     sys.exit(4)
 
@@ -195,6 +199,15 @@ class TestImpossible:
         rows = json.loads(result.stdout)["rows"]
         assert all(("the dataset is random" in row["problem"]) == (row["cache"] != "none") for row in rows)
         assert all(bool(row["later"]) == (row["cache"] == "none") for row in rows)
+
+    def test_a_dataset_with_a_cache_is_measured_as_it_is(self) -> None:
+        """A second cache would be of no use, and first epochs read what earlier contenders have cached."""
+        result = run("tests.test_cli_bench:cached", *QUICK, "--json")
+
+        found = json.loads(result.stdout)
+        for row in found["rows"]:
+            assert ("is a CachedDataset already" in row["problem"]) == (row["cache"] != "none")
+        assert any("only later epochs compare" in text for text in found["warnings"])
 
     def test_a_contender_that_fails_is_a_row_and_the_others_go_on(self) -> None:
         """A dataset that cannot be pickled cannot be spawned with, and is forked with all the same."""

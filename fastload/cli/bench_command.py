@@ -294,6 +294,7 @@ class _Bench:
         """Examine, plan, build caches, and measure all contenders in turn."""
         from fastload.bench import machine as busy
         from fastload.bench.result import Result, Row
+        from fastload.cache.dataset import CachedDataset
         from fastload.system.cpus import worthwhile_cpus
 
         load = busy.load_per_cpu()
@@ -333,6 +334,10 @@ class _Bench:
                 result.others_share = busy.others_share(before, busy.CpuTimes.now())
         except KeyboardInterrupt as error:
             raise self._interrupted(result) from error
+        if any(isinstance(dataset, CachedDataset) for dataset in self.datasets.values()):
+            self.warnings.append(
+                "the dataset is a CachedDataset, whose cache all contenders share: only later epochs compare"
+            )
         result.warnings += [*self.warnings, *busy.busy_warnings(result.others_share, load)]
         return result
 
