@@ -1,4 +1,4 @@
-"""Runs a function in a process of its own, so that nothing that it leaves behind meets the next run.
+"""Runs a function in a process of its own, so that it leaves nothing behind for the next run.
 
 Memory, file handles, caches, threads and worker processes of a run end with its process. Rules:
 

@@ -138,7 +138,7 @@ def _torch_ratio(both: dict[Contender, tuple[Row, Row]]) -> float | None:
 
 
 def differences(baseline: Result, now: Result) -> list[str]:
-    """What differs between two runs apart from speed, in words."""
+    """The differences between two runs apart from speed, as sentences."""
     pairs: dict[str, tuple[Any, Any]] = {
         "the machine": (_named(baseline), _named(now)),
         "the number of samples of the dataset": (baseline.length, now.length),

@@ -99,8 +99,8 @@ class Sweep:
     def contenders(self) -> list[Contender]:
         """Every combination that differs from the others.
 
-        torch's loader always takes part, because it is what the others are compared with. It has no cache,
-        and a loader without workers has no start method.
+        torch's loader always takes part, because the other contenders are compared with it. It has no
+        cache, and a loader without workers has no start method.
         """
         found: dict[Contender, None] = {}  # ordered
         for size, batch_size, loader in itertools.product(self.sizes, self.batch_sizes, LOADERS):

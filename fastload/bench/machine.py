@@ -14,8 +14,8 @@ import torch
 import fastload
 from fastload.system.cpus import usable_cpus, worthwhile_cpus
 
-BUSY_SHARE = 0.1  # if other processes use more of the CPUs than this, the figures are not to be trusted
-BUSY_LOAD = 0.5  # the same for the load before the start, for each CPU
+BUSY_SHARE = 0.1  # a warning is shown if other processes use a larger share of the CPUs
+BUSY_LOAD = 0.5  # a warning is shown if the load for each CPU was higher before the start
 
 _IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle and iowait
 _NUM_FIELDS = 8  # the fields after them count time again that is in the first ones
@@ -23,7 +23,7 @@ _NUM_FIELDS = 8  # the fields after them count time again that is in the first o
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What decides on speed, apart from the data.
+    """The hardware and the versions on which the speed depends.
 
     Attributes:
         cpu: The name of the processor.
@@ -125,7 +125,7 @@ def load_per_cpu() -> float | None:
 
 
 def busy_warnings(share: float | None, load: float | None) -> list[str]:
-    """What to say if the machine was busy.
+    """The warnings about a busy machine.
 
     Args:
         share: See `others_share`.

@@ -31,7 +31,7 @@ _EXAMINE_S = 2.0
 
 
 class Examined(NamedTuple):
-    """What some samples of a dataset show.
+    """Findings from some samples of a dataset.
 
     Attributes:
         sample_s: Seconds to read one sample, in one process.

@@ -22,7 +22,7 @@ class ResultFormatError(ValueError):
 
 @dataclass
 class Row:
-    """What one contender delivered, in samples per second.
+    """The rates of one contender, in samples per second.
 
     Attributes:
         contender: Its settings.
@@ -130,7 +130,7 @@ class Result:
         build_s: Seconds that each LMDB cache took to build, by size.
         others_share: The share of the CPUs that other processes used; None if unknown.
         load_before: See `machine.load_per_cpu`.
-        warnings: What to know before the figures are used.
+        warnings: Sentences about conditions that make the figures doubtful.
     """
 
     source: str

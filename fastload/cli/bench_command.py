@@ -41,9 +41,8 @@ _log = logging.getLogger("fastload")
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
 _BATCH_SIZES = (64,)
 _ROUNDS = 3
-_MOST_DIRECTORY_BYTES = (
-    70  # a socket's path has at most 107; multiprocessing adds /pymp-12345678/listener-12345678
-)
+# The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
+_MOST_DIRECTORY_BYTES = 70
 _DISK_SHARE = 0.9  # of the free space, which an LMDB cache may take
 
 
@@ -404,7 +403,7 @@ class _Bench:
         return count
 
     def _refuse_caches(self, examined: dict[str | None, Examined], count: int, directory: str) -> None:
-        """Mark the rows whose cache cannot be had, with the reason."""
+        """Mark the rows whose cache is not possible or does not fit, with the reason."""
         from fastload.system.budget import parse_budget
 
         memory_nbytes = parse_budget("auto")
@@ -508,7 +507,7 @@ def _part(dataset: Any, count: int) -> Any:
     return dataset if count >= length else Subset(dataset, spread_indices(length, count))
 
 
-# --- what must not remain --------------------------------------------------------------------------------
+# --- temporary files -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
