@@ -7,6 +7,8 @@ import statistics
 import warnings
 from typing import TYPE_CHECKING
 
+from fastload.bench.result import readable_rounds
+
 if TYPE_CHECKING:
     from fastload.bench.result import Result, Row
 
@@ -74,8 +76,8 @@ def _draw(result: Result, path: str) -> None:
     figure.legend(handles=handles, frameon=False, ncols=len(handles), loc="outside upper center")
     axes.set_title(f"{result.source}: {result.num_samples:,} of {result.length:,} samples", fontsize="medium")
     note = (
-        f"Medians of {result.rounds} rounds; the thin lines span all of them, a tick marks the first epoch. "
-        f"Nothing is trained.\n{result.machine}, torch {result.machine.torch}"
+        f"Medians of {readable_rounds(result.rounds)}; the thin lines span all of them, a tick marks the "
+        f"first epoch. Nothing is trained.\n{result.machine}, torch {result.machine.torch}"
     )
     figure.supxlabel("\n".join([note, *result.warnings]), fontsize="x-small", color="#555555", wrap=True)
     figure.savefig(path, dpi=150, format="png")

@@ -92,6 +92,11 @@ class Verdict:
         return Ratio.of(self.fastload, self.torch)
 
 
+def readable_rounds(count: int) -> str:
+    """A number of rounds, for people."""
+    return "1 round" if count == 1 else f"{count} rounds"
+
+
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     """A verdict for each size, because images of another size are other work."""
     by_size: dict[str | None, list[Row]] = {}

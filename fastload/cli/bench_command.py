@@ -627,8 +627,10 @@ class _Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._bar is not None:
+            if kind is None:
+                self.say("finished")
             self._bar.stop()
 
     def say(self, text: str) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import statistics
 from typing import TYPE_CHECKING
 
-from fastload.bench.result import verdicts
+from fastload.bench.result import readable_rounds, verdicts
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ def _heading(result: Result) -> list[str]:
     machine = result.machine
     what = ", ".join([f"{result.source}: {some}", *shared])
     versions = f"Python {machine.python}, torch {machine.torch}, fastload {machine.fastload}"
-    return [f"{what}; medians of {result.rounds} rounds", f"{machine}, {versions}; nothing is trained"]
+    return [
+        f"{what}; medians of {readable_rounds(result.rounds)}",
+        f"{machine}, {versions}; nothing is trained",
+    ]
 
 
 # --- the table -------------------------------------------------------------------------------------------
@@ -134,8 +137,11 @@ def ending_lines(result: Result) -> list[str]:
     method, has_transform = multiprocessing.get_start_method(), result.transform is not None
     for verdict in found:
         of_size = f" at size {verdict.size}" if len(found) > 1 else ""
+        applied = ""
+        if has_transform and verdict.fastest.contender.cache == "none":
+            applied = f", with a dataset that applies {result.transform} itself"
         lines += [
-            f"fastest on this machine{of_size}:",
+            f"fastest on this machine{of_size}{applied}:",
             *(f"    {line}" for line in verdict.fastest.contender.code(method, has_transform=has_transform)),
             _gain(verdict),
         ]
@@ -147,7 +153,7 @@ def _gain(verdict: Verdict) -> str:
     if gain is None:
         missing = "torch's loader" if verdict.torch is None else "fastload's loader"
         return f"{missing} has no figures here, so there is no comparison"
-    spread = f"{_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds"
+    spread = f"{_times(gain.low)} to {_times(gain.high)} over {readable_rounds(gain.num_rounds)}"
     if verdict.fastest is verdict.torch:
         said = f"torch's own loader is the fastest here: fastload's best has {_times(gain.value)} of its rate"
     else:

@@ -53,6 +53,14 @@ def sleep_for_ever(pids: str) -> None:
     signal.pause()
 
 
+def lose_parent(pids: str) -> None:
+    """A run whose parent is killed, and cannot end it."""
+    with open(pids, "w") as file:
+        file.write(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
 def ignore_and_sleep(pids: str) -> None:
     """The same, deaf to Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,3 +121,16 @@ def test_ctrl_c_ends_a_run_and_its_workers(
         call(function, str(pids))
 
     assert still_running(map(int, pids.read_text().split()), 5.0) == []
+
+
+def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    """Also after SIGKILL, which nobody can handle."""
+    pids = tmp_path / "pids"
+    waiting = multiprocessing.get_context("fork").Process(target=call, args=(lose_parent, str(pids)))
+
+    waiting.start()
+    waiting.join()
+
+    assert waiting.exitcode == -signal.SIGKILL
+    assert still_running([int(pids.read_text())], 5.0) == []
+    waiting.close()

@@ -16,6 +16,7 @@ from tests.bench.made_up import PLAIN, RAM, TORCH, result, row
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fastload.bench.contenders import Contender
     from fastload.bench.result import Row
 
 
@@ -65,6 +66,23 @@ def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
     assert len(lines) == 4
     assert said in lines[3]
     assert ("lies within the spread" in lines[3]) == ("lies within the spread" in said)
+
+
+@pytest.mark.parametrize(
+    ("fastest", "heading"),
+    [
+        (PLAIN, "fastest on this machine, with a dataset that applies data:crop itself:"),
+        (RAM, "fastest on this machine:"),
+    ],
+)
+def test_without_a_cache_the_code_needs_a_dataset_with_the_transform(
+    fastest: Contender, heading: str
+) -> None:
+    """A CachedDataset takes the transform, and a loader does not."""
+    lines = ending_lines(result(row(TORCH, 1.0, 1.0), row(fastest, 2.0, 2.0), transform="data:crop"))
+
+    assert lines[0] == heading
+    assert ("(dataset, transform, " in lines[2]) == (fastest is RAM)
 
 
 def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
