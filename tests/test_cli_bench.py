@@ -110,6 +110,7 @@ def rescaled(source: Path, dest: Path, factor: float, *, only: str = "") -> Path
 
 
 class TestWhole:
+    @pytest.mark.slow
     def test_a_folder_is_measured_and_leaves_only_what_was_asked_for(
         self, photos: Path, tmp_path: Path, temporary: Path
     ) -> None:
@@ -180,6 +181,7 @@ class TestWhole:
 
             assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * 2)
 
+    @pytest.mark.slow
     def test_without_options_all_caches_and_some_workers_take_part(self) -> None:
         """The number of samples follows from --minutes."""
         result = run("tests.cli_zoo:factory", "--minutes", "0", "--rounds", "1", "--json")
@@ -229,6 +231,7 @@ class TestImpossible:
         assert "no contender could be measured" in result.stdout
         assert list(temporary.iterdir()) == []
 
+    @pytest.mark.slow
     def test_a_cache_that_does_not_fit_is_not_measured_by_default(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -109,6 +109,7 @@ def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("function", [sleep_for_ever, ignore_and_sleep])
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_its_workers(
     function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_ctrl_c_ends_a_run_and_its_workers(
     assert still_running(map(int, pids.read_text().split()), 5.0) == []
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Also after SIGKILL, which nobody can handle."""
     pids = tmp_path / "pids"
