@@ -34,6 +34,7 @@ LAYERS = [
     "training",
     "loader",
     "integrations",
+    "bench",
     "cli",
     "__init__",
     "__main__",
