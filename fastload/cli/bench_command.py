@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -26,6 +25,7 @@ import typer
 
 from fastload.cli.source_argument import code_ended, open_source, open_transform
 from fastload.cli.terminal import Answer, CommandError, ExitCode
+from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fastload.bench.measure import Epochs, Examined
     from fastload.bench.result import Result, Row
 
-_log = logging.getLogger("fastload")
 
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
 _BATCH_SIZES = (64,)
@@ -134,7 +133,7 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
     if not any(row.is_measured for row in result.rows):
         answer.exit_code = ExitCode.FAILED
         if options.quiet:
-            _log.error("no contender could be measured: %s", result.rows[0].problem)
+            log.error("no contender could be measured: %s", result.rows[0].problem)
     if options.save is not None:
         _save(result, options.save)
         answer.lines.append(f"written to {options.save}")
@@ -149,7 +148,7 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
         if not comparison.has_passed:
             answer.exit_code = ExitCode.FAILED
             if options.quiet or options.as_json:
-                _log.error("%s", lines[-1])
+                log.error("%s", lines[-1])
 
 
 # --- options ---------------------------------------------------------------------------------------------
@@ -396,7 +395,7 @@ class _Bench:
                 **costs,
             )
         expected_s = seconds(contenders, count, **costs)
-        _log.info(
+        log.info(
             "%d contenders, %d rounds, %s of %s samples: about %.1f minutes",
             *(len(contenders), rounds, f"{count:,}", f"{length:,}", expected_s / 60),
         )
@@ -635,7 +634,7 @@ class _Progress:
 
     def say(self, text: str) -> None:
         if self._bar is None:
-            _log.info("%s", text)
+            log.info("%s", text)
         else:
             self._bar.update(self._task, description=text, completed=self._done)
             self._bar.refresh()
