@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset, CacheInfo as CacheInfo
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
+    from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.training.backends import tune_backends as tune_backends
     from fastload.device.normalize import Normalize as Normalize
     from fastload.training.oom import (
@@ -68,6 +69,7 @@ _NAMES = {
     "cache.dataset": ("CachedDataset", "CacheInfo"),
     "cache.lmdb.lmdb_cache": ("LMDBCache",),
     "cache.ram.shared": ("SharedMemoryCache",),
+    "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
     "device.normalize": ("Normalize",),
     "training.oom": ("find_batch_size", "retry_on_oom"),

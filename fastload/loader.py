@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import time
 import types
 import weakref
 from multiprocessing import context as mp_context
@@ -23,6 +25,7 @@ from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
 from fastload.epochs import resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
+from fastload.epochs.stats import Clock, LoaderStats, recorder_of
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
@@ -301,6 +304,7 @@ class DataLoader(LoaderSettings):
         self.__dict__["collate_fn"] = own_collate(collate_fn)
 
     def __iter__(self) -> Any:
+        began_ns = time.perf_counter_ns()
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
@@ -311,7 +315,9 @@ class DataLoader(LoaderSettings):
             if self.num_workers != before:
                 persistent.close()
                 self._iterator = None
-        return resume.make_iterator(self, super().__iter__)
+        iterator = resume.make_iterator(self, super().__iter__)
+        iterator.clock = Clock(recorder_of(self), iterator.num_measured_workers, self._auto_workers, began_ns)
+        return iterator
 
     def _get_iterator(self) -> Any:
         if self._auto_workers is not None:
@@ -412,6 +418,43 @@ class DataLoader(LoaderSettings):
                 gives other indices than before, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
+
+    def stats(self, *, reset: bool = False) -> LoaderStats:
+        """What this loader did so far: batches, waits, busy workers, cache hits and more.
+
+        The counters are always on. They add up over all epochs and iterators of this loader object in this
+        process: a copy of it, an unpickled one and the loader of a forked process start at zero. The call may
+        come at any moment, from any thread.
+
+        Args:
+            reset: Start over at zero after this call; `log_stats` is not affected.
+        """
+        return recorder_of(self).stats(reset=reset)
+
+    def log_stats(
+        self, every_s: float | None = 30.0, callback: Callable[[LoaderStats], Any] | None = None
+    ) -> None:
+        """Report the figures of the last interval, every ``every_s`` seconds from now on.
+
+        The report comes when the caller asks for a batch and the time is over, in the caller's thread: no
+        thread or timer is started. It ends with this loader object; copies do not report.
+
+        Args:
+            every_s: The least seconds between two reports; 0 reports at each batch; None ends the reports.
+            callback: Called with the figures since the last report. If it raises, the error reaches the
+                caller of ``next()``; no batch is lost, and the next call returns the batch that was due. None
+                writes one line to the logger "fastload", at level INFO.
+
+        Raises:
+            ValueError: ``every_s`` is negative or not finite, or ``callback`` cannot be called.
+        """
+        if every_s is not None and not 0 <= every_s < math.inf:
+            raise ValueError(
+                f"every_s should be a number of seconds of at least 0, or None, but got {every_s!r}"
+            )
+        if callback is not None and not callable(callback):
+            raise ValueError(f"callback should be a function that gets a LoaderStats, but got {callback!r}")
+        recorder_of(self).report_every(every_s, callback)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.

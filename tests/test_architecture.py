@@ -35,6 +35,7 @@ LAYERS = [
     "loader",
     "profiling",
     "integrations",
+    "bench",
     "cli",
     "__init__",
     "__main__",

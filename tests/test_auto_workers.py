@@ -183,9 +183,9 @@ def test_the_consumer_s_steps_and_waits_are_measured(monkeypatch: pytest.MonkeyP
     assert loader._auto_workers is not None
     monkeypatch.setattr(loader._auto_workers, "note_epoch", lambda *epoch: noted.append(epoch))
     clock = itertools.accumulate(
-        itertools.cycle([0.5, 0.25])
+        itertools.cycle([500_000_000, 250_000_000])
     )  # looked at when a call begins, and when it ends
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
     assert len(list(loader)) == 4
     assert noted == [(loader.num_workers, 0.5, 0.25)]
 

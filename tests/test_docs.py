@@ -133,6 +133,7 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path) -> None:
     """Each `$ fastload ...`, in order, in one folder."""
     (folder / "my_data.py").write_text(
         "import fastload\ntrain_set = fastload.ImageFolder('photos', size=32)\n"
+        "def random_part(sample): return sample[0][:, ::-1].copy(), sample[1]\n"
     )
     shown = [
         block.text for block in _blocks(DOCS / "howto" / "command-line.md") if block.language == "console"

@@ -25,6 +25,8 @@ from fastload.errors import short_repr
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import numpy as np
+
     from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
     from fastload.rng.sample_rng import SampleRng
@@ -83,6 +85,8 @@ class Fetcher:
 
     Attributes:
         replacer: Replaces samples that cannot be read; None if their errors are raised.
+        num_samples: How many samples the last batch has; meaningless after an error.
+        gathered_bytes: The bytes of the last batch, if it was gathered from a cache; 0 if it was not.
     """
 
     def __init__(
@@ -115,6 +119,8 @@ class Fetcher:
         self.replacer: Replacer | None = None
         if settings.on_error != "raise":
             self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
+        self.num_samples = 0
+        self.gathered_bytes = 0
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
         self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
@@ -134,6 +140,7 @@ class Fetcher:
             StopIteration: An iterable dataset has ended.
         """
         self._indices = ()
+        self.gathered_bytes = 0
         if self.replacer is not None and batch_id is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
@@ -174,6 +181,7 @@ class Fetcher:
 
     def _fetch_whole(self, index: Any, origin: StreamOrigin | None) -> Any:
         self._indices, self._left = (index,), iter(())
+        self.num_samples = 1
         return self._collate_fn(self._getter((index,), origin)(index))
 
     def _collated(self) -> Any:
@@ -201,6 +209,7 @@ class Fetcher:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
         if origin is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
+            self.num_samples = operator.length_hint(indices)  # 0 if a sampler of the user's hides it
             try:
                 samples = dataset.__getitems__(indices)
             except Exception:
@@ -211,6 +220,7 @@ class Fetcher:
                 return
         if type(indices) is not list:
             indices = list(indices)
+        self.num_samples = len(indices)
         rows = self._rows
         rows.begin(len(indices), keeps=not self._writes_rows)
         self._indices, self._left = indices, iter(indices)
@@ -243,9 +253,11 @@ class Fetcher:
 
     def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
         positions = _positions(self._dataset, indices)
-        batch = dataset.gather(positions, self._arena.array)
+        self.num_samples = len(positions)
+        batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
+        self.gathered_bytes = 0
         if self.replacer is not None:
             self._read_samples(indices, origin)
             return self._collated()
@@ -264,6 +276,7 @@ class Fetcher:
         if self._has_ended:
             raise StopIteration
         if not self._auto_collation:
+            self.num_samples = 1
             return self._stacked(lambda: self._collate_fn(next(samples)))
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
@@ -274,10 +287,16 @@ class Fetcher:
                     break
         if rows.keeps:
             rows.kept.extend(itertools.islice(samples, size - len(rows)))
+        self.num_samples = len(rows)
         self._has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and self._has_ended):
             raise StopIteration
         return self._collated()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        array = self._arena.array(shape, dtype)
+        self.gathered_bytes += array.nbytes
+        return array
 
 
 def _find_cache(dataset: Any) -> CachedSamples | None:

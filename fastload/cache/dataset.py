@@ -23,6 +23,7 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache.build.fill import fill
+from fastload.cache.counts import counts
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.pace import Pace
 from fastload.cache.sources import StoredSamples
@@ -223,10 +224,12 @@ class CachedDataset(Dataset[Any]):
         if sample is None:
             return self._read(position)
         self._pace.hits += 1
+        counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if the budget and the pace allow it."""
+        counts.misses += 1
         restore = mark()
         started_s = time.perf_counter()
         try:
@@ -273,6 +276,7 @@ class CachedDataset(Dataset[Any]):
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
             self._pace.hits += len(positions)
+            counts.hits += len(positions)
         return batch
 
     def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:

@@ -14,7 +14,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.source_argument import open_source, refuse_random
+from fastload.cli.source_argument import code_ended, open_source, refuse_random
 from fastload.cli.terminal import Answer, CommandError, ExitCode, table
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from fastload.system.sizes import readable_size
@@ -91,12 +91,7 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
     except SystemExit as error:
-        raise CommandError(
-            f"the code of {source} ended the process with exit code {error.code!r}: put the actions of a "
-            'script under if __name__ == "__main__"',
-            ExitCode.FAILED,
-            "SystemExit",
-        ) from error
+        raise code_ended(source, error) from error
     except (CacheCorruptError, CacheMismatchError) as error:
         if _is_foreign(path):
             error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")

@@ -1,4 +1,4 @@
-"""The command line: `fastload run | profile | doctor`, and `fastload cache build | info | verify | ls | rm`.
+"""The command line: `fastload run | profile | bench | doctor`, and `fastload cache build | info | ...`.
 
 Rules:
 
@@ -413,6 +413,128 @@ def doctor(as_json: AsJson = False) -> None:
 
         found = examine()
         answer.result, answer.lines = found.as_dict(), found.lines()
+
+
+@app.command(epilog=EPILOG, short_help="Compare torch's loader and fastload over your own data.")
+def bench(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
+            "without arguments that returns one. The working directory is searched for MODULE, too.",
+        ),
+    ],
+    transform: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The random part, which runs at every access and is never cached: an albumentations "
+            "pipeline, another callable, or a function without arguments that returns one.",
+        ),
+    ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="Numbers of workers; default: 0, half of the CPUs, all CPUs."),
+    ] = None,
+    batch_size: Annotated[str | None, typer.Option(metavar="N,N", help="Batch sizes; default: 64.")] = None,
+    start_method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="How workers are started: fork, spawn, forkserver; default: the platform's.",
+        ),
+    ] = None,
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Caches of fastload: none, ram, lmdb; default: all, and ram only if the whole dataset fits.",
+        ),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PIXELS",
+            help="Scale images of a folder, as in 'cache build': HEIGHTxWIDTH; several with commas.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Samples of an epoch, evenly spaced; default: as many as --minutes allows."),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.0, help="About how long the whole benchmark may take.")
+    ] = 3.0,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often each contender runs, in turn; default: 3.")
+    ] = None,
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Where LMDB caches are built, which are removed at the end; default: the system's "
+            "temporary directory.",
+        ),
+    ] = None,
+    chart: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Draw a chart; needs the extra 'plot'.")
+    ] = None,
+    save: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Write the result, for --baseline.")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Compare with an earlier --save; exit code 1 if a contender is slower. Options that are not "
+            "given are those of that run.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="The share of its rate that a contender may lose."),
+    ] = 0.1,
+    relative: Annotated[
+        bool,
+        typer.Option(
+            "--relative",
+            help="With --baseline: divide each rate by torch's in the same run, for machines whose speed "
+            "changes.",
+        ),
+    ] = False,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Compare torch's loader and fastload over SOURCE, and print the fastest two lines of code.
+
+    Each contender runs in a process of its own, once in each round. Nothing is trained, and no file is left
+    but those of --save and --chart.
+    """
+    with answering(as_json, quiet=quiet) as answer:
+        from fastload.cli import bench_command
+
+        options = bench_command.Options(
+            source=source,
+            transform=transform,
+            workers=workers,
+            batch_sizes=batch_size,
+            start_methods=start_method,
+            caches=cache,
+            sizes=size,
+            samples=samples,
+            minutes=minutes,
+            rounds=rounds,
+            scratch=scratch,
+            chart=chart,
+            save=save,
+            baseline=baseline,
+            tolerance=tolerance,
+            is_relative=relative,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        bench_command.run(options, answer)
 
 
 def main() -> None:

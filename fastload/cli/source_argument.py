@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.terminal import CommandError
+from fastload.cli.terminal import CommandError, ExitCode
 from fastload.errors import CacheError, add_note
 from fastload.system.refusals import reading_refused
 
@@ -48,6 +48,40 @@ def open_source(source: str, size: str | None) -> Any:
             f"object of type {type(dataset).__name__}"
         )
     return dataset
+
+
+def open_transform(name: str) -> Any:
+    """The transform that MODULE:NAME names, or that the function of this name returns.
+
+    Raises:
+        CommandError: There is no such transform.
+    """
+    from fastload.cache.transform import check_callable
+
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
+        raise CommandError(f"--transform should be MODULE:NAME, but got {name!r}")
+    try:
+        found = _import(module, attribute)
+        if inspect.isfunction(found) and not inspect.signature(found).parameters:
+            found = found()
+    except SystemExit as error:
+        raise code_ended(name, error) from error
+    try:
+        check_callable("--transform", found)
+    except TypeError as error:
+        raise CommandError(str(error)) from error
+    return found
+
+
+def code_ended(source: str, error: SystemExit) -> CommandError:
+    """The error of a command whose process the user's code wanted to end."""
+    return CommandError(
+        f"the code of {source} ended the process with exit code {error.code!r}: put the actions of a "
+        'script under if __name__ == "__main__"',
+        ExitCode.FAILED,
+        "SystemExit",
+    )
 
 
 # --- folders ---------------------------------------------------------------------------------------------

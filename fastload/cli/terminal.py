@@ -44,7 +44,7 @@ class ExitCode(IntEnum):
 EPILOG = """\b
 Exit codes:
     0  fine
-    1  failed: a source or a file cannot be read, or damage was found
+    1  failed: a source or a file cannot be read, damage was found, or slower than a baseline
     2  wrong usage, such as a path that does not exist
     3  finished, but samples were skipped
    75  another build is running: try again later

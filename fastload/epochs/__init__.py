@@ -1,6 +1,6 @@
 """The iterators over an epoch, one for each kind of loader, and the code that resumes an epoch.
 
 Read in this order: `with_workers`, `without_workers` and `through_torch` (batches on the host), `on_device`
-(wraps one of these); `epoch` and `resume` (the position in an epoch), `saved_state` and `sampler_state` (the
-saved form of that position).
+(wraps one of these); `stats` (what they measure and count); `epoch` and `resume` (the position in an epoch),
+`saved_state` and `sampler_state` (the saved form of that position).
 """

@@ -23,6 +23,7 @@ from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice
 from fastload.epochs import resume
+from fastload.epochs.stats import MeasuredIterator
 from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | StreamlessDev
     return known[name]
 
 
-class DeviceIterator(Iterator[Any]):
+class DeviceIterator(MeasuredIterator, Iterator[Any]):
     """The iterator of a loader with `device=`, for one epoch, or for several with persistent workers.
 
     Args:
@@ -67,16 +68,19 @@ class DeviceIterator(Iterator[Any]):
     def __init__(
         self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | StreamlessDevice | None
     ) -> None:
+        super().__init__()
         self._loader = weakref.ref(loader)
         self.source = source
+        self.num_measured_workers = source.num_measured_workers
         self._device = device
         self._batches: Iterator[Any] | None = None
+        self._counted: _Counted | None = None
         self._epoch: Epoch | None = None
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
         transform = loader.device_transform
-        self._epoch = None
+        self._epoch = self._counted = None
         if self._device is None or isinstance(self._device, StreamlessDevice):
             self._batches = self.source
             device = torch.device("cpu")
@@ -88,18 +92,20 @@ class DeviceIterator(Iterator[Any]):
                 self._batches = map(transformed, self._batches)
             return
         self._epoch = resume.current_epoch(loader)
-        counted = _Counted(self.source, self._epoch)
+        counted = self._counted = _Counted(self.source, self._epoch)
         self._batches = CopiesAhead(counted, *self._device, DEPTH, transform, counted.hand_over)
 
-    def __next__(self) -> Any:
+    def _next(self) -> Any:
         if self._batches is None:
             raise LoaderClosedError
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
             if self._epoch is not None:
                 self._epoch.is_finished = True
             raise
+        self.sizes.append(self._counted.taken_size if self._counted is not None else self.source.sizes.pop())
+        return batch
 
     def __len__(self) -> int:
         return len(self.source)
@@ -124,13 +130,18 @@ class DeviceIterator(Iterator[Any]):
 
 
 class _Counted(Iterator[Any]):
-    """A source of batches that the loader's state counts only when the caller takes them."""
+    """A source of batches that the loader's state counts only when the caller takes them.
+
+    Attributes:
+        taken_size: The size of the batch that the caller took last, as in `MeasuredIterator.sizes`.
+    """
 
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source
         self._epoch = epoch
-        # For each fetched batch or error: how many batches the caller will have received with it.
-        self._marks: collections.deque[int] = collections.deque()
+        # For each fetched batch or error: how many batches the caller will have received with it; its size.
+        self._marks: collections.deque[tuple[int, tuple[int, int | None]]] = collections.deque()
+        self.taken_size: tuple[int, int | None] = (0, 0)
         self.register_slots = getattr(source, "register_slots", None)
         self._waiting: collections.deque[tuple[Any, int, IterableState | None]] = collections.deque()
         epoch.ahead = self._waiting
@@ -141,16 +152,16 @@ class _Counted(Iterator[Any]):
         except StopIteration:
             raise
         except Exception:
-            self._mark()
+            self._mark((0, 0))
             raise
-        self._mark()
+        self._mark(self._source.sizes.pop())
         return batch
 
-    def _mark(self) -> None:
-        self._marks.append(self._epoch.num_received + len(self._waiting))
+    def _mark(self, size: tuple[int, int | None]) -> None:
+        self._marks.append((self._epoch.num_received + len(self._waiting), size))
 
     def hand_over(self) -> None:
         """Count the next fetched batch or error, which the caller takes now."""
-        mark = self._marks.popleft()
+        mark, self.taken_size = self._marks.popleft()
         while self._epoch.num_received < mark:
             self._epoch.received(*self._waiting.popleft())

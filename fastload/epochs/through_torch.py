@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
+from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import resume
+from fastload.epochs.stats import MeasuredIterator
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.seeding import seed_worker
@@ -53,6 +56,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
     if loader.memory_format is torch.channels_last:
         twin.collate_fn = functools.partial(_collate_channels_last, own_collate(loader.collate_fn))
+    twin.collate_fn = functools.partial(_collate_counted, twin.collate_fn, loader._auto_collation)
     if loader.seed_pipelines and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
@@ -68,7 +72,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     return iterator
 
 
-class TorchIterator:
+class TorchIterator(MeasuredIterator):
     """fastload's part of torch's iterators: their owner, and the batches that the caller has received.
 
     Attributes:
@@ -86,7 +90,7 @@ class TorchIterator:
     def _next_data(self) -> Any:
         try:
             with self.pipelines:
-                data = super()._next_data()  # type: ignore[misc]  # torch's
+                num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.epoch.ended()
             raise
@@ -94,7 +98,11 @@ class TorchIterator:
             self.epoch.fetched(None)  # a caller who goes on after an error gets the next batch
             raise
         self.epoch.fetched(None)
+        self.sizes.append((num_samples, nbytes_of(data)))
         return data
+
+    def _next(self) -> Any:
+        return super(MeasuredIterator, self).__next__()  # type: ignore[misc]  # torch's
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
@@ -122,6 +130,11 @@ class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
 
 def _epoch_of(owner: weakref.ref[Any]) -> Epoch:
     return resume.current_epoch(owner())
+
+
+def _collate_counted(collate_fn: Callable[[Any], Any], is_batch: bool, samples: Any) -> tuple[int, Any]:
+    """How many samples a batch has, and the batch."""
+    return operator.length_hint(samples) if is_batch else 1, collate_fn(samples)
 
 
 def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:

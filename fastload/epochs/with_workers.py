@@ -28,6 +28,7 @@ from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
+from fastload.epochs.stats import recorder_of
 from fastload.errors import (
     BatchLostError,
     LoaderClosedError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from fastload.device.cuda import Backend
     from fastload.workers.settings import LoaderSettings
+    from fastload.workers.tally import Tally
     from fastload.workers.task import Task
     from fastload.workers.workers import Workers
 
@@ -76,11 +78,12 @@ class WorkerIterator(HostIterator):
         self._pin_thread: PinThread | None = None
         self._replaces = loader.on_error != "raise"
         self._pool: Workers
+        tally = recorder_of(loader).tally
         if loader.worker_method == "thread":
-            self._pool = _start_threads(loader, job, self._pin_memory)
+            self._pool = _start_threads(loader, job, self._pin_memory, tally)
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, parse_ring_bytes(loader.ring_bytes))
-            self._pool = Pool(job, context, ring, num_restarts=loader.restart_workers)
+            self._pool = Pool(job, context, ring, tally, num_restarts=loader.restart_workers)
             try:
                 if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                     self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
@@ -214,6 +217,7 @@ class WorkerIterator(HostIterator):
                     self._raise(batch, task, worker)
                 finally:
                     del batch  # the error's traceback holds this frame: avoid a cycle that keeps the batch
+            self.sizes.append(task.size)
             return batch
         if self._failed_sampler:
             raise BatchLostError(
@@ -328,7 +332,7 @@ def _close(pool: Workers, pin_thread: PinThread | None) -> None:
         pin_thread.close()
 
 
-def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
+def _start_threads(loader: LoaderSettings, job: Job, pins: bool, tally: Tally) -> ThreadPool:
     # The threads must not keep the loader alive: it ends them when it is collected.
     index, device = _accelerator_index() if pins else None, loader.pin_memory_device or None
 
@@ -345,6 +349,7 @@ def _start_threads(loader: LoaderSettings, job: Job, pins: bool) -> ThreadPool:
         loader.prefetch_factor or 0,
         parse_ring_bytes(loader.ring_bytes),
         finish,
+        tally,
         watches=watches,
         timeout_s=loader.timeout,
     )

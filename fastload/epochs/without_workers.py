@@ -16,16 +16,20 @@ from torch._utils import ExceptionWrapper
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
+from fastload.batch.nbytes import nbytes_of
 from fastload.batch.replacing import BatchId
+from fastload.cache.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
+from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
 from fastload.system.budget import parse_ring_bytes
 from fastload.workers.job import Job
+from fastload.workers.tally import Work
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -59,6 +63,7 @@ class LocalIterator(HostIterator):
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
+        self._tally = recorder_of(loader).tally
         self._turn = threading.RLock()
         self._is_fetching = False
         # The index of the batch that is being read, and its origin; after Ctrl-C it is read again.
@@ -108,7 +113,11 @@ class LocalIterator(HostIterator):
                 self._epoch.ended()
                 self._has_ended = True
                 raise
-            return pin_batch(batch, self._pin_memory_device) if self._pin_memory else batch
+            if self._pin_memory:
+                batch = pin_batch(batch, self._pin_memory_device)
+            nbytes = self._fetcher.gathered_bytes or nbytes_of(batch)
+            self.sizes.append((self._fetcher.num_samples, nbytes))
+            return batch
 
     def _refuse(self) -> None:
         """Raise the error that the caller gets instead of a batch."""
@@ -125,6 +134,7 @@ class LocalIterator(HostIterator):
         batch_id = None
         if self._failures is not None:
             batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+        hits, misses = counts.hits, counts.misses
         try:
             self._is_fetching = True
             self._buffers.begin()
@@ -142,6 +152,8 @@ class LocalIterator(HostIterator):
         finally:
             self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
+            if counts.hits != hits or counts.misses != misses:
+                self._tally.add(Work(0, 0, counts.hits - hits, counts.misses - misses))
         self._due = None
         self._received(index)
         if self._failures is not None and self._fetcher.replacer is not None:

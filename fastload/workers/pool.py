@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fastload.memory.ring import Ring, Slot
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
+    from fastload.workers.tally import Tally
 
 # A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
@@ -86,14 +87,18 @@ class Pool(Workers):
         job: Their job.
         context: The multiprocessing context that starts them.
         ring: The state of their slots.
+        tally: Counts their work; other pools may share it.
         num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
 
     Raises:
         WorkerStartError: Processes cannot be started from here.
     """
 
-    def __init__(self, job: Job, context: BaseContext, ring: Ring, *, num_restarts: int = 0) -> None:
+    def __init__(
+        self, job: Job, context: BaseContext, ring: Ring, tally: Tally, *, num_restarts: int = 0
+    ) -> None:
         self.ring = ring
+        self._tally = tally
         self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._closing = threading.RLock()
@@ -198,6 +203,7 @@ class Pool(Workers):
         packed = reply.packed
         if packed is None:
             return reply.kind, None
+        task.size = reply.work.num_samples, packed.used_bytes
         with self.lock:
             if not packed.used_bytes or slot.memory is None:
                 return reply.kind, unpack(packed, b"")
@@ -210,8 +216,10 @@ class Pool(Workers):
             is_private = self.registered is not None and has_host_leaves(packed, batch)
             if self.registered is not None and not is_private:
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-            if not is_private and self.ring.lend(slot):
-                return reply.kind, batch
+            if not is_private:
+                if self.ring.lend(slot):
+                    return reply.kind, batch
+                self._tally.add_copy()
             del batch
         copy = np.array(np.frombuffer(task.lease, np.uint8, packed.used_bytes))
         return reply.kind, unpack(packed, copy)
@@ -288,6 +296,7 @@ class Pool(Workers):
                     return
             self.ring.fill(_slot_of(task), memory)
             task.reply = reply
+            self._tally.add(reply.work)
 
     def _lose(self, task: Task, reason: str) -> None:
         """Make the answer to a task an error; the worker then makes new memory for the task's slot."""
@@ -417,6 +426,7 @@ class Pool(Workers):
         worker.channel.close()
         worker.process.clean_up()
         new = self._workers[worker_id] = self._start(worker_id)
+        self._tally.add_restart()
         if self._restart is not None:
             self._send(new, worker_id, self._restart, next(self._serials))
         new.sent.extend(task for task in worker.sent if task.reply is not None)

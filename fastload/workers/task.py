@@ -33,6 +33,7 @@ class Task:
         notes: Notes to add to the error.
         failed: Samples that could not be read and were replaced.
         dataset_state: The state of the worker's iterable dataset after this task.
+        size: The samples of the batch, and the bytes of its tensors and arrays (None: unknown).
         is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
     """
 
@@ -51,6 +52,7 @@ class Task:
         "place",
         "reply",
         "serial",
+        "size",
         "slot",
     )
 
@@ -71,4 +73,5 @@ class Task:
         self.place = ""
         self.notes: tuple[str, ...] = ()
         self.dataset_state: IterableState | None = None
+        self.size: tuple[int, int | None] = (0, 0)
         self.is_stale = False

@@ -23,12 +23,14 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.batch.fetch import Fetcher
+from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, working_as
 from fastload.system.logs import log
+from fastload.workers.tally import Meter
 from fastload.workers.task import Task
 from fastload.workers.thread_copy import copies_for_threads
 from fastload.workers.worker import Kind, Restart
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
+    from fastload.workers.tally import Tally
 
 _GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
@@ -55,6 +58,7 @@ class ThreadPool(Workers):
         prefetch_factor: How many batches each thread may be ahead.
         ring_bytes: Upper bound for the memory that all threads keep.
         finish: Called with each batch, in its thread; the caller gets the result.
+        tally: Counts the work of the threads; other pools may share it.
         watches: Whether the first batch is fetched alone, to see if it draws from the process's generators.
         timeout_s: How long to wait for that first batch; 0 waits without limit.
 
@@ -68,6 +72,7 @@ class ThreadPool(Workers):
         prefetch_factor: int,
         ring_bytes: int,
         finish: Callable[[Any], Any],
+        tally: Tally,
         *,
         watches: bool,
         timeout_s: float = 0,
@@ -80,7 +85,7 @@ class ThreadPool(Workers):
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         datasets = copies_for_threads(job.dataset, job.num_workers)
         self._workers = [
-            _Worker(number, job, dataset, Buffers(limit_bytes, max_buffers), finish)
+            _Worker(number, job, dataset, Buffers(limit_bytes, max_buffers), finish, tally)
             for number, dataset in enumerate(datasets)
         ]
         num_threads = torch.get_num_threads()
@@ -172,12 +177,19 @@ class _Worker:
     """One thread: its dataset, its queues, its fetcher."""
 
     def __init__(
-        self, number: int, job: Job, dataset: Any, buffers: Buffers, finish: Callable[[Any], Any]
+        self,
+        number: int,
+        job: Job,
+        dataset: Any,
+        buffers: Buffers,
+        finish: Callable[[Any], Any],
+        tally: Tally,
     ) -> None:
         self._id = number
         self._job = job
         self._buffers = buffers
         self._finish = finish
+        self._tally = tally
         self._dataset = dataset
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
@@ -205,17 +217,26 @@ class _Worker:
                 self._begin(info.seed)
             except BaseException:  # noqa: BLE001  # it is the answer to every task
                 self._init_error = self._wrap_error()
-            while (task := self.tasks.get()) is not None:
+            meter = Meter()
+            while (task := self._next_task(meter)) is not None:
                 if isinstance(task, Restart):
                     self._restart(task.epoch)
                 elif not task.is_stale:
-                    self._answer(task)
+                    kind = self._answer(task)
+                    self._tally.add(meter.work())
+                    task.kind = kind  # last, because the consumer checks it
                     if self.wakes.empty():  # else the consumer is already going to look
                         self.wakes.put(None)
                     self.is_idle.set()
                 del task  # else this frame would keep the index alive until the next task
         self._buffers.clear()
         self.is_idle.set()  # another thread may be waiting for the first batch of a closed pool
+
+    def _next_task(self, meter: Meter) -> Task | Restart | None:
+        since_ns = time.perf_counter_ns()
+        task = self.tasks.get()
+        meter.waited(since_ns)
+        return task
 
     def _begin(self, seed: int) -> None:
         job = self._job
@@ -247,21 +268,21 @@ class _Worker:
             except BaseException:  # noqa: BLE001  # as above
                 self._init_error = self._wrap_error()
 
-    def _answer(self, task: Task) -> None:
-        """Put the answer into the task; its kind is set last, because the consumer checks the kind."""
+    def _answer(self, task: Task) -> Kind:
+        """Put the answer into the task, and return its kind."""
         if self._init_error is not None or self._fetcher is None:
             task.payload = self._init_error
-            task.kind = Kind.ERROR
-            return
+            return Kind.ERROR
         self._buffers.begin()
         try:
             task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.batch_id))
+            task.size = self._fetcher.num_samples, self._fetcher.gathered_bytes or nbytes_of(task.payload)
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
-            task.kind = Kind.BATCH
+            return Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
             task.place = self._fetcher.place_of_error(task.index, error)
             task.payload = error
-            task.kind = Kind.ERROR
+            return Kind.ERROR
         finally:
             self._buffers.arena.end()
 

@@ -26,6 +26,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,7 @@ from fastload.memory.segment import Segment, populate
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.system.limits import too_many_files
+from fastload.workers.tally import Meter, Work
 
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
@@ -97,17 +99,19 @@ class Reply(NamedTuple):
     error: bytes | None = None
     dataset_state: IterableState | None = None  # of an iterable dataset with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
+    work: Work = Work()  # of the worker since its previous reply
 
     def to_plain(self) -> tuple[Any, ...]:
         """This message as built-in types, which pickle faster: it is sent for each batch."""
         packed = None if self.packed is None else self.packed.to_plain()
-        return int(self.kind), packed, *self[2:]
+        return int(self.kind), packed, self.error, self.dataset_state, self.failed, *self.work
 
     @classmethod
     def of_plain(cls, plain: tuple[Any, ...]) -> Reply:
         """Undo `to_plain`."""
-        kind, packed, *rest = plain
-        return cls(Kind(kind), None if packed is None else Packed.of_plain(packed), *rest)
+        kind, packed, error, dataset_state, failed, *work = plain
+        packed = None if packed is None else Packed.of_plain(packed)
+        return cls(Kind(kind), packed, error, dataset_state, failed, Work(*work))
 
 
 @dataclass
@@ -208,10 +212,11 @@ class _Worker:
             self._make_fetcher(job, None if states is None else states[self._id])
         except Exception:  # noqa: BLE001  # it is sent to the parent as the answer to every task
             self._init_error = self._wrap_error()
+        self._meter = Meter()
 
     def serve(self) -> None:
         """Answer messages until the parent hangs up."""
-        while (received := self._channel.peek()) is not None:
+        while (received := self._next_message()) is not None:
             if self._channel.is_hung_up():
                 return  # nobody waits for more batches
             number = received.number
@@ -227,6 +232,12 @@ class _Worker:
                 self._answer(number, message)
             else:
                 self._restart(message)
+
+    def _next_message(self) -> Received | None:
+        since_ns = time.perf_counter_ns()
+        received = self._channel.peek()
+        self._meter.waited(since_ns)
+        return received
 
     def _read(self, received: Received) -> Fetch | Restart | str:
         """The message, or the reason why it cannot be read."""
@@ -273,6 +284,8 @@ class _Worker:
             reply = self._fetch(message, self._fetcher)
             if self._job is not None and self._job.dataset_states is not None:
                 reply = self._with_state(reply, self._fetcher)
+        num_samples = 0 if self._fetcher is None else self._fetcher.num_samples
+        reply = reply._replace(work=self._meter.work(num_samples))
         segment, self._new_segment = self._new_segment, None
         memory = None if reply.packed is None else self._arena.memory
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)

@@ -19,6 +19,7 @@ LISTS_CHILDREN = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 # What libraries open at their first use and keep until the interpreter exits.
 KEPT_OPEN = re.compile(
     r"/dev/nvidia"  # CUDA's driver
+    r"|.*/mpl-data/fonts/"  # matplotlib's fonts
     r"|.*/pym-\d+-\w+ \(deleted\)"  # the heap of multiprocessing's Value and Array; it keeps free space
 )
 

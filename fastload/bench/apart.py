@@ -1,0 +1,139 @@
+"""Runs a function in a process of its own, so that it leaves nothing behind for the next run.
+
+Memory, file handles, caches, threads and worker processes of a run end with its process. Rules:
+
+1. On Linux the process is forked from this one, which has imported torch and opened the dataset, but never
+   reads a sample. All runs therefore start from the same state, and imports cost time once. Elsewhere the
+   process is spawned.
+2. The process leads a process group. A Ctrl-C of the terminal reaches only this process, which then
+   interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
+   `_PATIENCE_S` is killed.
+3. If this process dies, the run ends too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from fastload.workers.worker import drop_signal_handlers, leave_with
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+_PATIENCE_S = 5.0  # for a run that was interrupted
+_MOST_CHARACTERS = 300  # of an error
+
+
+class RunFailedError(Exception):
+    """A run ended by an error, which is the text of this exception, or its process died."""
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function that runs in a process of its own.
+
+    Args:
+        function: Importable, and so is its result's class; both are pickled.
+        arguments: Inherited by the process on Linux, pickled elsewhere.
+
+    Raises:
+        RunFailedError: The function raised an error, or its process died.
+    """
+    context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_main, args=(sender, os.getpid(), function, arguments))
+    try:
+        process.start()
+        sender.close()  # the run has its own end: when the run ends, so does the pipe
+        try:
+            succeeded, result = receiver.recv()
+        except EOFError:
+            process.join()
+            raise RunFailedError(_how_it_ended(process.exitcode)) from None
+        process.join(_PATIENCE_S)
+    finally:
+        with _uninterrupted():
+            _end(process)
+            sender.close()
+            receiver.close()
+    if not succeeded:
+        raise RunFailedError(result)
+    return result
+
+
+def _end(process: Any) -> None:
+    """Let a run end in order, or kill it with all of its processes."""
+    if process.pid is None:
+        return
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)
+        process.join(_PATIENCE_S)
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+    process.close()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Keep a second Ctrl-C waiting while processes are stopped."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        hint = ", perhaps for want of memory" if -exit_code == signal.SIGKILL else ""
+        return f"its process was ended by {signal.Signals(-exit_code).name}{hint}"
+    return f"its process ended with exit code {exit_code}"
+
+
+# --- in the process of the run ---------------------------------------------------------------------------
+
+
+def _main(
+    sender: Connection, parent_pid: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    try:
+        if hasattr(os, "setpgid"):
+            os.setpgid(0, 0)
+        drop_signal_handlers()
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
+            leave_with(parent_pid)
+        os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
+        sys.stdout = sys.stderr = sys.__stderr__  # a progress bar may have replaced both
+        warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were asked for
+        logging.disable()
+        result = True, function(*arguments)
+    except KeyboardInterrupt:
+        return
+    except BaseException as error:  # noqa: BLE001  # it is shown in the row of this contender
+        result = False, in_a_line(error)
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # nobody waits for it any more
+        sender.send(result)
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error's class and text in one line; of the error of a worker, the line that names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if "Original Traceback" in str(error):  # torch's text of an error in a worker
+        return f"{lines[-1]:.{_MOST_CHARACTERS}}"
+    text = " ".join(lines)
+    return f"{type(error).__name__}: {text:.{_MOST_CHARACTERS}}".removesuffix(": ")

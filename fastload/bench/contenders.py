@@ -1,0 +1,120 @@
+"""Contenders: the combinations of loader, cache and settings that a benchmark compares."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+LOADERS = ("torch", "fastload")
+CACHES = ("none", "ram", "lmdb")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to load the data.
+
+    Attributes:
+        loader: `"torch"` or `"fastload"`.
+        cache: `"none"`, `"ram"` or `"lmdb"`; `"none"` for torch's loader.
+        num_workers: Number of worker processes.
+        batch_size: Samples of a batch.
+        start_method: How the workers are started; None without workers.
+        size: The user's `--size` to which images are scaled; None without one.
+    """
+
+    loader: str
+    cache: str
+    num_workers: int
+    batch_size: int
+    start_method: str | None = None
+    size: str | None = None
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's loader is used."""
+        return self.loader == "torch"
+
+    @property
+    def kind(self) -> str:
+        """The loader and its cache, for people."""
+        return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
+
+    @property
+    def workers(self) -> str:
+        """The number of workers, for people."""
+        return "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+
+    def __str__(self) -> str:
+        parts = [self.kind, self.workers, f"batch {self.batch_size}"]
+        parts += [text for text in (self.start_method, self.size) if text is not None]
+        return ", ".join(parts)
+
+    def code(self, default_start_method: str, *, has_transform: bool) -> list[str]:
+        """The two lines of Python that make this loader of variables `dataset` and `transform`.
+
+        Args:
+            default_start_method: The start method that needs no argument on this platform.
+            has_transform: Whether a cache has a transform behind it; without a cache, the dataset applies it.
+        """
+        arguments = [f"batch_size={self.batch_size}", "shuffle=True", f"num_workers={self.num_workers}"]
+        if self.num_workers:
+            arguments.append("persistent_workers=True")
+            if self.start_method != default_start_method:
+                arguments.append(f'multiprocessing_context="{self.start_method}"')
+        rest = ", ".join(arguments)
+        if self.is_torch:
+            return ["from torch.utils.data import DataLoader", f"loader = DataLoader(dataset, {rest})"]
+        if self.cache == "none":
+            return ["from fastload import DataLoader", f"loader = DataLoader(dataset, {rest})"]
+        transform = ", transform" if has_transform else ""
+        where = "ram" if self.cache == "ram" else "lmdb:PATH"
+        return [
+            "from fastload import CachedDataset, DataLoader",
+            f'loader = DataLoader(CachedDataset(dataset{transform}, cache="{where}"), {rest})',
+        ]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The values of each setting that are combined with each other.
+
+    Attributes:
+        workers: Numbers of workers.
+        batch_sizes: Batch sizes.
+        start_methods: Start methods of workers.
+        caches: Of `CACHES`.
+        sizes: Sizes to which images are scaled; `(None,)` for none.
+    """
+
+    workers: Sequence[int]
+    batch_sizes: Sequence[int]
+    start_methods: Sequence[str]
+    caches: Sequence[str]
+    sizes: Sequence[str | None] = (None,)
+
+    def contenders(self) -> list[Contender]:
+        """Every combination that differs from the others.
+
+        torch's loader always takes part, because the other contenders are compared with it. It has no
+        cache, and a loader without workers has no start method.
+        """
+        found: dict[Contender, None] = {}  # ordered
+        for size, batch_size, loader in itertools.product(self.sizes, self.batch_sizes, LOADERS):
+            caches = ("none",) if loader == "torch" else self.caches
+            for cache, workers, method in itertools.product(caches, self.workers, self.start_methods):
+                found[Contender(loader, cache, workers, batch_size, method if workers else None, size)] = None
+        return list(found)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "workers": list(self.workers),
+            "batch_sizes": list(self.batch_sizes),
+            "start_methods": list(self.start_methods),
+            "caches": list(self.caches),
+            "sizes": list(self.sizes),
+        }

@@ -1,0 +1,186 @@
+"""The steps that read samples: examine the dataset, warm the page cache, build a cache, measure a contender.
+
+Each step runs in a process of its own (see `apart`). The process that compares never reads a sample.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils.data
+
+from fastload.bench.apart import in_a_line
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.random_check import probe
+from fastload.cache.record import encode
+from fastload.cache.sources import PreparedDataset
+from fastload.errors import CacheError, UnsupportedSampleError
+from fastload.loader import DataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastload.bench.contenders import Contender
+
+LATER_S = 0.5  # later epochs are repeated until they took this long together
+_MOST_EXAMINED = 32
+_EXAMINE_S = 2.0
+
+
+class Examined(NamedTuple):
+    """Findings from some samples of a dataset.
+
+    Attributes:
+        sample_s: Seconds to read one sample, in one process.
+        transform_s: Seconds to transform it.
+        sample_nbytes: Bytes of a decoded sample; 0 if unknown.
+        why_no_batch: Why `default_collate` makes no batch of them; "" if it does.
+        why_no_cache: Why they cannot be cached; "" if they can.
+    """
+
+    sample_s: float
+    transform_s: float
+    sample_nbytes: int
+    why_no_batch: str
+    why_no_cache: str
+
+
+class Epochs(NamedTuple):
+    """Samples per second of one run.
+
+    Attributes:
+        first: In the first epoch, with the start of the workers; with a cache in RAM, with filling it.
+        later: In the epochs after it, with the same workers, and with a cache that is full.
+    """
+
+    first: float
+    later: float
+
+
+def spread_indices(length: int, count: int) -> list[int]:
+    """Evenly spaced indices, so that all classes of a sorted dataset take part."""
+    return [number * length // count for number in range(count)]
+
+
+def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
+    """Look at some samples, evenly spaced. An error of the dataset or the transform is raised."""
+    indices = spread_indices(len(dataset), min(len(dataset), _MOST_EXAMINED))
+    samples, times_s = [], []
+    dataset[indices[0]]  # the first access may open files
+    started_s = time.perf_counter()
+    for index in indices:
+        before_s = time.perf_counter()
+        samples.append(dataset[index])
+        times_s.append(time.perf_counter() - before_s)
+        if time.perf_counter() - started_s > _EXAMINE_S and len(samples) > 1:
+            break
+    nbytes, why_no_cache = _cacheable(dataset, indices, samples)
+    before_s = time.perf_counter()
+    transformed = with_transform(samples, transform)
+    outputs = [transformed[place] for place in range(len(samples))]
+    transform_s = (time.perf_counter() - before_s) / len(samples)
+    sample_s = sum(times_s) / len(times_s)
+    return Examined(sample_s, transform_s, nbytes, _why_no_batch(outputs), why_no_cache)
+
+
+def with_transform(dataset: Any, transform: Callable[..., Any] | None) -> Any:
+    """The dataset with a transform behind it, which gets the samples as that of a CachedDataset does."""
+    return dataset if transform is None else PreparedDataset(dataset, transform)
+
+
+def _why_no_batch(samples: Sequence[Any]) -> str:
+    try:
+        torch.utils.data.default_collate(list(samples))
+    except Exception as error:  # noqa: BLE001  # default_collate raises several types
+        return in_a_line(error)
+    return ""
+
+
+def _cacheable(dataset: Any, indices: Sequence[int], samples: Sequence[Any]) -> tuple[int, str]:
+    """Bytes of a cached sample, and why samples cannot be cached."""
+    try:
+        nbytes = sum(len(encode(sample)) for sample in samples) // len(samples)
+    except UnsupportedSampleError as error:
+        return 0, f"a cache cannot hold its samples: {error}"
+    if isinstance(dataset, CachedDataset):
+        return nbytes, "the dataset is a CachedDataset already"
+    try:
+        for index in sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}):
+            probe(dataset, [index], rechecked=[index])
+    except CacheError:
+        return nbytes, "the dataset is random: move its random part to --transform"
+    return nbytes, ""
+
+
+def warm(dataset: Any, num_workers: int) -> None:
+    """Read every sample once, so that no contender finds files that are not in the page cache."""
+    with DataLoader(dataset, batch_size=None, num_workers=num_workers) as loader:
+        for _ in loader:
+            pass
+
+
+def build(dataset: Any, path: str, num_workers: int) -> float:
+    """Build an LMDB cache; returns the seconds that it took."""
+    started_s = time.perf_counter()
+    CachedDataset(dataset, cache=f"lmdb:{path}", num_workers=num_workers, progress=False)
+    return time.perf_counter() - started_s
+
+
+def measure(
+    dataset: Any, transform: Callable[..., Any] | None, contender: Contender, lmdb_path: str | None
+) -> Epochs:
+    """The rates of one contender over all samples of the dataset.
+
+    Args:
+        dataset: The samples of an epoch.
+        transform: The random part, which runs at every access.
+        contender: The loader and its settings.
+        lmdb_path: The finished cache of the dataset, if the contender reads one.
+    """
+    num_samples = len(dataset)
+    if contender.cache == "lmdb":
+        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}", progress=False)
+    elif contender.cache == "ram":
+        # A key of this run: it must not find the cache of another process, which is filled already.
+        key = f"fastload bench, process {os.getpid()}"
+        dataset = CachedDataset(dataset, transform, cache="ram", key=key)
+    else:
+        dataset = with_transform(dataset, transform)
+    loader_class: Any = torch.utils.data.DataLoader if contender.is_torch else DataLoader
+    loader = loader_class(
+        dataset,
+        batch_size=contender.batch_size,
+        shuffle=True,
+        num_workers=contender.num_workers,
+        multiprocessing_context=contender.start_method,
+        persistent_workers=contender.num_workers > 0,
+    )
+    try:
+        first_s = _epoch_s(loader)
+        if contender.cache == "ram":
+            # Where memory comes slowly, the first epoch has left samples for later ones (see cache/pace.py).
+            dataset.fill(contender.num_workers, progress=False)
+        later_s, num_epochs = 0.0, 0
+        while later_s < LATER_S:
+            later_s += _epoch_s(loader)
+            num_epochs += 1
+    finally:
+        if not contender.is_torch:
+            loader.close()
+        loader._iterator = None  # ends persistent workers of torch's loader
+    return Epochs(num_samples / first_s, num_samples * num_epochs / later_s)
+
+
+def _epoch_s(loader: Any) -> float:
+    """Seconds of an epoch, from `iter(loader)` to its last batch."""
+    num_batches = 0
+    started_s = time.perf_counter()
+    for _ in loader:
+        num_batches += 1
+    elapsed_s = time.perf_counter() - started_s
+    if num_batches != len(loader):
+        raise RuntimeError(f"expected {len(loader)} batches, but got {num_batches}")
+    return elapsed_s

@@ -1,0 +1,225 @@
+"""The result of a benchmark: the rates of each contender, their medians and spread, the fastest, and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastload.bench.contenders import Contender, Sweep
+from fastload.bench.machine import Machine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+FORMAT, VERSION = "fastload bench", 1
+
+
+class ResultFormatError(ValueError):
+    """A file is not the result of a benchmark, or has another version."""
+
+
+@dataclass
+class Row:
+    """The rates of one contender, in samples per second.
+
+    Attributes:
+        contender: Its settings.
+        first: Of the first epoch of each round, with the start of the workers and the filling of a RAM cache.
+        later: Of the later epochs of each round.
+        problem: Why there are no figures; "" if there are.
+    """
+
+    contender: Contender
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has figures, and no round failed."""
+        return bool(self.later) and not self.problem
+
+    @property
+    def rate(self) -> float:
+        """The median of the later epochs."""
+        return statistics.median(self.later)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times faster a row is than another: the ratio of medians, and its spread over the rounds."""
+
+    value: float
+    low: float
+    high: float
+    num_rounds: int
+
+    @property
+    def is_within_spread(self) -> bool:
+        """Whether the rounds disagree on which row is faster, or a single round cannot show it."""
+        return self.num_rounds < 2 or self.low <= 1.0 <= self.high
+
+    @classmethod
+    def of(cls, row: Row, other: Row) -> Ratio:
+        """The ratio of two rows; runs of the same round are compared with each other."""
+        ratios = [mine / theirs for mine, theirs in zip(row.later, other.later, strict=False)]
+        return cls(row.rate / other.rate, min(ratios), max(ratios), len(ratios))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The fastest rows among contenders that deliver the same samples.
+
+    Attributes:
+        size: Their `--size`.
+        fastest: The fastest of all.
+        torch: The fastest of torch's loader; None if it has no figures.
+        fastload: The fastest of fastload's loader; None if it has no figures.
+    """
+
+    size: str | None
+    fastest: Row
+    torch: Row | None
+    fastload: Row | None
+
+    @property
+    def gain(self) -> Ratio | None:
+        """The fastest of fastload's loader against the fastest of torch's."""
+        if self.torch is None or self.fastload is None:
+            return None
+        return Ratio.of(self.fastload, self.torch)
+
+
+def readable_rounds(count: int) -> str:
+    """A number of rounds, for people."""
+    return "1 round" if count == 1 else f"{count} rounds"
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """A verdict for each size, because images of another size are other work."""
+    by_size: dict[str | None, list[Row]] = {}
+    for row in rows:
+        if row.is_measured:
+            by_size.setdefault(row.contender.size, []).append(row)
+    return [
+        Verdict(
+            size,
+            _fastest(some),
+            _fastest([row for row in some if row.contender.is_torch]),
+            _fastest([row for row in some if not row.contender.is_torch]),
+        )
+        for size, some in by_size.items()
+    ]
+
+
+def _fastest(rows: Sequence[Row]) -> Any:
+    return max(rows, key=lambda row: row.rate, default=None)
+
+
+@dataclass
+class Result:
+    """A benchmark.
+
+    Attributes:
+        source: The user's SOURCE.
+        length: The number of samples of the dataset.
+        num_samples: The number of samples of an epoch.
+        sample_nbytes: Bytes of a decoded sample, by size.
+        sweep: The combined settings.
+        rounds: How often each contender was to run.
+        machine: Where it ran.
+        rows: Of each contender.
+        transform: The user's `--transform`; None without one.
+        build_s: Seconds that each LMDB cache took to build, by size.
+        others_share: The share of the CPUs that other processes used; None if unknown.
+        load_before: See `machine.load_per_cpu`.
+        warnings: Sentences about conditions that make the figures doubtful.
+    """
+
+    source: str
+    length: int
+    num_samples: int
+    sample_nbytes: dict[str, int]
+    sweep: Sweep
+    rounds: int
+    machine: Machine
+    rows: list[Row]
+    transform: str | None = None
+    build_s: dict[str, float] = field(default_factory=dict)
+    others_share: float | None = None
+    load_before: float | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON; see docs/howto/command-line.md."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "source": self.source,
+            "transform": self.transform,
+            "length": self.length,
+            "num_samples": self.num_samples,
+            "sample_nbytes": self.sample_nbytes,
+            "sweep": self.sweep.as_dict(),
+            "rounds": self.rounds,
+            "machine": dataclasses.asdict(self.machine),
+            "build_s": self.build_s,
+            "others_share": self.others_share,
+            "load_before": self.load_before,
+            "warnings": self.warnings,
+            "unit": "samples/s",
+            "rows": [
+                {
+                    **dataclasses.asdict(row.contender),
+                    "first": row.first,
+                    "later": row.later,
+                    "median": row.rate if row.later else None,
+                    "problem": row.problem,
+                }
+                for row in self.rows
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Any) -> Result:
+        """Undo `as_dict`.
+
+        Raises:
+            ResultFormatError: The data are not a result of this version.
+        """
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise ResultFormatError("it is not a result that fastload bench --save has written")
+        if plain.get("version") != VERSION:
+            raise ResultFormatError(
+                f"it has version {plain.get('version')!r} of the format, but this fastload reads {VERSION}"
+            )
+        try:
+            names = {one.name for one in dataclasses.fields(Contender)}
+            rows = [
+                Row(
+                    Contender(**{name: row[name] for name in names}),
+                    [float(rate) for rate in row["first"]],
+                    [float(rate) for rate in row["later"]],
+                    str(row["problem"]),
+                )
+                for row in plain["rows"]
+            ]
+            return cls(
+                source=str(plain["source"]),
+                transform=plain["transform"],
+                length=int(plain["length"]),
+                num_samples=int(plain["num_samples"]),
+                sample_nbytes={str(name): int(count) for name, count in plain["sample_nbytes"].items()},
+                sweep=Sweep(**{name: tuple(values) for name, values in plain["sweep"].items()}),
+                rounds=int(plain["rounds"]),
+                machine=Machine(**plain["machine"]),
+                rows=rows,
+                build_s={str(name): float(took) for name, took in plain["build_s"].items()},
+                others_share=plain["others_share"],
+                load_before=plain["load_before"],
+                warnings=[str(text) for text in plain["warnings"]],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ResultFormatError(f"a part of it is missing or wrong: {error!r}") from error

@@ -1,0 +1,24 @@
+"""Count the hits and misses of all caches that a thread reads.
+
+The code that fetches a batch reads these counts before and after it. The difference includes every cache
+inside the dataset, at any depth, and no accesses of other threads.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class CacheCounts(threading.local):
+    """The accesses of the calling thread to all `CachedDataset`s.
+
+    Attributes:
+        hits: Samples that were found in a cache.
+        misses: Samples that were read from their source.
+    """
+
+    hits = 0
+    misses = 0
+
+
+counts = CacheCounts()

@@ -1,0 +1,51 @@
+"""Results with made-up rates: no test of a decision depends on the speed of a machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from fastload.bench.contenders import Contender, Sweep
+from fastload.bench.machine import Machine
+from fastload.bench.result import Result, Row
+
+MACHINE = Machine("a processor", 4, "6.1", "3.11.7", "2.13.0", "0.1.0")
+TORCH = Contender("torch", "none", 2, 64, "fork")
+PLAIN = Contender("fastload", "none", 2, 64, "fork")
+RAM = Contender("fastload", "ram", 2, 64, "fork")
+SWEEP = Sweep((2,), (64,), ("fork",), ("none", "ram"))
+
+
+def row(contender: Contender, *later: float, problem: str = "") -> Row:
+    """A row with these rates in later epochs."""
+    return Row(contender, [rate / 2 for rate in later], list(later), problem)
+
+
+def result(*rows: Row, **changed: Any) -> Result:
+    """A result with these rows."""
+    facts: dict[str, Any] = {
+        "source": "photos",
+        "length": 2000,
+        "num_samples": 500,
+        "sample_nbytes": {"": 1000},
+        "sweep": SWEEP,
+        "rounds": max((len(one.later) for one in rows), default=1),
+        "machine": MACHINE,
+    }
+    return Result(rows=list(rows), **{**facts, **changed})
+
+
+rates = st.floats(1.0, 1e6)
+
+
+@st.composite
+def results(draw: st.DrawFn) -> Result:
+    """Results of three contenders over some rounds; some of them failed."""
+    rounds = draw(st.integers(1, 5))
+    series = st.lists(rates, min_size=rounds, max_size=rounds)
+    rows = [
+        row(contender, *draw(series), problem=draw(st.sampled_from(["", "", "", "failed"])))
+        for contender in (TORCH, PLAIN, RAM)
+    ]
+    return result(*rows)

@@ -1,0 +1,138 @@
+"""Claims about runs in processes of their own: results, errors, deaths, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fastload.bench import apart
+from fastload.bench.apart import RunFailedError, call
+from tests.kit.processes import still_running
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+state: list[int] = []
+
+
+def remember(value: int) -> tuple[int, list[int]]:
+    state.append(value)
+    return os.getpid(), list(state)
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def die(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def leave(code: int) -> None:
+    os._exit(code)
+
+
+def shout() -> None:
+    sys.stdout.write("from Python\n")
+    sys.stdout.flush()
+    os.write(1, b"from below\n")
+
+
+def sleep_for_ever(pids: str) -> None:
+    """A run with a worker; both wait without end. It interrupts the process that waits for it."""
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+    worker.start()
+    with open(pids, "w") as file:
+        file.write(f"{os.getpid()} {worker.pid}")
+    os.kill(os.getppid(), signal.SIGINT)
+    signal.pause()
+
+
+def lose_parent(pids: str) -> None:
+    """A run whose parent is killed, and cannot end it."""
+    with open(pids, "w") as file:
+        file.write(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def ignore_and_sleep(pids: str) -> None:
+    """The same, deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sleep_for_ever(pids)
+
+
+def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
+    """Each call has a process of its own, and starts from the same state."""
+    (first, seen), (second, seen_again) = call(remember, 1), call(remember, 2)
+
+    assert len({os.getpid(), first, second}) == 3
+    assert (seen, seen_again, state) == ([1], [2], [])
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "said"),
+    [
+        (fail, ValueError("of\nmany lines"), r"^ValueError: of many lines$"),
+        (fail, MemoryError(), r"^MemoryError$"),
+        (fail, SystemExit(3), r"^SystemExit: 3$"),
+        (
+            fail,
+            RuntimeError(
+                "Caught KeyError in worker.\nOriginal Traceback (most recent call last):\nKeyError: 7\n"
+            ),
+            r"^KeyError: 7$",
+        ),
+        (die, signal.SIGKILL, r"ended by SIGKILL, perhaps for want of memory"),
+        (die, signal.SIGTERM, r"ended by SIGTERM"),
+        (leave, 5, r"exit code 5"),
+    ],
+)
+def test_a_run_that_fails_says_why_in_a_line(function: Any, argument: Any, said: str) -> None:
+    """Errors by their class and text, deaths by their signal or exit code."""
+    with pytest.raises(RunFailedError, match=said):
+        call(function, argument)
+
+
+def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """Standard output has results alone."""
+    call(shout)
+
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"from Python", "from below"} <= set(err.splitlines())
+
+
+@pytest.mark.parametrize("function", [sleep_for_ever, ignore_and_sleep])
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_and_its_workers(
+    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order if it hears the signal, and by SIGKILL if not."""
+    if function is ignore_and_sleep:
+        monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
+    pids = tmp_path / "pids"
+
+    with pytest.raises(KeyboardInterrupt):
+        call(function, str(pids))
+
+    assert still_running(map(int, pids.read_text().split()), 5.0) == []
+
+
+@pytest.mark.slow
+def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    """Also after SIGKILL, which nobody can handle."""
+    pids = tmp_path / "pids"
+    waiting = multiprocessing.get_context("fork").Process(target=call, args=(lose_parent, str(pids)))
+
+    waiting.start()
+    waiting.join()
+
+    assert waiting.exitcode == -signal.SIGKILL
+    assert still_running([int(pids.read_text())], 5.0) == []
+    waiting.close()

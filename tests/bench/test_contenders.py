@@ -1,0 +1,94 @@
+"""Claims about contenders: which combinations take part, and the code that makes their loaders."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch.utils.data
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastload
+from fastload.bench.contenders import CACHES, Contender, Sweep
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DATASET = [(np.full((4, 4, 3), number, np.uint8), number) for number in range(6)]
+SWEEPS = st.builds(
+    Sweep,
+    workers=st.lists(st.integers(0, 4), min_size=1, unique=True),
+    batch_sizes=st.lists(st.integers(1, 512), min_size=1, max_size=3, unique=True),
+    start_methods=st.lists(st.sampled_from(["fork", "spawn"]), min_size=1, unique=True),
+    caches=st.lists(st.sampled_from(CACHES), min_size=1, unique=True),
+    sizes=st.lists(st.sampled_from([None, "32x32", "64x64"]), min_size=1, unique=True),
+)
+
+
+def transform(sample: Any) -> Any:
+    return sample
+
+
+class TestSweep:
+    @given(SWEEPS)
+    def test_no_two_contenders_do_the_same_work(self, sweep: Sweep) -> None:
+        """A loader without workers has no start method, and torch's has no cache: one contender for each."""
+        found = sweep.contenders()
+
+        assert len(set(found)) == len(found)
+        assert all((one.start_method is None) == (one.num_workers == 0) for one in found)
+        assert {one.cache for one in found if one.is_torch} == {"none"}
+
+    @given(SWEEPS)
+    def test_every_setting_takes_part_with_both_loaders(self, sweep: Sweep) -> None:
+        """Torch's loader runs with each size, batch size and number of workers, for comparison."""
+        found = sweep.contenders()
+
+        for loader in ("torch", "fastload"):
+            some = [one for one in found if one.loader == loader]
+            assert {one.num_workers for one in some} == set(sweep.workers)
+            assert {one.batch_size for one in some} == set(sweep.batch_sizes)
+            assert {one.size for one in some} == set(sweep.sizes)
+        assert {one.cache for one in found if not one.is_torch} == set(sweep.caches)
+
+
+class TestCode:
+    @pytest.mark.parametrize("has_transform", [False, True])
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    @pytest.mark.parametrize(
+        ("loader", "cache"),
+        [("torch", "none"), ("fastload", "none"), ("fastload", "ram"), ("fastload", "lmdb")],
+    )
+    def test_the_two_lines_make_the_loader_that_was_measured(
+        self, loader: str, cache: str, num_workers: int, has_transform: bool, tmp_path: Path
+    ) -> None:
+        """They run, and give a loader of that class with these settings."""
+        contender = Contender(loader, cache, num_workers, 3, "fork" if num_workers else None)
+        lines = contender.code("fork", has_transform=has_transform)
+        names: dict[str, Any] = {"dataset": DATASET, "transform": transform}
+
+        exec("\n".join(lines).replace("PATH", str(tmp_path / "cache")), names)
+
+        made = names["loader"]
+        assert len(lines) == 2
+        assert isinstance(made, fastload.DataLoader) == (loader == "fastload")
+        assert isinstance(made, torch.utils.data.DataLoader)
+        assert (made.num_workers, made.batch_size) == (num_workers, 3)
+        assert made.persistent_workers == (num_workers > 0)
+        assert isinstance(made.dataset, fastload.CachedDataset) == (cache != "none")
+        if cache != "none":
+            assert made.dataset.transform is (transform if has_transform else None)
+
+    def test_a_start_method_that_is_not_the_default_is_an_argument(self) -> None:
+        """The default needs none."""
+        contender = Contender("fastload", "none", 2, 64, "spawn")
+        names: dict[str, Any] = {"dataset": DATASET}
+
+        exec("\n".join(contender.code("fork", has_transform=False)), names)
+
+        spawn = multiprocessing.get_context("spawn")
+        assert names["loader"].multiprocessing_context.get_start_method() == spawn.get_start_method()
+        assert "multiprocessing_context" not in contender.code("spawn", has_transform=False)[1]

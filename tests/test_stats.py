@@ -1,0 +1,752 @@
+"""loader.stats() and loader.log_stats(): what is counted for each kind of loader, and what is reported."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import logging
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+
+import fastload
+from fastload import DataLoader
+from fastload.batch.nbytes import nbytes_of
+from fastload.epochs import on_device, stats
+from fastload.epochs.stats import Counts, bucket_of, middle_ns, recorder_of, stats_of
+from fastload.integrations.tensorboard import write_stats
+from fastload.workers.tally import Tally, Work
+from tests.device.fake import FakeBackend
+from tests.faults import zoo
+from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"num_workers": 1},
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+    {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2, "in_order": False},
+    {"num_workers": 0, "device": "cpu", "device_transform": torch.clone},
+    {"num_workers": 2, "device": "cpu", "device_transform": torch.clone},
+]
+OURS = [way for way in WAYS if way.get("in_order", True)]
+S = 1_000_000_000  # ns
+
+
+def row(index: int) -> Any:
+    """A sample of 24 bytes."""
+    return torch.full((3,), index)
+
+
+def fails_at_5(index: int) -> Any:
+    """An error in one batch."""
+    if index == 5:
+        raise OSError("broken")
+    return row(index)
+
+
+ROWS = datasets.Made(row, 22)  # batches of 4: five of them, and one of 2 samples
+
+
+class Stream(IterableDataset[Any]):
+    """Five rows in each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(row, range(5))
+
+
+class Wrapped:
+    """A dataset of the user's around a cache: each sample reads two cached ones."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner) // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[2 * index] + self.inner[2 * index + 1]
+
+
+def _name_of(way: dict[str, Any]) -> str:
+    """A way of iterating as the name of a test: the same in each process that runs tests."""
+    return "-".join(f"{key}={getattr(value, '__name__', value)}" for key, value in way.items()) or "plain"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The time of `perf_counter_ns`, which the test moves on; it stands still otherwise."""
+    now = [1_000 * S]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+    return now
+
+
+# --- what is counted --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_batches_samples_and_bytes_of_every_kind_of_iterator(way: dict[str, Any]) -> None:
+    """Each batch counts once, with the samples that it has, over all epochs."""
+    with DataLoader(ROWS, 4, **way) as loader:
+        for _ in range(2):
+            nbytes = sum(batch.nbytes for batch in loader)
+        figures = loader.stats()
+
+    assert (figures.num_epochs, figures.num_batches, figures.num_samples) == (2, 12, 44)
+    assert figures.nbytes == 2 * nbytes
+    assert figures.num_copies == figures.num_restarts == 0
+    assert figures.cache_hits is figures.cache_misses is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_figures_do_not_depend_on_the_start_method(method: str) -> None:
+    """Workers send them under fork and spawn."""
+    with DataLoader(ROWS, 4, num_workers=2, multiprocessing_context=method) as loader:
+        assert len(list(loader)) == 6
+
+        figures = loader.stats()
+
+    assert (figures.num_batches, figures.num_samples, figures.nbytes) == (6, 22, 22 * 24)
+    assert figures.worker_utilisation is not None
+    assert 0 < figures.worker_utilisation <= 1
+
+
+@pytest.mark.parametrize("way", WAYS[:5], ids=_name_of)
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_samples_of_a_stream(way: dict[str, Any], batch_size: int | None) -> None:
+    """A short batch counts the samples that it has; a stream without batches counts one each."""
+    with DataLoader(Stream(), batch_size, **{**way, "worker_method": "process"}) as loader:
+        num_batches = len(list(loader))
+
+        assert loader.stats().num_samples == 5 * max(1, loader.num_workers)
+        assert loader.stats().num_batches == num_batches
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_an_index_without_batches_counts_one_sample(way: dict[str, Any]) -> None:
+    """batch_size=None: what a dataset returns for one index is one sample."""
+    with DataLoader(ROWS, None, **way) as loader:
+        assert len(list(loader)) == loader.stats().num_samples == loader.stats().num_batches == 22
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_that_a_dataset_reads_in_bulk(num_workers: int) -> None:
+    """The samples are those of the indices, with __getitems__ too."""
+    loader = DataLoader(datasets.Bulk(row, 22), 4, num_workers=num_workers)
+    assert len(list(loader)) == 6
+    assert loader.stats().num_samples == 22
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_a_new_loader_has_zeros_and_no_waits(way: dict[str, Any]) -> None:
+    """Nothing was measured, and shares of nothing are None."""
+    figures = DataLoader(ROWS, 4, **way).stats()
+
+    assert {name for name, value in figures.as_dict().items() if value} == set()
+    assert (
+        figures.wait_p50_s is figures.wait_max_s is figures.wait_share is figures.worker_utilisation is None
+    )
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_an_abandoned_epoch_counts_what_the_caller_received(way: dict[str, Any]) -> None:
+    """Batches that were fetched ahead do not count."""
+    with DataLoader(ROWS, 4, **way) as loader:
+        assert len(list(itertools.islice(loader, 2))) == 2
+        first = loader.stats()
+        assert len(list(loader)) == 6
+
+        assert (first.num_batches, first.num_samples, first.num_epochs) == (2, 8, 1)
+        assert (loader.stats().num_batches, loader.stats().num_samples) == (8, 30)
+
+
+@pytest.mark.parametrize("way", OURS, ids=_name_of)
+def test_a_resumed_epoch_counts_its_rest(way: dict[str, Any]) -> None:
+    """Batches that are skipped to get there are not received again."""
+    with DataLoader(ROWS, 4, **way) as before, DataLoader(ROWS, 4, **way) as loader:
+        assert len(list(itertools.islice(before, 2))) == 2
+        loader.load_state_dict(before.state_dict())
+        assert len(list(loader)) == 4
+
+        assert (loader.stats().num_batches, loader.stats().num_samples) == (4, 14)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> None:
+    """The caller may go on; the other batches count, and neither the error nor the end is a wait."""
+    received = num_errors = 0
+    with DataLoader(datasets.Made(fails_at_5, 22), 4, **way) as loader:
+        iterator = iter(loader)
+        while True:
+            try:
+                next(iterator)
+            except OSError:
+                num_errors += 1
+            except StopIteration:
+                break
+            else:
+                received += 1
+        figures, counts = loader.stats(), recorder_of(loader).counts()
+
+    assert (received, num_errors) == (5, 1)
+    assert (figures.num_batches, figures.num_samples) == (5, 18)
+    assert sum(counts.histogram) == 4
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_the_end_counts_once(way: dict[str, Any], clock: list[int]) -> None:
+    """A caller who asks again and again after the end is not computing."""
+    with DataLoader(ROWS, 4, **way) as loader:
+        iterator = iter(loader)
+        assert len(list(iterator)) == 6
+        figures = loader.stats()
+        clock[0] += S
+
+        assert next(iterator, None) is None
+        assert loader.stats() == figures
+
+
+def test_copies_when_the_caller_holds_all_slots() -> None:
+    """With room for few batches, a caller who keeps all of them gets copies of the others."""
+    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, ring_bytes=1) as loader:
+        held = list(loader)
+
+        assert len(held) == 16
+        assert 0 < loader.stats().num_copies <= 16
+
+
+def test_restarted_workers_count(tmp_path: Any) -> None:
+    """And no batch counts twice."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), 14, signal.SIGKILL)
+    with DataLoader(datasets.Made(make, 40), 4, num_workers=2, restart_workers=2) as loader:
+        assert len(list(loader)) == 10
+
+        assert (loader.stats().num_restarts, loader.stats().num_batches) == (1, 10)
+
+
+def test_a_fake_device_counts_what_the_caller_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that are copied ahead count when the caller receives them."""
+    fake = FakeBackend()
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
+    with DataLoader(ROWS, 4, num_workers=2, device="cuda") as loader:
+        iterator = iter(loader)
+        next(iterator)
+        first = loader.stats()
+        assert len(list(iterator)) == 5
+        figures = loader.stats()
+
+    assert (first.num_batches, first.num_samples, first.nbytes) == (1, 4, 4 * 24)
+    assert (figures.num_batches, figures.num_samples, figures.nbytes) == (6, 22, 22 * 24)
+    fake.check()
+
+
+def test_a_transform_that_fails_on_the_device_counts_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of the other batches stay with their batches."""
+    fake = FakeBackend()
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
+
+    def fails(batch: Any) -> Any:
+        if int(batch[0, 0]) == 4:
+            raise ValueError("the second batch")
+        return batch
+
+    with DataLoader(ROWS, 4, device="cuda", device_transform=fails) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ValueError, match="the second batch"):
+            next(iterator)
+        assert len(list(iterator)) == 4
+
+        assert (loader.stats().num_batches, loader.stats().num_samples) == (5, 18)
+
+
+def test_threads_that_share_a_loader_lose_no_count() -> None:
+    """Several iterators of one loader, each in a thread."""
+    loader = DataLoader(ROWS, 1)
+    threads = [threading.Thread(target=lambda: list(itertools.chain(*[loader] * 20))) for _ in range(4)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+
+    assert loader.stats().num_batches == loader.stats().num_samples == 4 * 20 * 22
+
+
+def test_threads_that_share_an_iterator_lose_no_count() -> None:
+    """Batches differ in size, and the sum is right."""
+    loader = DataLoader(datasets.Made(row, 1001), 2)
+    iterator = iter(loader)
+    threads = [threading.Thread(target=lambda: list(iterator)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert (loader.stats().num_batches, loader.stats().num_samples) == (501, 1001)
+
+
+# --- caches -----------------------------------------------------------------------------------------------
+
+
+def _cached() -> Any:
+    return fastload.CachedDataset(ROWS, cache="ram")
+
+
+@pytest.mark.parametrize("way", OURS, ids=_name_of)
+def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
+    """All samples of the first epoch that were not read before are misses; later epochs hit."""
+    dataset = _cached()
+    num_cached = dataset.cache_info().num_cached
+    with DataLoader(dataset, 4, **way) as loader:
+        list(loader)
+        first = loader.stats()
+        list(loader)
+        figures = loader.stats()
+
+    assert (first.cache_hits, first.cache_misses) == (num_cached, 22 - num_cached)
+    assert (figures.cache_hits, figures.cache_misses) == (num_cached + 22, 22 - num_cached)
+
+
+@pytest.mark.parametrize("way", OURS[:5], ids=_name_of)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda cached: Subset(cached, range(22)),
+        lambda cached: ConcatDataset([Subset(cached, range(11)), Subset(cached, range(11, 22))]),
+        Wrapped,
+    ],
+    ids=["Subset", "ConcatDataset", "a user's"],
+)
+def test_caches_inside_other_datasets_count(way: dict[str, Any], wrap: Any) -> None:
+    """At any depth, each access to a cached sample counts."""
+    cached = _cached()
+    cached.fill(0, progress=False)
+    with DataLoader(wrap(cached), 4, **way) as loader:
+        list(loader)
+
+        assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22, 0)
+
+
+def test_hits_of_another_loader_and_of_the_caller_do_not_count() -> None:
+    """Only the accesses of this loader's batches."""
+    cached = _cached()
+    cached.fill(0, progress=False)
+    loader, other = DataLoader(cached, 4), DataLoader(cached, 4)
+    for _ in zip(loader, other, strict=True):
+        cached[0]
+
+    assert loader.stats().cache_hits == other.stats().cache_hits == 22
+
+
+# --- times ------------------------------------------------------------------------------------------------
+
+
+class Slow(datasets.Made):
+    """Moves the test's clock on by a second for each sample."""
+
+    def __init__(self, clock: list[int]) -> None:
+        super().__init__(row, 5)
+        self.clock = clock
+
+    def __getitem__(self, index: int) -> Any:
+        self.clock[0] += (1 + index) * S
+        return row(index)
+
+
+def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
+    """Samples take 1, 2, ... seconds, and the consumer ten seconds a batch."""
+    loader = DataLoader(Slow(clock), 1)
+    for _ in loader:
+        clock[0] += 10 * S
+    figures = loader.stats()
+
+    assert figures.first_batch_wait_s == 1
+    assert figures.wait_total_s == 2 + 3 + 4 + 5
+    assert figures.wait_max_s == 5
+    assert figures.wait_p50_s == pytest.approx(3, rel=0.032)
+    assert figures.wait_p95_s == pytest.approx(5, rel=0.032)
+    assert figures.step_total_s == 50
+    assert figures.elapsed_s == 65
+    assert figures.wait_share == 14 / 64
+
+
+def test_the_time_in_iter_is_part_of_the_first_wait(clock: list[int]) -> None:
+    """The time between iter(loader) and the first next() is the consumer's."""
+
+    class LateSampler:
+        def __iter__(self) -> Any:
+            clock[0] += 7 * S
+            return iter([0])
+
+        def __len__(self) -> int:
+            return 1
+
+    loader = DataLoader(Slow(clock), 1, sampler=LateSampler())
+    iterator = iter(loader)
+    clock[0] += 100 * S
+    next(iterator)
+
+    assert loader.stats().first_batch_wait_s == 8
+    assert loader.stats().step_total_s == 100
+
+
+def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
+    """Two workers that were busy for 3 s together, in an epoch of 2 s."""
+    loader = DataLoader(ROWS, 4)
+    recorder = recorder_of(loader)
+    measured = stats.Clock(recorder, 2, None, clock[0])
+    recorder.calls.append((measured, clock[0], clock[0] + 2 * S, (4, 0)))
+    recorder.tally.add(Work(4, 1_000_000))
+    recorder.tally.add(Work(4, 2_000_000))
+
+    assert loader.stats().worker_utilisation == 0.75
+
+
+@given(
+    st.lists(st.integers(0, 2**62), min_size=1, max_size=300),
+    st.sampled_from([0.5, 0.95]),
+)
+def test_quantiles_are_those_of_the_sorted_waits(waits_ns: list[int], share: float) -> None:
+    """Within the width of a bucket, whatever the waits are."""
+    counts = Counts()
+    for wait_ns in waits_ns:
+        counts.add_wait(wait_ns)
+    figures = stats_of(counts, None)
+    found = figures.wait_p50_s if share == 0.5 else figures.wait_p95_s
+    exact_ns = sorted(waits_ns)[math.ceil(share * len(waits_ns)) - 1]
+
+    assert found == pytest.approx(exact_ns / S, rel=0.032)
+    assert figures.wait_max_s == max(waits_ns) / S
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_buckets_are_in_order_and_narrow(time_ns: int) -> None:
+    """The middle of a time's bucket is near it, and the bucket after it is the next one."""
+    bucket = bucket_of(time_ns)
+
+    assert middle_ns(bucket) == pytest.approx(time_ns, rel=0.032)
+    assert bucket_of(time_ns + 1) in (bucket, bucket + 1)
+    assert bucket < len(Counts().histogram) or time_ns + 1 == 2**63
+
+
+@given(st.lists(st.integers(0, 2**62), max_size=50), st.lists(st.integers(0, 2**62), max_size=50))
+def test_figures_between_two_moments_are_those_of_the_waits_between_them(
+    earlier_ns: list[int], later_ns: list[int]
+) -> None:
+    """The longest wait of an interval is near, because only its bucket is known."""
+    counts = Counts()
+    for wait_ns in earlier_ns:
+        counts.add_wait(wait_ns)
+    since = copy.deepcopy(counts)
+    for wait_ns in later_ns:
+        counts.add_wait(wait_ns)
+    figures = stats_of(counts, since)
+
+    assert figures.wait_total_s == pytest.approx(sum(later_ns) / S)
+    assert figures.wait_max_s == (pytest.approx(max(later_ns) / S, rel=0.032) if later_ns else None)
+
+
+# --- the tally --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**40)] * 4), max_size=400))
+def test_a_tally_adds_up_all_work(works: list[tuple[int, int, int, int]]) -> None:
+    """However many answers came since it added up last."""
+    tally = Tally()
+    for work in works:
+        tally.add(Work(*work))
+
+    columns = [sum(column) for column in zip((0, 0, 0, 0), *works, strict=True)]
+    assert tally.totals()[:3] == tuple(columns[1:])
+    assert tally.totals() == tally.totals()
+
+
+@pytest.mark.parametrize(
+    ("batch", "nbytes"),
+    [
+        (torch.zeros(3, 2), 24),
+        (np.zeros(3), 24),
+        ((torch.zeros(3), 1, "text", None), 12),
+        ({"image": torch.zeros(3), "more": [torch.zeros(1), np.zeros(1)]}, 24),
+        ([torch.zeros(2), ["name"] * 64], 8),
+        ([torch.zeros(1)] * 9, None),
+        (torch.eye(2).to_sparse(), None),
+        ([object()], None),
+        ((), 0),
+        ([[[[[torch.zeros(1)]]]]], None),
+    ],
+    ids=[
+        "tensor",
+        "array",
+        "tuple",
+        "nested dict",
+        "names",
+        "nine tensors",
+        "sparse",
+        "object",
+        "nothing",
+        "deep",
+    ],
+)
+def test_bytes_of_batches_that_are_not_in_slots(batch: Any, nbytes: int | None) -> None:
+    """They are known where few values have to be looked at."""
+    assert nbytes_of(batch) == nbytes
+
+
+def test_unknown_bytes_of_one_batch_make_the_sum_unknown() -> None:
+    """A sum that lacks some batches would be wrong."""
+    loader = DataLoader(datasets.Made(lambda _: object(), 4), 1, collate_fn=lambda samples: samples[0])
+    list(loader)
+    assert loader.stats().nbytes is None
+
+
+# --- whose figures they are -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copied_loader_starts_at_zero(copied: Any) -> None:
+    """It counts for itself, and the loader that it was made of goes on."""
+    loader = DataLoader(ROWS, 4)
+    list(loader)
+    other = copied(loader)
+
+    assert other.stats().num_batches == 0
+    list(other)
+    list(other)
+    assert (loader.stats().num_batches, other.stats().num_batches) == (6, 12)
+
+
+def test_the_loader_of_a_forked_process_starts_at_zero() -> None:
+    """The child's figures are its own."""
+    loader = DataLoader(ROWS, 4)
+    list(loader)
+    pid = os.fork()
+    if pid == 0:
+        before = loader.stats().num_batches
+        list(loader)
+        os._exit(0 if (before, loader.stats().num_batches) == (0, 6) else 1)
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert loader.stats().num_batches == 6
+
+
+def test_a_callback_that_knows_its_loader_keeps_it_no_longer_than_a_variable_would() -> None:
+    """The garbage collector finds the circle."""
+    loader = DataLoader(ROWS, 4)
+    loader.log_stats(0, [loader].append)
+    reference = weakref.ref(loader)
+    del loader
+    gc.collect()
+
+    assert reference() is None
+
+
+def test_a_reset_starts_over_and_returns_what_was() -> None:
+    """Only what comes after it counts."""
+    loader = DataLoader(_cached(), 4)
+    list(loader)
+
+    assert loader.stats(reset=True).num_batches == 6
+    assert {value for value in loader.stats().as_dict().values() if value} == set()
+    list(itertools.islice(loader, 2))
+    assert (loader.stats().num_batches, loader.stats().cache_hits) == (2, 8)
+
+
+# --- reports ----------------------------------------------------------------------------------------------
+
+
+def test_the_callback_gets_the_figures_of_each_interval(clock: list[int]) -> None:
+    """Every two seconds of the test's clock, when the caller asks for a batch."""
+    loader = DataLoader(ROWS, 1)
+    reports: list[fastload.LoaderStats] = []
+    loader.log_stats(2, reports.append)
+    for _ in loader:
+        clock[0] += S
+
+    assert [report.num_batches for report in reports] == [2] * 11
+    assert [report.step_total_s for report in reports] == [1] + [2] * 10
+    assert loader.stats().num_batches == 22
+
+
+def test_the_log_has_one_line_for_each_interval(clock: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """At level INFO of the logger fastload."""
+    loader = DataLoader(ROWS, 1)
+    loader.log_stats(10)
+    with caplog.at_level(logging.INFO, "fastload"):
+        for _ in loader:
+            clock[0] += S
+
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2
+    assert all(text.startswith("loader: 10 batches, 10 samples, 240 B in") for text in texts)
+    assert all("\n" not in text for text in texts)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_name_of)
+def test_a_callback_that_raises_loses_no_batch(way: dict[str, Any]) -> None:
+    """The caller gets the error in place of the call, and then the batch that was due."""
+
+    def fails(figures: fastload.LoaderStats) -> None:
+        nonlocal num_errors
+        if num_errors < 3:
+            num_errors += 1
+            raise ValueError("the callback")
+
+    expected = sorted(float(batch.sum()) for batch in DataLoader(ROWS, 4))
+    num_errors = 0
+    with DataLoader(ROWS, 4, **way) as loader:
+        loader.log_stats(0, fails)
+        iterator, got, num_raised = iter(loader), [], 0
+        while True:
+            try:
+                got.append(float(next(iterator).sum()))
+            except ValueError:
+                num_raised += 1
+            except StopIteration:
+                break
+
+        assert sorted(got) == expected
+        assert num_raised == 3
+        assert loader.stats().num_batches == 6
+
+
+def test_reports_end_when_they_are_told_to() -> None:
+    """None in place of seconds."""
+    loader = DataLoader(ROWS, 4)
+    reports: list[Any] = []
+    loader.log_stats(0, reports.append)
+    list(loader)
+    loader.log_stats(None)
+    list(loader)
+
+    assert len(reports) == 7
+
+
+def test_a_callback_may_iterate_over_the_loader(clock: list[int]) -> None:
+    """The next report is due later, so that it does not call itself for ever."""
+    loader = DataLoader(ROWS, 4)
+    lengths: list[int] = []
+    loader.log_stats(1, lambda figures: lengths.append(len(list(loader))))
+    clock[0] += S
+    list(loader)
+
+    assert lengths == [6]
+
+
+@pytest.mark.parametrize("every_s", [-1, math.inf, math.nan])
+def test_an_interval_that_is_no_time_is_refused(every_s: float) -> None:
+    """The error names the argument."""
+    with pytest.raises(ValueError, match="every_s should be a number of seconds"):
+        DataLoader(ROWS, 4).log_stats(every_s)
+
+
+def test_a_callback_that_cannot_be_called_is_refused() -> None:
+    """At once, and not after the first interval."""
+    with pytest.raises(ValueError, match="callback should be a function"):
+        DataLoader(ROWS, 4).log_stats(1, "print")  # type: ignore[arg-type]
+
+
+def test_figures_as_text() -> None:
+    """A few plain lines; what is unknown is left out."""
+    counts = Counts(num_batches=3, num_samples=12, nbytes=2000, num_epochs=1, first_wait_ns=S // 2)
+    counts.step_ns, counts.workers_ns, counts.busy_us = S, 2 * S, 500_000
+    for wait_ns in (S // 4, S // 4):
+        counts.add_wait(wait_ns)
+    counts.cache_hits, counts.cache_misses, counts.num_copies, counts.num_restarts = 1000, 2, 3, 4
+
+    assert str(stats_of(counts, None)) == (
+        "3 batches, 12 samples, 2.0 kB in 2 s (6 samples/s)\n"
+        "first batches: 500 ms on average\n"
+        "waits: 247 ms (p50), 247 ms (p95), 250 ms (max); 33.3% of the time after the first batch\n"
+        "workers 25% busy; cache: 1,000 hits, 2 misses; 3 batches copied because slots were scarce; "
+        "4 workers restarted"
+    )
+    assert str(stats_of(Counts(), None)) == "0 batches, 0 samples, 0 B in 0 us"
+
+
+# --- integrations -----------------------------------------------------------------------------------------
+
+
+def test_tensorboard_gets_the_figures_that_are_known() -> None:
+    """Each under the prefix, with the step."""
+    written: list[Any] = []
+
+    class Writer:
+        def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> None:
+            written.append((tag, scalar_value, global_step))
+
+    loader = DataLoader(ROWS, 4)
+    list(loader)
+    write_stats(Writer(), loader.stats(), 7, "train")
+
+    tags = {tag for tag, _, _ in written}
+    assert ("train/num_batches", 6, 7) in written
+    assert "train/wait_p95_s" in tags
+    assert "train/cache_hits" not in tags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every_n_steps", "num_batches"), [(None, [6, 6]), (2, [2, 2, 2, 2, 2, 2])])
+def test_lightning_logs_what_was_done_since_the_last_time(
+    every_n_steps: int | None, num_batches: list[int]
+) -> None:
+    """In each epoch, or every so many steps."""
+    pytest.importorskip("lightning")
+    from fastload.integrations.lightning import StatsCallback
+
+    class Trainer:
+        train_dataloader = DataLoader(ROWS, 4)
+
+    class Module:
+        def __init__(self) -> None:
+            self.logged: list[dict[str, float]] = []
+
+        def log_dict(self, figures: dict[str, float]) -> None:
+            self.logged.append(figures)
+
+    trainer, module, callback = Trainer(), Module(), StatsCallback(every_n_steps)
+    for _ in range(2):
+        for number, batch in enumerate(trainer.train_dataloader):
+            callback.on_train_batch_end(trainer, module, None, batch, number)
+        callback.on_train_epoch_end(trainer, module)
+
+    assert [figures["loader/num_batches"] for figures in module.logged] == num_batches
+
+
+@pytest.mark.slow
+def test_lightning_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the command that installs it."""
+    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "fastload.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match="pip install lightning"):
+        import fastload.integrations.lightning  # noqa: F401
