@@ -14,7 +14,9 @@ Runs in the consumer's process. The iterator that the caller has, and no iterato
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import operator
 import os
 import threading
 import time
@@ -27,7 +29,7 @@ from fastload.system.sizes import readable_size
 from fastload.workers.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fastload.workers.auto_workers import AutoWorkers
 
@@ -139,6 +141,7 @@ _SUMS = [field.name for field in dataclasses.fields(Counts) if field.name not in
 # One call for a batch: the clock of its iterator, when the caller asked, when the call ended, and the samples
 # and bytes of the batch (None: unknown bytes). An error, or the end, has None in place of samples and bytes.
 Call = tuple["Clock", int, int, "tuple[int, int | None] | None"]
+_clock_of = operator.itemgetter(0)
 
 
 class Recorder:
@@ -184,8 +187,8 @@ class Recorder:
             num_calls = len(self.calls)
             calls = self.calls[:num_calls]
             del self.calls[:num_calls]  # other threads append meanwhile
-            for clock, called_ns, returned_ns, size in calls:
-                clock.count(self._counts, called_ns, returned_ns, size)
+            for clock, own in itertools.groupby(calls, _clock_of):
+                clock.count(self._counts, own)
 
     def counts(self) -> Counts:
         """A copy of all figures."""
@@ -279,36 +282,39 @@ class Clock:
         self._has_ended = False
         self._num_steps = self._step_ns = self._wait_ns = 0  # of this epoch, without its first batch
 
-    def count(
-        self, counts: Counts, called_ns: int, returned_ns: int, size: tuple[int, int | None] | None
-    ) -> None:
-        """Count one call of this epoch; see `Call`."""
-        step_ns = max(
-            0, called_ns - self._returned_ns
-        )  # threads that share an iterator wait at the same time
-        wait_ns = returned_ns - called_ns
-        self._returned_ns = returned_ns
-        counts.step_ns += step_ns
-        if size is None:
-            counts.other_ns += wait_ns
-        else:
+    def count(self, counts: Counts, calls: Iterable[Call]) -> None:
+        """Count calls of this epoch, in their order; see `Call`."""
+        returned_before_ns = self._returned_ns
+        epoch_ns = 0
+        for _, called_ns, returned_ns, size in calls:
+            # Threads that share an iterator wait at the same time.
+            step_ns = called_ns - returned_before_ns if called_ns > returned_before_ns else 0
+            wait_ns = returned_ns - called_ns
+            returned_before_ns = returned_ns
+            counts.step_ns += step_ns
+            epoch_ns += step_ns + wait_ns
+            if size is None:
+                counts.other_ns += wait_ns
+                continue
+            num_samples, nbytes = size
             counts.num_batches += 1
-            counts.num_samples += size[0]
-            if size[1] is None:
+            counts.num_samples += num_samples
+            if nbytes is None:
                 counts.num_unknown += 1
             else:
-                counts.nbytes += size[1]
+                counts.nbytes += nbytes
             if self._iter_ns is None:
                 counts.add_wait(wait_ns)
                 self._num_steps += 1
                 self._step_ns += step_ns
                 self._wait_ns += wait_ns
             else:
-                wait_ns += self._iter_ns
-                self._iter_ns = None
                 counts.num_epochs += 1
-                counts.first_wait_ns += wait_ns
-        counts.workers_ns += self._num_workers * (step_ns + wait_ns)
+                counts.first_wait_ns += wait_ns + self._iter_ns
+                epoch_ns += self._iter_ns
+                self._iter_ns = None
+        self._returned_ns = returned_before_ns
+        counts.workers_ns += self._num_workers * epoch_ns
 
     def failed(self, called_ns: int) -> None:
         """The caller receives an error instead of a batch."""
