@@ -26,22 +26,25 @@ import torch.utils.data
 from harness import save
 from rich.console import Console
 from rich.table import Table
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from training import Photos
 
 import fastload
+from fastload.profiling.suggestions import suggest
+from fastload.system.budget import available_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 BATCH = 32
+NUM_JPEGS = 1_000
 TORCH, OURS = torch.utils.data.DataLoader, fastload.DataLoader
 
 
 class Slow(Dataset[Any]):
     """224 px images that wait, compute, or do both for each sample."""
 
-    def __init__(self, waits_s: float = 0.0, computes_s: float = 0.0, num_samples: int = 2_048) -> None:
+    def __init__(self, waits_s: float = 0.0, computes_s: float = 0.0, num_samples: int = 1_024) -> None:
         self.waits_s = waits_s
         self.computes_s = computes_s
         self.num_samples = num_samples
@@ -106,12 +109,16 @@ class Case:
 def cases(photos: str) -> list[Case]:
     """The problems."""
     folder = fastload.ImageFolder(photos)
-    jpegs = functools.partial(Photos, folder)
+    few = range(0, len(folder), max(1, len(folder) // NUM_JPEGS))
+
+    def jpegs(transform: Any) -> Any:
+        return Subset(Photos(folder, transform), few)
 
     def cached() -> Any:
         dataset = fastload.CachedDataset(folder, transform=crops(), cache="ram")
-        dataset.fill(progress=False)
-        return dataset
+        for index in few:
+            dataset[index]  # stores it
+        return Subset(dataset, few)
 
     def loader(kind: Any, dataset: Any, num_workers: int, **settings: Any) -> Any:
         settings.setdefault("persistent_workers", num_workers > 0)
@@ -122,7 +129,7 @@ def cases(photos: str) -> list[Case]:
 
     waiting = functools.partial(Slow, 0.002)
     quick = functools.partial(Slow, 0.0, 0.0005)
-    blurred = functools.partial(Photos, folder, crops(SlowBlur(p=1.0)))
+    blurred = functools.partial(jpegs, crops(SlowBlur(p=1.0)))
     plain = functools.partial(jpegs, crops())
     return [
         Case(
@@ -166,8 +173,8 @@ def cases(photos: str) -> list[Case]:
         Case(
             "torch's transport of 19 MB batches",
             "fastload",
-            make(TORCH, functools.partial(Photos, folder, crops(A.Normalize())), 1),
-            make(OURS, functools.partial(Photos, folder, crops(A.Normalize())), 1),
+            make(TORCH, functools.partial(jpegs, crops(A.Normalize())), 1),
+            make(OURS, functools.partial(jpegs, crops(A.Normalize())), 1),
             0.005,
         ),
     ]
@@ -185,7 +192,7 @@ def epoch_s(loader: Any, compute_s: float, num_epochs: int = 1) -> float:
     next(iterator)
     start_s = time.perf_counter()
     count = 0
-    for count, _batch in enumerate(itertools.islice(iterator, 48), start=1):  # noqa: B007
+    for count, _batch in enumerate(itertools.islice(iterator, 28), start=1):  # noqa: B007
         time.sleep(compute_s)
     elapsed_s = time.perf_counter() - start_s
     for _batch in iterator:
@@ -207,11 +214,11 @@ def measure_case(case: Case, runs: int) -> dict[str, Any]:
     predicted = []
     for _ in range(3):
         with fastload.profile(before) as profile:
-            for _ in range(2):
+            for _ in range(num_epochs):
                 for _batch in before:
                     time.sleep(case.compute_s)
-        (report,) = profile.report().loaders
-        found = {one.change: one.gain for one in report.suggestions}
+        (timeline,) = profile._timelines
+        found = {one.change: one.gain for one in suggest(timeline, available_bytes(), limit=None)}
         predicted.append(found.get(case.change, float("nan")))
         stop(before)
     sides: dict[str, list[float]] = {"before": [], "after": []}
@@ -230,7 +237,7 @@ def watched_kinds(photos: str) -> dict[str, Callable[[], Any]]:
     """Loaders whose epochs are watched and not watched."""
     plain = Photos(fastload.ImageFolder(photos), crops())
     small = TensorDataset(torch.zeros(65_536, 3, 32, 32, dtype=torch.uint8), torch.zeros(65_536))
-    memory = Slow()
+    memory = Slow(num_samples=4_096)
     return {
         "JPEGs, 0 workers, torch": lambda: TORCH(plain, BATCH),
         "JPEGs, 2 workers, torch": lambda: TORCH(plain, BATCH, num_workers=2, persistent_workers=True),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from fastload.profiling.timeline import Timeline
 
+_OWN_SHARE = 0.7  # of all CPU time, from which on a loop is limited by the CPUs
 _NUM_STEPS = 400  # simulated
 
 
@@ -60,6 +61,8 @@ class Model:
         computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s
         consumer_cpu_s = timeline.consumer_cpu_s - (0 if workers else make_cpu_s)
+        # CPUs that other programs keep busy do not become free by a change of the loader.
+        is_limit = make_cpu_s + consumer_cpu_s > _OWN_SHARE * timeline.machine.num_cpus * timeline.step_s
         return cls(
             computes or [0.0],
             makes or [[0.0]],
@@ -68,7 +71,7 @@ class Model:
             make_cpu_s,
             max(consumer_cpu_s, 0.0),
             timeline.machine.num_cpus,
-            timeline.machine.is_saturated,
+            timeline.machine.is_saturated and is_limit,
         )
 
     def scaled(self, wall: float, cpu: float) -> Model:

@@ -113,7 +113,7 @@ class Probes:
         for module, name, stage, sizes in _FUNCTIONS:
             function = getattr(sys.modules.get(module), name, None)
             if callable(function):
-                probed = probe(function, (stage, f"{module}.{name}"), sizes=sizes)
+                probed = probe(function, (stage, f"{module}.{name}"), image=_the_result if sizes else None)
                 replaced[id(function)] = function, probed
                 self._patches.append((vars(sys.modules[module]), name, function, probed))
         replaced[id(builtins.open)] = builtins.open, _open
@@ -124,8 +124,10 @@ class Probes:
             function = None if owner is None else vars(owner).get(name)
             if callable(function):
                 label = f"{kind}.{name}"
-                sizes = stage == DECODE and name != "load"
-                self._patches.append((owner, name, function, probe(function, (stage, label), sizes=sizes)))
+                image = None
+                if stage == DECODE:
+                    image = _the_image if name == "load" else _the_result
+                self._patches.append((owner, name, function, probe(function, (stage, label), image=image)))
         self._patches += _albumentations()
         self._patches += _transform_modules()
         for dataset in self._datasets:
@@ -135,6 +137,14 @@ class Probes:
             unique.setdefault((id(patch[0]), patch[1]), patch)
         self._patches = list(unique.values())
         self._num_modules = len(sys.modules)
+
+
+def _the_result(result: Any, _args: tuple[Any, ...]) -> Any:
+    return result
+
+
+def _the_image(_result: Any, args: tuple[Any, ...]) -> Any:
+    return args[0]  # Pillow's image decodes into itself
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -168,13 +168,18 @@ class BatchWatch:
         return end_ns - start_ns
 
 
-def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, sizes: bool = False) -> Any:
+def probe(
+    function: Callable[..., Any],
+    key: Key | Callable[..., Key],
+    *,
+    image: Callable[[Any, tuple[Any, ...]], Any] | None = None,
+) -> Any:
     """Wrap a function so that its time counts as a stage.
 
     Args:
         function: The function or unbound method.
         key: The stage and name; or a function of the same arguments that returns them.
-        sizes: Whether the result is an image or array whose size is recorded.
+        image: Chooses the image whose size is recorded, from the result and the arguments; None: no size.
     """
 
     @functools.wraps(function, updated=())
@@ -188,8 +193,8 @@ def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, sizes:
             result = function(*args, **kwargs)
         finally:
             spans.leave()
-        if sizes:
-            spans.note_result(name, *_size(result))
+        if image is not None:
+            spans.note_result(name, *_size(image(result, args)))
         return result
 
     return probed

@@ -103,7 +103,7 @@ def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
 )
 def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
-    probe(lambda: result, ("decode", "it"), sizes=True)()
+    probe(lambda: result, ("decode", "it"), image=lambda found, _args: found)()
 
     assert tuple(here.sums[("decode", "it")][3:]) == size
 
