@@ -252,3 +252,23 @@ class Noting:
         if self.pipeline is not None:
             zoo.corner(self.pipeline)
         return samples
+
+
+def test_threads_with_a_stream_for_each_sample() -> None:
+    """With rng="sample", a collate_fn's pipeline draws the same in threads as without workers."""
+    alone = run(zoo.Corners(), zoo.CropsBatch(), rng="sample")
+    in_threads = run(zoo.Corners(), zoo.CropsBatch(), rng="sample", **WAYS["threads"])
+
+    assert [batch[1:] for batch in alone] == [batch[1:] for batch in in_threads]
+
+
+def test_seed_worker_finds_a_collate_fn_that_the_dataset_holds() -> None:
+    """In torch's loader, the pipeline of the collate_fn then draws different numbers in each worker."""
+    dataset: Any = zoo.Corners()
+    dataset.collate_fn = zoo.CropsBatch()
+    loader = torch.utils.data.DataLoader(
+        dataset, 2, num_workers=2, collate_fn=dataset.collate_fn, worker_init_fn=fastload.seed_worker
+    )
+    batches = list(loader)
+
+    assert not set(crops_of(0, batches)) & set(crops_of(1, batches))
