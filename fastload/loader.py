@@ -76,10 +76,11 @@ class DataLoader(LoaderSettings):
             channels-last strides; `(B, H, W, C)` batches are permuted without a copy.
         ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_pipelines: Give every albumentations pipeline in the dataset its own random stream in each
-            worker. Without workers, the pipelines use those of worker 0 during each batch and are
-            restored after it. False leaves the pipelines as torch does: albumentations 2.0.8 then draws the
-            same "random" numbers in all workers, and without workers no seed controls its draws.
+        seed_pipelines: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
+            random stream in each worker. Without workers, the pipelines use those of worker 0 during each
+            batch and are restored after it. False leaves the pipelines as torch does: albumentations 2.0.8
+            then draws the same "random" numbers in all workers, and without workers no seed controls its
+            draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
@@ -88,9 +89,10 @@ class DataLoader(LoaderSettings):
             those of the last sample of its batch. Needs a map-style dataset without `__getitems__`.
         worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
-            threads; each thread gets its own copies of the dataset's pipelines. The generators of `random`,
-            `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
-            `fastload.sample_generator()` with ``rng="sample"`` instead.
+            threads; each thread gets its own copies of the pipelines in the dataset and in the
+            `collate_fn`, and `iter(loader)` raises ValueError if one is held by a function, a class or a
+            set. The generators of `random`, `numpy.random` and torch are shared by all threads, so that
+            their draws have no fixed order: use `fastload.sample_generator()` with ``rng="sample"`` instead.
         device: The device of the batches that the caller gets: "cuda" (the device that is current at the
             first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
             CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from

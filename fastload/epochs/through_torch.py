@@ -24,7 +24,7 @@ from fastload.epochs import resume
 from fastload.epochs.stats import MeasuredIterator
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.local_pipelines import local_pipelines
-from fastload.rng.seeding import seed_worker
+from fastload.rng.seeding import SeedWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,6 +59,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     twin.collate_fn = functools.partial(_collate_counted, twin.collate_fn, loader._auto_collation)
     if loader.seed_pipelines and loader.num_workers > 0:
         init = loader.worker_init_fn
+        seed_worker = SeedWorker(_collate_fn=own_collate(loader.collate_fn))
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
     if loader.num_workers > 0:
         twin.check_worker_number_rationality()
@@ -68,7 +69,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     iterator.reason = reason
     if loader.seed_pipelines and loader.num_workers == 0:
         base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
-        iterator.pipelines = local_pipelines(loader.dataset, base_seed)
+        iterator.pipelines = local_pipelines(loader.dataset, base_seed, own_collate(loader.collate_fn))
     return iterator
 
 

@@ -81,7 +81,7 @@ class LocalIterator(HostIterator):
         self._keeps_state = job.dataset_states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
-            self._pipelines = local_pipelines(job.dataset, job.base_seed)
+            self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
         with self._pipelines:  # iter() of an iterable dataset may draw
             self._fetcher = Fetcher(
                 job,

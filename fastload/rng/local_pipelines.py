@@ -1,4 +1,4 @@
-"""Seed the albumentations pipelines of a dataset that is read in the consumer's process (`rng="worker"`).
+"""Seed albumentations pipelines that run in the consumer's process, without workers (`rng="worker"`).
 
 torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines have
 their own generators, which the user's seeds do not reach. So each batch borrows the pipelines and lets them
@@ -44,19 +44,20 @@ class LocalPipelines(contextlib.AbstractContextManager[None]):
             stream.take_over()
 
 
-def local_pipelines(dataset: Any, base_seed: int) -> contextlib.AbstractContextManager[None]:
-    """The block in which to read the dataset.
+def local_pipelines(dataset: Any, base_seed: int, collate_fn: Any) -> contextlib.AbstractContextManager[None]:
+    """The block in which to read and collate a batch.
 
-    It does nothing if the dataset has no pipeline, or if pipelines have a random stream already: in a worker,
-    and in a dataset that is itself being read for a loader.
+    It does nothing if there is no pipeline, or if pipelines have a random stream already: in a worker, and in
+    a dataset that is itself being read for a loader.
 
     Args:
         dataset: The dataset; searched once for pipelines.
         base_seed: The seed that the loader drew when the iterator was made.
+        collate_fn: The function that collates; searched for further pipelines.
     """
     if "albumentations" not in sys.modules:  # then no pipeline can exist
         return contextlib.nullcontext()
     if get_worker_info() is not None or loans.is_within_loan():
         return contextlib.nullcontext()
-    streams = pipeline_streams(dataset, base_seed)
+    streams = pipeline_streams(dataset, base_seed, collate_fn)
     return LocalPipelines(streams) if streams else contextlib.nullcontext()

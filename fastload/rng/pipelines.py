@@ -1,4 +1,4 @@
-"""Find every albumentations pipeline that a dataset holds, at any depth.
+"""Find every albumentations pipeline that a dataset or a collate_fn holds, at any depth.
 
 The search changes no object. Rules:
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate, default_convert
 
 from fastload.system.logs import log
 
@@ -74,6 +75,24 @@ def find_random(root: Any) -> tuple[list[Any], list[Any]]:
     return _outermost(search.transforms), search.randomizables
 
 
+def find_more_random(dataset: Any, collate_fn: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Find the pipelines of a dataset, and then what else a collate_fn holds.
+
+    The dataset's pipelines are those of ``find_pipelines(dataset)``. An object that both hold, such as the
+    dataset itself if the collate_fn is a method of it, is searched once, as a part of the dataset.
+
+    Returns:
+        The dataset's pipelines; the other pipelines of the collate_fn; and the collate_fn's other objects
+        with MONAI's `set_random_state`.
+    """
+    search = _Search(dataset).run()
+    of_dataset = _outermost(search.transforms)
+    if collate_fn is None or collate_fn is default_collate or collate_fn is default_convert:
+        return of_dataset, [], []  # torch's own hold no pipelines; saves time at the start of an epoch
+    more = _Search(collate_fn, after=search).run()
+    return of_dataset, _outermost(more.transforms), more.randomizables
+
+
 def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
     """Find the random objects below ``root``, and all objects through which they are reached.
 
@@ -96,10 +115,15 @@ def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
 class _Search:
     """A breadth-first search: it visits objects near the dataset before, for example, deep annotations."""
 
-    def __init__(self, root: Any, *, notes_holders: bool = False) -> None:
+    def __init__(self, root: Any, *, notes_holders: bool = False, after: _Search | None = None) -> None:
         self._notes_holders = notes_holders
-        self._queue: collections.deque[Any] = collections.deque([root])
-        self._seen: dict[int, Any] = {id(root): root}  # keeps the objects alive, so that ids stay unique
+        self._queue: collections.deque[Any] = collections.deque()
+        # Keeps the objects alive, so that ids stay unique. This search skips those that `after` has seen.
+        self._seen: dict[int, Any] = {} if after is None else after._seen
+        self._most_seen = len(self._seen) + _MAX_VISITS
+        if id(root) not in self._seen:
+            self._seen[id(root)] = root
+            self._queue.append(root)
         self._long: list[tuple[Any, int]] = []  # containers, and how many of their elements were visited
         self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self.transforms: list[Any] = []
@@ -123,11 +147,11 @@ class _Search:
 
     def _drain(self) -> bool:
         while self._queue:
-            if len(self._seen) > _MAX_VISITS:
+            if len(self._seen) > self._most_seen:
                 log.warning(
                     "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
-                    "dataset keep their random state, maybe the same in every worker. Keep pipelines in an "
-                    "attribute of the dataset, or seed them in a worker_init_fn.",
+                    "dataset or the collate_fn keep their random state, maybe the same in every worker. Keep "
+                    "pipelines in an attribute of the dataset, or seed them in a worker_init_fn.",
                     _MAX_VISITS,
                 )
                 return False

@@ -25,6 +25,7 @@ import torch
 from fastload.rng.loans import Loan, Returns, library_generators, places
 from fastload.rng.pipelines import attributes, find_random, parts_of
 from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
+from fastload.rng.seeding import give_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -142,10 +143,7 @@ class SampleRng:
     def _take_over(self) -> None:
         for transform in self._transforms:
             transform.set_random_state(*self._pair)
-        for randomizable in self._randomizables:
-            randomizable.set_random_state(state=self._state)
-        for randomizable in self._randomizables:
-            randomizable.R = self._state  # a composition has given its parts other states
+        give_state(self._randomizables, self._state)
 
     def _borrowed(self) -> Returns:
         """The user's generators that are set during a batch."""

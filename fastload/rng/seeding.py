@@ -4,20 +4,22 @@ Rules:
 1. The libraries get exactly torch's values, so that seeding them twice changes nothing.
 2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
    give every transform its own random stream with the same seed: two flips with p=0.5 would always agree.
+3. The random streams of the dataset's pipelines are the same for any collate_fn: pipelines that only the
+   collate_fn holds are numbered after them.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-from fastload.rng.pipelines import attributes, find_pipelines, parts_of
+from fastload.rng.pipelines import attributes, find_more_random, find_pipelines, parts_of
 from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
@@ -80,16 +82,35 @@ def seed_everything(seed: int) -> torch.Generator:
 # --- the pipelines ---------------------------------------------------------------------------------------
 
 
-def seed_pipelines(root: Any, seed: int) -> int:
-    """Give each albumentations pipeline that ``root`` holds its own random stream, drawn from ``seed``.
+def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
+    """Give each albumentations pipeline its own random stream, drawn from ``seed``: for use in a worker.
+
+    The objects with MONAI's `set_random_state` that only the collate_fn holds share one random stream. Those
+    of the dataset keep their state, as in torch: MONAI's own worker_init_fn seeds them.
+
+    Args:
+        dataset: The dataset, which is searched for pipelines; or one pipeline.
+        seed: The worker's seed.
+        collate_fn: Searched for further pipelines.
 
     Returns:
         How many pipelines were seeded.
     """
-    streams = pipeline_streams(root, seed)
+    of_dataset, of_collate, randomizables = find_more_random(dataset, collate_fn)
+    streams = _streams(of_dataset, of_collate, seed)
     for stream in streams:
         stream.take_over()
+    if randomizables:
+        give_state(randomizables, _random_state(seed, len(streams)))
     return len(streams)
+
+
+def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
+    """Let objects with MONAI's `set_random_state` draw from this state."""
+    for randomizable in randomizables:
+        randomizable.set_random_state(state=state)
+    for randomizable in randomizables:
+        randomizable.R = state  # a composition has given its parts other states
 
 
 class PipelineStream(NamedTuple):
@@ -106,19 +127,30 @@ class PipelineStream(NamedTuple):
             transform.set_random_state(self.generator, self.py_random)
 
 
-def pipeline_streams(root: Any, seed: int) -> list[PipelineStream]:
-    """A random stream for each albumentations pipeline that ``root`` holds; the pipelines are not changed.
+def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[PipelineStream]:
+    """A random stream for each albumentations pipeline of both; the pipelines are not changed.
 
     It depends on ``seed``, on the pipeline's position in `find_pipelines`, and on the seed that the user
-    gave to Compose, if any.
+    gave to Compose, if any. Positions in the collate_fn follow those in the dataset.
+
+    Returns:
+        The streams, in the order in which they should take over.
     """
-    return [
+    of_dataset, of_collate, _ = find_more_random(dataset, collate_fn)
+    return _streams(of_dataset, of_collate, seed)
+
+
+def _streams(of_dataset: list[Any], of_collate: list[Any], seed: int) -> list[PipelineStream]:
+    streams = [
         PipelineStream(
             list(parts_of([pipeline]).values()),
             *_generators(seed, ordinal, attributes(pipeline).get("seed")),
         )
-        for ordinal, pipeline in enumerate(find_pipelines(root))
+        for ordinal, pipeline in enumerate([*of_dataset, *of_collate])
     ]
+    # The dataset's take over last: a Compose of the collate_fn passes its generators on to all of its parts,
+    # and one of them may be a pipeline of the dataset.
+    return streams[len(of_dataset) :] + streams[: len(of_dataset)]
 
 
 def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Generator, random.Random]:
@@ -129,6 +161,11 @@ def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Gene
     for_numpy, for_python = np.random.SeedSequence(words).spawn(2)
     state = for_python.generate_state(4, np.uint32).tobytes()
     return np.random.default_rng(for_numpy), random.Random(int.from_bytes(state, "little"))
+
+
+def _random_state(seed: int, ordinal: int) -> np.random.RandomState:
+    sequence = np.random.SeedSequence([*_words(seed), ordinal])
+    return np.random.RandomState(np.random.MT19937(sequence))
 
 
 def _words(seed: int) -> list[int]:
@@ -144,11 +181,17 @@ def _words(seed: int) -> list[int]:
 class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
 
+    It does not seed the pipelines of a `collate_fn`, because torch tells a worker_init_fn only the dataset.
+    fastload's loader seeds them itself (``seed_pipelines=True``). For torch's loader, let an attribute of the
+    dataset hold the `collate_fn` too.
+
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.
     """
 
     functions: tuple[Callable[[int], Any], ...] = ()
+    # For fastload's loader, which knows it: its pipelines are seeded too.
+    _collate_fn: Any = field(default=None, repr=False, hash=False)
 
     def __call__(self, worker_id: int) -> None:
         """Seed this worker, then call the functions that `then` has added.
@@ -165,7 +208,7 @@ class SeedWorker:
         seed = info.seed
         if info.method == "process":  # threads share the libraries' generators with all other threads
             seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-        seed_pipelines(info.dataset, seed)
+        seed_pipelines(info.dataset, seed, self._collate_fn)
         for function in self.functions:
             function(worker_id)
 
@@ -177,7 +220,7 @@ class SeedWorker:
         """
         if not callable(function):
             raise TypeError(f"then() expects a function of the worker's id, got {function!r}")
-        return SeedWorker((*self.functions, function))
+        return replace(self, functions=(*self.functions, function))
 
 
 seed_worker = SeedWorker()

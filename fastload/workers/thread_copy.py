@@ -1,4 +1,4 @@
-"""Copy the dataset for each worker thread: copy the pipelines and the objects that hold them, share the rest.
+"""Copy the dataset and the collate_fn for each worker thread: their pipelines and the holders of these only.
 
 A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads must
 not call the same pipeline. But a copy of the whole dataset would copy its images. Therefore this module makes
@@ -19,14 +19,18 @@ from fastload.rng.pipelines import attributes, find_holders
 _FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
 
 
-def copies_for_threads(dataset: Any, num_threads: int) -> list[Any]:
-    """A copy of ``dataset`` with its own pipelines for each thread; ``dataset`` itself if it has none.
+def copies_for_threads(dataset: Any, collate_fn: Any, num_threads: int) -> list[tuple[Any, Any]]:
+    """For each thread, copies of ``dataset`` and ``collate_fn`` with their own pipelines.
+
+    An object without pipelines is not copied. An object that both hold is one object in a thread's copies,
+    too.
 
     Raises:
         ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
     """
-    random_ones, holders = find_holders(dataset)
-    return [_Copier(random_ones, holders).copied(dataset) for _ in range(num_threads)]
+    random_ones, holders = find_holders((dataset, collate_fn))
+    copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
+    return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
 
 
 class _Copier:
@@ -68,7 +72,7 @@ class _Copier:
             raise ValueError(
                 "each worker thread needs its own copy of every albumentations pipeline, and one is held by "
                 f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
-                'use worker_method="process"'
+                'of an object that is the collate_fn, or use worker_method="process"'
             )
         twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may refer to it
         if isinstance(value, dict):

@@ -3,13 +3,14 @@
 Threads are for code that releases the GIL, and for Python without a
 GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
-1. Each thread has its own pipelines, buffers and queues; the rest of the dataset is shared.
+1. Each thread has its own pipelines, buffers and queues; it shares the rest of the dataset and collate_fn.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to end, and waits a limited time for their current batches.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import random
@@ -83,10 +84,10 @@ class ThreadPool(Workers):
         self._watches = watches
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
-        datasets = copies_for_threads(job.dataset, job.num_workers)
+        copies = copies_for_threads(job.dataset, job.collate_fn, job.num_workers)
         self._workers = [
-            _Worker(number, job, dataset, Buffers(limit_bytes, max_buffers), finish, tally)
-            for number, dataset in enumerate(datasets)
+            _Worker(number, job, dataset, collate_fn, Buffers(limit_bytes, max_buffers), finish, tally)
+            for number, (dataset, collate_fn) in enumerate(copies)
         ]
         num_threads = torch.get_num_threads()
         try:
@@ -174,13 +175,14 @@ class ThreadPool(Workers):
 
 
 class _Worker:
-    """One thread: its dataset, its queues, its fetcher."""
+    """One thread: its dataset and collate_fn, its queues, its fetcher."""
 
     def __init__(
         self,
         number: int,
         job: Job,
         dataset: Any,
+        collate_fn: Any,
         buffers: Buffers,
         finish: Callable[[Any], Any],
         tally: Tally,
@@ -191,6 +193,7 @@ class _Worker:
         self._finish = finish
         self._tally = tally
         self._dataset = dataset
+        self._collate_fn = collate_fn
         self._fetcher: Fetcher | None = None
         self._init_error: ExceptionWrapper | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
@@ -241,17 +244,21 @@ class _Worker:
     def _begin(self, seed: int) -> None:
         job = self._job
         if job.seed_pipelines:
-            seeding.seed_pipelines(self._dataset, seed)
+            seeding.seed_pipelines(self._dataset, seed, self._collate_fn)
         if job.worker_init_fn is not None:
             job.worker_init_fn(self._id)
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(
-                self._dataset, with_pipelines=job.seed_pipelines, is_guest=False, with_globals=False
+                self._dataset,
+                self._collate_fn,
+                with_pipelines=job.seed_pipelines,
+                is_guest=False,
+                with_globals=False,
             )
         # Not a worker in torch's sense: torch's get_worker_info() is None here.
         self._fetcher = Fetcher(
-            job,
+            dataclasses.replace(job, collate_fn=self._collate_fn),
             self._dataset,
             self._buffers.arena,
             in_worker=False,

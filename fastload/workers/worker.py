@@ -205,7 +205,7 @@ class _Worker:
             )
             install_slot_rule()
             if job.seed_pipelines:
-                seeding.seed_pipelines(job.dataset, seed)
+                seeding.seed_pipelines(job.dataset, seed, job.collate_fn)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
             states = job.dataset_states

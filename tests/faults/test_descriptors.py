@@ -15,6 +15,7 @@ import fastload
 from fastload.errors import SegmentError
 from fastload.memory.lease import Arena
 from fastload.workers import pool, worker
+from fastload.workers.tally import Meter
 from tests.faults import zoo
 from tests.kit import datasets
 
@@ -108,12 +109,13 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
     made._id, made._init_error, made._job, made._new_segment = 0, None, None, None
     made._channel = channel = _Refusing()  # type: ignore[assignment]
     made._arena = Arena(made._make_memory)
+    made._meter = Meter()
     old = made._make_memory(4096)
     made._new_segment.close()  # type: ignore[attr-defined]
     made._new_segment = None
     made._slots = {0: old}
     made._fetcher = types.SimpleNamespace(  # type: ignore[assignment]
-        fetch=lambda *_: torch.ones(1 << 20), replacer=None
+        fetch=lambda *_: torch.ones(1 << 20), replacer=None, num_samples=1
     )
 
     made._answer(1, worker.Fetch(0, True, 1, [0], None, None))

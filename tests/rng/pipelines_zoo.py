@@ -300,3 +300,44 @@ class Waits(Corners):
         if self.is_blocking and not self.may_go[index].wait(30):
             raise TimeoutError
         return super().__getitem__(index)
+
+
+class CropsBatch:
+    """A collate_fn: each batch is the worker, what the dataset drew, and two crops of its own pipeline.
+
+    Args:
+        pipeline: The pipeline; None: a new one.
+    """
+
+    def __init__(self, pipeline: Any = None) -> None:
+        self.pipeline = crop() if pipeline is None else pipeline
+
+    def __call__(self, samples: Any) -> Any:
+        info = fastload.get_worker_info()
+        return -1 if info is None else info.id, samples, [corner(self.pipeline), corner(self.pipeline)]
+
+
+def crops_batch(samples: Any, batch: Any) -> Any:
+    """As `CropsBatch`, with its pipeline as an argument."""
+    return CropsBatch(batch)(samples)
+
+
+_of_batch = crop()
+
+
+def global_crops_batch(samples: Any) -> Any:
+    """As `CropsBatch`, with a pipeline of its module."""
+    return CropsBatch(_of_batch)(samples)
+
+
+def closed_crops_batch() -> Any:
+    """As `CropsBatch`, with a pipeline in its closure; cannot be pickled."""
+    pipeline = crop()
+    return lambda samples: CropsBatch(pipeline)(samples)
+
+
+class CollatingCorners(Corners):
+    """Its `collate` draws from its own pipeline, as its samples do."""
+
+    def collate(self, samples: Any) -> Any:
+        return CropsBatch(self.transform)(samples)

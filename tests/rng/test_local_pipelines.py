@@ -270,7 +270,7 @@ class TestCost:
         """A dataset without a pipeline is searched when an iterator is made, and not looked at after it."""
         searches = []
 
-        def count(dataset: Any, seed: int) -> Any:
+        def count(dataset: Any, seed: int, collate_fn: Any) -> Any:
             searches.append(seed)
             return []
 

@@ -1,0 +1,274 @@
+"""Pipelines of a collate_fn with rng="worker": random streams of their own, after those of the dataset."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import albumentations as A  # the name its own documentation uses
+import pytest
+import torch
+
+import fastload
+from fastload import DataLoader
+from fastload.rng.seeding import seed_pipelines
+from tests.rng import pipelines_zoo as zoo
+from tests.rng.draws_zoo import Randomizable
+
+WAYS: dict[str, Any] = {
+    "workers": {"num_workers": 2},
+    "persistent workers": {"num_workers": 2, "persistent_workers": True},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "torch's workers": {"num_workers": 2, "in_order": False},
+    "torch's workers, channels last": {
+        "num_workers": 2,
+        "in_order": False,
+        "memory_format": torch.channels_last,
+    },
+}
+
+COLLATES: dict[str, Any] = {
+    "attribute": zoo.CropsBatch,
+    "partial": lambda: functools.partial(zoo.crops_batch, batch=zoo.crop()),
+    "global": lambda: zoo.global_crops_batch,
+    "closure": zoo.closed_crops_batch,
+    "method": lambda: zoo.CropsBatch().__call__,
+}
+
+
+def run(dataset: Any, collate_fn: Any, epochs: int = 1, **options: Any) -> list[Any]:
+    """The batches of some epochs; those of two workers in the order of the workers."""
+    options = {"batch_size": 4, "generator": torch.Generator().manual_seed(7), **options}
+    with DataLoader(dataset, collate_fn=collate_fn, **options) as loader:
+        found = [batch for _ in range(epochs) for batch in loader]
+    return found if options.get("in_order", True) else sorted(found)
+
+
+def crops_of(worker: int, batches: list[Any]) -> list[int]:
+    return [crop for where, _, crops in batches if where == worker for crop in crops]
+
+
+class TestStreams:
+    @pytest.mark.parametrize("way", WAYS)
+    def test_two_workers_draw_different_numbers(self, way: str) -> None:
+        """No crop of one worker's batches is repeated by the other's."""
+        batches = run(zoo.Draws(), zoo.CropsBatch(), 4, **WAYS[way], batch_size=1)
+
+        crops = crops_of(0, batches), crops_of(1, batches)
+        assert len(crops[0]) == len(crops[1]) == 16
+        assert not set(crops[0]) & set(crops[1])
+
+    @pytest.mark.parametrize("way", ["workers", "torch's workers"])
+    @pytest.mark.parametrize("kind", COLLATES)
+    def test_however_the_pipeline_is_held(self, kind: str, way: str) -> None:
+        """An attribute, an argument, a global and a closure are all found."""
+        batches = run(zoo.Corners(), COLLATES[kind](), **WAYS[way], batch_size=2)
+
+        assert not set(crops_of(0, batches)) & set(crops_of(1, batches))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("way", ["workers", "torch's workers"])
+    def test_any_start_method(self, way: str) -> None:
+        """Spawned workers seed the copy of the collate_fn that collates."""
+        options = WAYS[way]
+        spawned = run(zoo.Corners(), zoo.CropsBatch(), **options, multiprocessing_context="spawn")
+
+        assert spawned == run(zoo.Corners(), zoo.CropsBatch(), **options)
+
+    @pytest.mark.parametrize("kind", COLLATES)
+    def test_no_worker_draws_what_one_worker_draws(self, kind: str) -> None:
+        """In two epochs, with the same generator: bit for bit."""
+        alone = run(zoo.Corners(), COLLATES[kind](), 2)
+        in_worker = run(zoo.Corners(), COLLATES[kind](), 2, num_workers=1)
+
+        assert [batch[1:] for batch in alone] == [batch[1:] for batch in in_worker]
+        assert len({str(batch) for batch in alone}) == 6
+
+    def test_no_worker_through_torch_s_iterator(self) -> None:
+        """A datapipe's collate_fn follows from the loader's generator, too."""
+        pipe = functools.partial(torch.utils.data.datapipes.iter.IterableWrapper, range(12))
+
+        assert run(pipe(), zoo.CropsBatch()) == run(pipe(), zoo.CropsBatch())
+
+    def test_threads_draw_what_processes_draw(self) -> None:
+        """Each thread's copy has the random stream of the worker of its number."""
+        assert run(zoo.Corners(), zoo.CropsBatch(), **WAYS["threads"]) == run(
+            zoo.Corners(), zoo.CropsBatch(), **WAYS["workers"]
+        )
+
+    def test_pipelines_of_the_dataset_and_the_collate_fn_differ(self) -> None:
+        """Equal pipelines on both sides, with and without a seed, draw from different streams."""
+        for seed in (None, 5):
+            dataset, batch = zoo.Corners(seed=seed), zoo.CropsBatch(zoo.crop(seed))
+            seed_pipelines(dataset, 7, batch)
+
+            assert [zoo.corner(dataset.transform) for _ in range(5)] != [
+                zoo.corner(batch.pipeline) for _ in range(5)
+            ]
+
+    def test_a_resumed_epoch_begins_its_streams_anew(self) -> None:
+        """As the dataset's: the first draws of the interrupted epoch's base seed."""
+        loader = DataLoader(zoo.Corners(), 4, collate_fn=zoo.CropsBatch(), generator=torch.Generator())
+        first = next(iter(loader))
+        state = loader.state_dict()
+        resumed = DataLoader(zoo.Corners(), 4, collate_fn=zoo.CropsBatch(), generator=torch.Generator())
+        resumed.generator.manual_seed(2)
+        resumed.load_state_dict(state)
+
+        assert next(iter(resumed)) == first
+
+    def test_seed_pipelines_false_leaves_them_alone(self) -> None:
+        """As in torch: they draw from the generators that they have."""
+        batch, twin = zoo.CropsBatch(zoo.crop(5)), zoo.crop(5)
+        found = crops_of(-1, run(zoo.Draws(), batch, seed_pipelines=False, batch_size=1))
+
+        assert found == [zoo.corner(twin) for _ in found]
+
+    def test_objects_of_monai_differ_between_workers(self) -> None:
+        """Those of a collate_fn only: MONAI's own worker_init_fn seeds those of a dataset."""
+        shared, own, of_dataset = Randomizable(), Randomizable(), Randomizable()
+        before = of_dataset.R
+        draws = set()
+        for seed in (1, 2):
+            seed_pipelines([of_dataset, shared], seed, [own, shared])
+            draws.add(int(own.R.randint(1 << 30)))
+
+        assert len(draws) == 2
+        assert of_dataset.R is shared.R is before
+
+
+class TestTheDatasetsStreams:
+    """They are the same with and without a collate_fn that holds pipelines: those of earlier releases."""
+
+    @pytest.mark.parametrize("way", ["none", "workers", "threads", "torch's workers"])
+    def test_they_are_fixed(self, way: str) -> None:
+        """The first samples of each worker, as numbers that must never change."""
+        batches = run(zoo.ManyCorners(), zoo.CropsBatch(), **WAYS.get(way, {}))
+
+        assert sorted(samples[0] for _, samples, _ in batches) == sorted(
+            [
+                [54393, 12924, 60567],
+                [57779, 35388, 56309] if way == "none" else [59759, 55143, 33146],
+                [59242, 17339, 22850],
+            ]
+        )
+
+    def test_a_pipeline_of_both_draws_as_the_dataset_s(self) -> None:
+        """A collate_fn that is a method of the dataset continues the dataset's streams."""
+        dataset = zoo.CollatingCorners()
+
+        assert run(dataset, dataset.collate) == [
+            (-1, [59242, 42062, 12234, 14395], [54393, 47618]),
+            (-1, [28359, 9902, 57779, 60831], [54448, 61157]),
+            (-1, [22663, 47245, 62177, 36625], [10641, 12179]),
+        ]
+
+    @pytest.mark.parametrize("others", [[], [zoo.crop()]], ids=["alone", "with another pipeline"])
+    def test_a_pipeline_inside_one_of_the_collate_fn(self, others: list[Any]) -> None:
+        """The collate_fn's Compose around the dataset's pipeline does not change the dataset's stream."""
+        alone, dataset = zoo.crop(), zoo.crop()
+        seed_pipelines(alone, 7)
+        seed_pipelines(dataset, 7, [A.Compose([dataset]), *others])
+
+        assert [zoo.corner(dataset) for _ in range(5)] == [zoo.corner(alone) for _ in range(5)]
+
+
+class TestTheUsersOwn:
+    @pytest.mark.parametrize("way", ["none", "threads", "datapipe"])
+    def test_between_batches_and_after_them(self, way: str) -> None:
+        """In the consumer's process, the pipeline has its own generators whenever a batch is done."""
+        held = zoo.Corners()
+        before = held.stand()
+        dataset: Any = torch.utils.data.datapipes.iter.IterableWrapper(range(8))
+        for _ in DataLoader(
+            dataset if way == "datapipe" else zoo.Corners(),
+            4,
+            collate_fn=zoo.CropsBatch(held.transform),
+            **(WAYS["threads"] if way == "threads" else {}),
+        ):
+            assert held.stand() == before
+
+    def test_after_an_error(self) -> None:
+        """An error of the collate_fn restores the pipeline too."""
+        held = zoo.Corners()
+        before = held.stand()
+
+        def fail(samples: Any) -> Any:
+            zoo.corner(held.transform)
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            next(iter(DataLoader(zoo.Corners(), 4, collate_fn=fail)))
+
+        assert held.stand() == before
+
+
+class TestThreads:
+    @pytest.mark.parametrize("rng", ["worker", "sample"])
+    def test_each_thread_has_its_own_pipeline(self, rng: Any) -> None:
+        """No two threads call the same pipeline, and none calls the user's; other objects stay shared."""
+        batch = Noting()
+        list(DataLoader(zoo.Corners(), 1, num_workers=2, worker_method="thread", collate_fn=batch, rng=rng))
+
+        callers: dict[int, set[int]] = {}
+        for worker, pipeline in batch.calls:
+            callers.setdefault(id(pipeline), set()).add(worker)
+        assert sorted(callers.values()) == [{0}, {1}]
+        assert id(batch.pipeline) not in callers
+
+    def test_a_collate_fn_without_pipelines_is_shared(self) -> None:
+        """There is nothing to keep apart."""
+        batch = Noting(None)
+        list(DataLoader(zoo.Corners(), 1, num_workers=2, worker_method="thread", collate_fn=batch))
+
+        assert {worker for worker, _ in batch.calls} == {0, 1}
+
+    def test_a_method_of_the_dataset_uses_its_thread_s_dataset(self) -> None:
+        """The copy of dataset.collate belongs to the thread's copy of the dataset, as in processes."""
+        dataset = zoo.CollatingCorners()
+
+        assert run(dataset, dataset.collate, **WAYS["threads"]) == run(
+            dataset, dataset.collate, **WAYS["workers"]
+        )
+
+    @pytest.mark.parametrize("kind", ["global", "closure"])
+    def test_one_that_cannot_be_copied_is_refused(self, kind: str) -> None:
+        """A function holds its globals and its closure where no thread can have another object."""
+        with pytest.raises(ValueError, match=r"(?s)held by <function .*of an object that is the collate_fn"):
+            run(zoo.Corners(), COLLATES[kind](), **WAYS["threads"])
+
+
+class Noting:
+    """A collate_fn that notes which worker called which pipeline."""
+
+    def __init__(self, *pipelines: Any) -> None:
+        (self.pipeline,) = pipelines or (zoo.crop(),)
+        self.calls: list[tuple[int, Any]] = []
+
+    def __call__(self, samples: Any) -> Any:
+        info = fastload.get_worker_info()
+        assert info is not None
+        self.calls.append((info.id, self.pipeline))
+        if self.pipeline is not None:
+            zoo.corner(self.pipeline)
+        return samples
+
+
+def test_threads_with_a_stream_for_each_sample() -> None:
+    """With rng="sample", a collate_fn's pipeline draws the same in threads as without workers."""
+    alone = run(zoo.Corners(), zoo.CropsBatch(), rng="sample")
+    in_threads = run(zoo.Corners(), zoo.CropsBatch(), rng="sample", **WAYS["threads"])
+
+    assert [batch[1:] for batch in alone] == [batch[1:] for batch in in_threads]
+
+
+def test_seed_worker_finds_a_collate_fn_that_the_dataset_holds() -> None:
+    """In torch's loader, the pipeline of the collate_fn then draws different numbers in each worker."""
+    dataset: Any = zoo.Corners()
+    dataset.collate_fn = zoo.CropsBatch()
+    loader = torch.utils.data.DataLoader(
+        dataset, 2, num_workers=2, collate_fn=dataset.collate_fn, worker_init_fn=fastload.seed_worker
+    )
+    batches = list(loader)
+
+    assert not set(crops_of(0, batches)) & set(crops_of(1, batches))
