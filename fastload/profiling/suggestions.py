@@ -160,8 +160,8 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
         timeline: What was recorded.
         available_bytes: The host memory that is free.
     """
-    if timeline.data_share < MIN_DATA_SHARE or not timeline.waits:
-        return []
+    if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.all_rows:
+        return []  # also if the workers were started before the profile, so that nothing is known of them
     model = Model.of(timeline)
     found = [
         *_caches(timeline, model, available_bytes),
