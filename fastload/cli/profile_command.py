@@ -67,8 +67,10 @@ def profile_script(
         run_script(target, args, as_module=as_module)
     finally:
         if os.getpid() == pid:  # a process that the script forked ends here, too
-            profile.stop()
-            _save(profile, json_path, plot_path, trace_path)
+            try:
+                profile.stop()
+            finally:
+                _save(profile, json_path, plot_path, trace_path)
 
 
 def _save(profile: Profile, json_path: str | None, plot_path: str | None, trace_path: str | None) -> None:

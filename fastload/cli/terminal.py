@@ -80,11 +80,11 @@ class CommandGroup(TyperGroup):
                 raise KeyboardInterrupt
         except (KeyboardInterrupt, typer.Abort):
             error = CommandError("interrupted", ExitCode.INTERRUPTED, "KeyboardInterrupt")
-            code = _fail(error, "--json" in words)
+            code = _fail(error, _wants_json(words))
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             if "--debug" in words or os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0"):
                 traceback.print_exception(error)
-            code = _fail(error, "--json" in words)
+            code = _fail(error, _wants_json(words))
         # If a KeyboardInterrupt has left an exec() of text (for example of a dataclass in a module that is
         # being imported), CPython ends `python -m` by SIGINT, even if the interrupt was handled. Another
         # exec() of text resets this.
@@ -93,6 +93,12 @@ class CommandGroup(TyperGroup):
             code()
             code = ExitCode.FINE
         sys.exit(int(code or 0))
+
+
+def _wants_json(words: Sequence[str]) -> bool:
+    """Whether the answer is one JSON object; for commands that run a script, --json names a file instead."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    return "--json" in words and command not in ("profile", "run")
 
 
 def _fail(error: Exception, as_json: bool) -> int:

@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import functools
 import io
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,8 @@ READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
 # Attributes of datasets that hold the user's transforms.
 _TRANSFORM_ATTRIBUTES = ("transform", "transforms", "target_transform", "joint_transform", "augment")
 _TRANSFORM_MODULES = ("torchvision.transforms.", "kornia.augmentation.", "monai.transforms.")
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: attributes of such a class cannot be set
 
 Patch = tuple[Any, str, Any, Any]  # owner, attribute, original, probed
 
@@ -156,9 +159,10 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
     """The names in the user's modules that refer to these functions, as after `from cv2 import imread`."""
+    main = sys.modules.get("__main__")  # of a notebook, without a file
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
-        if is_own_code(names.get("__file__") or ""):
+        if module is main or is_own_code(names.get("__file__") or ""):
             for name, value in list(names.items()):
                 found = replaced.get(id(value))
                 if found is not None and found[0] is value:
@@ -226,26 +230,36 @@ def _of_transform(owner: Any, attribute: str, transform: Any) -> Iterator[Patch]
     if kind.__module__.partition(".")[0] == "albumentations":
         return
     if isinstance(transform, type) or _is_function(transform):
-        yield _attributes(owner), attribute, transform, probe(transform, (TRANSFORM, _name_of(transform)))
+        yield _attributes(owner), attribute, transform, _probed_function(transform)
         return
     method = "forward" if "forward" in dir(kind) and hasattr(transform, "named_parameters") else "__call__"
     defined_in = next((base for base in kind.__mro__ if method in vars(base)), None)
     if (
         defined_in is not None
-        and defined_in is not object
+        and not defined_in.__flags__ & _IMMUTABLE  # such as numpy.ufunc
         and not defined_in.__module__.startswith("torch.nn")
     ):
         yield defined_in, method, vars(defined_in)[method], probe(vars(defined_in)[method], _transform_key)
     inner = _attributes(transform).get("transforms")
     for number, part in enumerate(inner if isinstance(inner, list) else ()):
-        if _is_function(part):
-            yield inner, number, part, probe(part, (TRANSFORM, _name_of(part)))  # type: ignore[misc]
+        if isinstance(part, type) or _is_function(part):
+            yield inner, number, part, _probed_function(part)  # type: ignore[misc]
         elif callable(part):
             yield from _of_transform(transform, "transforms", part)
 
 
+def _probed_function(function: Any) -> Any:
+    """A function, class or partial that is probed; a partial keeps its attributes."""
+    if isinstance(function, functools.partial):
+        inner = probe(function.func, (TRANSFORM, _name_of(function)))
+        return functools.partial(inner, *function.args, **function.keywords)
+    return probe(function, (TRANSFORM, _name_of(function)))
+
+
 def _name_of(function: Any) -> str:
     function = getattr(function, "func", function)  # of a partial
+    if type(function).__name__ == "builtin_function_or_method":
+        return str(function.__name__)
     return str(getattr(function, "__qualname__", type(function).__qualname__)).replace("<locals>.", "")
 
 
@@ -299,19 +313,36 @@ _original_open = builtins.open
 
 
 @functools.wraps(_original_open, updated=())
-def _open(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **kwargs: Any) -> Any:
-    """`open`, whose files time their reads if they are opened for reading in binary mode."""
+def _open(
+    file: Any,
+    mode: str = "r",
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,  # the signature of `open`
+    opener: Callable[[str, int], int] | None = None,
+) -> Any:
+    """`open`, whose files time their reads if they are opened by path for reading in binary mode."""
     spans = here.spans
-    if spans is None or mode not in ("rb", "br") or args or kwargs or buffering == 1 or isinstance(file, int):
-        return _original_open(file, mode, buffering, *args, **kwargs)
+    is_timed = (
+        spans is not None
+        and mode in ("rb", "br")
+        and buffering != 1  # which warns
+        and (encoding, errors, newline, opener) == (None, None, None, None)
+        and isinstance(file, (str, bytes, os.PathLike))
+    )
+    if spans is None or not is_timed:
+        return _original_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
     spans.enter((READ, "file"))
     try:
-        raw = _TimedFile(file, "rb")
+        raw = _TimedFile(os.fspath(file), "rb", closefd)
         if buffering == 0:
             return raw
         with contextlib.ExitStack() as undo:
             undo.callback(raw.close)
-            opened = io.BufferedReader(raw, buffering if buffering > 0 else io.DEFAULT_BUFFER_SIZE)
+            size = buffering if buffering > 0 else getattr(raw, "_blksize", io.DEFAULT_BUFFER_SIZE)
+            opened = io.BufferedReader(raw, size)
             undo.pop_all()
             return opened
     finally:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import struct
@@ -35,6 +36,7 @@ MAX_ROWS = 1 << 16
 _ROW_BYTES = 64
 _TOTAL_BYTES = _ROWS_AT + MAX_ROWS * _ROW_BYTES
 OTHER = "(other)"
+_numbers = itertools.count()  # of the recordings of this process
 
 
 class Row(NamedTuple):
@@ -97,7 +99,7 @@ class Recording:
     """
 
     def __init__(self, directory: str | Path, loader: int, worker: int) -> None:
-        path = os.path.join(directory, f"{loader}-{worker}-{os.getpid()}-{threading.get_native_id()}.rec")
+        path = os.path.join(directory, f"{loader}-{worker}-{os.getpid()}-{next(_numbers)}.rec")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(fd, _TOTAL_BYTES)

@@ -55,10 +55,17 @@ class Profile:
         machine = Machine(_num_cpus(), _busy_share(self._busy_before, _cpu_ticks()))
         try:
             watch.stop()
-            self._recordings = read_recordings(watch.directory)
-            self._timelines = [timeline_of(one, self._recordings, machine) for one in watch.loaders]
+            try:
+                self._read(watch, machine)
+            except Exception:  # a signal's handler may raise here: torch's does when a worker dies
+                self._read(watch, machine)
+                raise
         finally:
             shutil.rmtree(watch.directory, ignore_errors=True)
+
+    def _read(self, watch: Watch, machine: Machine) -> None:
+        self._recordings = read_recordings(watch.directory)
+        self._timelines = [timeline_of(one, self._recordings, machine) for one in watch.loaders]
 
     @functools.cached_property
     def _report(self) -> ProfileReport:

@@ -75,9 +75,10 @@ class Spans:
 
 class _Here(threading.local):
     spans: Spans | None = None
+    is_making = False
 
 
-here = _Here()  # the spans of this thread's batch, if it is measured in detail
+here = _Here()  # whether this thread makes a batch; its spans, if it is measured in detail
 
 
 class Sampling:
@@ -116,8 +117,15 @@ class BatchWatch:
 
     def measure(self, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``make(index, ...)``, which makes a batch, and record it; errors are passed on unrecorded."""
-        if here.spans is not None:
+        if here.is_making:
             return make(index, *args, **kwargs)  # a loader inside the dataset: part of the outer batch
+        here.is_making = True
+        try:
+            return self._measure(make, index, *args, **kwargs)
+        finally:
+            here.is_making = False
+
+    def _measure(self, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
         if self._sampling.is_due():
             self._switch(True)
             try:

@@ -165,8 +165,8 @@ def suggest(
         available_bytes: The host memory that is free.
         limit: How many are returned at most; None: all.
     """
-    if timeline.data_share < MIN_DATA_SHARE or not timeline.waits:
-        return []
+    if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.all_rows:
+        return []  # also if the workers were started before the profile, so that nothing is known of them
     model = Model.of(timeline)
     found = [
         *_caches(timeline, model, available_bytes),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.profiling import probes
 from fastload.profiling.hot_lines import LINE
 from fastload.profiling.recording import OTHER, Recorded, Row, Sums, read_recording
+from fastload.profiling.spans import OWN_CODE
 from fastload.profiling.watching import NEW, REPLAYED
 
 if TYPE_CHECKING:
@@ -205,7 +206,8 @@ def seconds(ns: float) -> float:
 
 def read_recordings(directory: str) -> list[Recorded]:
     """All recordings in a directory."""
-    found = (read_recording(entry.path) for entry in os.scandir(directory) if entry.name.endswith(".rec"))
+    names = [name for name in os.listdir(directory) if name.endswith(".rec")]
+    found = [read_recording(os.path.join(directory, name)) for name in names]
     return [recorded for recorded in found if recorded is not None]
 
 
@@ -257,24 +259,27 @@ def _add_steps(timeline: Timeline) -> None:
 
 
 def _add_stages(timeline: Timeline, mine: list[Recorded], general: list[Recorded]) -> None:
-    num_detailed = sum(row.is_detailed for recorded in mine for row in recorded.rows)
     num_batches = sum(recorded.num_batches for recorded in mine)
     sums: dict[tuple[str, str], Sums] = {}
     for recorded in mine:
         for key, value in recorded.sums.items():
             sums[key] = sums.get(key, Sums()).plus(value)
+    num_detailed = sums.get(OWN_CODE, Sums()).calls  # also of batches whose rows were overwritten
     num_looks = sum(value.calls for (stage, _), value in sums.items() if stage == LINE)
     outside = (probes.SEND, probes.RECEIVE, probes.PIN, probes.COPY)
     for (stage, name), value in sums.items():
         if stage == LINE:
             timeline.lines.append((name, value.calls / num_looks))
         elif stage in outside:
-            timeline.outside.append(_stage(stage, name, value, num_batches))
+            num_done = num_batches if stage == probes.SEND else len(timeline.watched.steps)
+            timeline.outside.append(_stage(stage, name, value, num_done))
         elif num_detailed:
             timeline.stages += _split(_stage(stage, name, value, num_detailed), timeline.machine)
-    for recorded in general:
+    pins = timeline.facts["pin_memory"] or timeline.facts["device"] is not None
+    for recorded in general:  # one call for each batch of any loader
         for (stage, name), value in recorded.sums.items():
-            timeline.outside.append(_stage(stage, name, value, len(timeline.watched.steps)))
+            if pins or stage == probes.COPY:
+                timeline.outside.append(_stage(stage, name, value, value.calls))
     timeline.lines = [line for line in timeline.lines if line[0] != OTHER]
     timeline.lines.sort(key=lambda line: -line[1])
     timeline.stages.sort(key=lambda stage: -stage.wall_s)

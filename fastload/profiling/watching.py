@@ -30,11 +30,12 @@ from torch.utils.data import dataloader as torch_loader
 from fastload.batch import fetch as own_fetch
 from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
-from fastload.profiling.hot_lines import HotLines
+from fastload.profiling.hot_lines import HotLines, is_own_code
 from fastload.profiling.recording import Recording, Sums
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
 from fastload.workers import process as own_process
+from fastload.workers import threads as own_threads
 from fastload.workers import worker as own_worker
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ _COPIES = (
     ("fastload.epochs.with_workers", "pin_batch", probes.PIN),
     ("fastload.epochs.without_workers", "pin_batch", probes.PIN),
     ("accelerate.data_loader", "send_to_device", probes.COPY),
-    ("lightning.fabric.utilities.apply_func", "move_data_to_device", probes.COPY),
-    ("lightning.pytorch.core.module", "move_data_to_device", probes.COPY),
+    ("lightning.pytorch.core.hooks", "move_data_to_device", probes.COPY),
+    ("lightning.fabric.fabric", "move_data_to_device", probes.COPY),
+    ("lightning.fabric.wrappers", "move_data_to_device", probes.COPY),
 )
+_GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "iterable"))
+_LOADER = "_fastload_loader"  # an attribute of worker threads
 _PROCESS = -1  # the loader number of what belongs to no loader: pinning, receiving, copying
 
 
@@ -136,6 +140,8 @@ class Watch:
         self.loaders: list[LoaderWatch] = []
         self.is_on = False
         self.replay = replay
+        self._pid = os.getpid()
+        self._starting = threading.RLock()  # threads start the workers of their loaders one after another
         self._only = loaders
         self._known: weakref.WeakKeyDictionary[Any, LoaderWatch] = weakref.WeakKeyDictionary()
         self._by_facts: dict[tuple[Any, ...], LoaderWatch] = {}
@@ -145,7 +151,10 @@ class Watch:
     def start(self) -> None:
         """Put the hooks in place."""
         if _Process.current is not None:
-            raise RuntimeError("a profile is running in this process already: end its with block first")
+            raise RuntimeError(
+                "a profile is running in this process already: end its with block first, or "
+                "run the script with python instead of `fastload profile`"
+            )
         self.is_on = True
         _Process.current = _Process(self.directory, _PROCESS)
         self._undo.callback(_Process.end)
@@ -173,6 +182,10 @@ class Watch:
         watch = self
 
         def __iter__(loader: Any) -> Any:  # noqa: N807  # its name in tracebacks
+            if os.getpid() != watch._pid:  # a process that was forked is not watched, nor are its workers
+                _utils.worker._worker_loop = _torch_worker_loop
+                vars(own_process)["main"] = _own_main
+                return original(loader)
             if _here.loader is not None or not watch._is_watched(loader):
                 return original(loader)
             return watch._begin_epoch(original, loader)
@@ -184,18 +197,18 @@ class Watch:
 
     def _begin_epoch(self, original: Callable[[Any], Any], loader: Any) -> Any:
         watched = self._watch_of(loader)
-        if _Process.current is not None:
-            _Process.current.loader = watched.number  # of worker threads
-        _utils.worker._worker_loop = _TorchWorker(self.directory, watched.number)
-        vars(own_process)["main"] = _OwnWorker(self.directory, watched.number)
+        _hook_copies(self._undo)  # of modules that were imported since
         start_ns = time.perf_counter_ns()
-        _here.loader = watched.number
-        try:
-            iterator = original(loader)
-        finally:
-            _here.loader = None
-        watched.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
-        self._watch_iterator(iterator, watched, len(watched.epochs) - 1)
+        with self._starting:
+            _utils.worker._worker_loop = _TorchWorker(self.directory, watched.number)
+            vars(own_process)["main"] = _OwnWorker(self.directory, watched.number)
+            _here.loader = watched.number
+            try:
+                iterator = original(loader)
+            finally:
+                _here.loader = None
+            watched.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
+            self._watch_iterator(iterator, watched, len(watched.epochs) - 1)
         return iterator
 
     def _watch_of(self, loader: Any) -> LoaderWatch:
@@ -321,8 +334,7 @@ class _Process:
 
     Args:
         directory: Where its recordings go.
-        loader: The number of the loader whose worker this is; in the consumer's process, the number of the
-            loader that began an epoch last.
+        loader: The number of the loader whose worker this is; `_PROCESS` in the consumer's process.
 
     Attributes:
         current: The one of this process; None if the process is not watched.
@@ -338,14 +350,15 @@ class _Process:
         self._pid = os.getpid()
         self._is_consumer = loader == _PROCESS
         self._lock = threading.Lock()
-        self._recordings: dict[tuple[int, int], Recording] = {}  # by loader and thread; thread 0 for no batch
-        self._watches: dict[tuple[int, int], BatchWatch] = {}
+        # By loader, worker and thread; thread 0 for work outside of batches.
+        self._recordings: dict[tuple[int, int, int], Recording] = {}
+        self._watches: dict[tuple[int, int, int], BatchWatch] = {}
         self._lines: HotLines | None = None
 
     @classmethod
     def begin_worker(cls, directory: str, loader: int) -> None:
         """Begin to watch a worker process; a forked one has copies of the consumer's objects."""
-        here.spans = None
+        here.spans, here.is_making = None, False
         _here.loader = None
         cls.current = cls(directory, loader)
         _hook_process(contextlib.ExitStack())  # for as long as the process lives
@@ -360,11 +373,12 @@ class _Process:
     def measure(self, fetcher: Any, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``make``, which makes a batch, and record it under the loader that it belongs to."""
         loader: int | None = self.loader
-        if self._is_consumer and get_worker_info() is None:
-            loader = _here.loader
+        worker = _worker_number()
+        if self._is_consumer:  # a worker thread knows its loader since it was made
+            loader = _here.loader if worker < 0 else vars(threading.current_thread()).get(_LOADER)
         if loader is None or os.getpid() != self._pid:
             return make(fetcher, index, *args, **kwargs)
-        key = loader, threading.get_ident()
+        key = loader, worker, threading.get_ident()
         watch = self._watches.get(key) or self._begin(key, fetcher)
         lines = self._lines
         if lines is None:  # the profile has just ended
@@ -375,24 +389,28 @@ class _Process:
         finally:
             lines.end()
 
-    def _begin(self, key: tuple[int, int], fetcher: Any) -> BatchWatch:
+    def _begin(self, key: tuple[int, int, int], fetcher: Any) -> BatchWatch:
         with self._lock:
             if self._lines is None:
                 self._lines = HotLines()
-            self._recordings[key] = Recording(self._directory, key[0], _worker_number())
+            self._recordings[key] = Recording(self._directory, key[0], key[1])
             watch = self._watches[key] = BatchWatch(self._recordings[key], self.probes.switch)
-        self.probes.add_dataset(getattr(fetcher, "dataset", None) or getattr(fetcher, "_dataset", None))
+        held = vars(fetcher)  # torch's name and fastload's; its truth would ask for the dataset's length
+        self.probes.add_dataset(held["dataset"] if "dataset" in held else held.get("_dataset"))
         return watch
 
     def add(self, stage: str, name: str, wall_ns: int, cpu_ns: int) -> None:
         """Add time that belongs to no batch that is being made, such as sending one."""
         if os.getpid() != self._pid:
             return
-        key = (_PROCESS if self._is_consumer else self.loader), 0
+        loader = self.loader
+        if self._is_consumer and _here.loader is not None:
+            loader = _here.loader
+        key = loader, _worker_number(), 0
         with self._lock:
             recording = self._recordings.get(key)
             if recording is None:
-                recording = self._recordings[key] = Recording(self._directory, key[0], _worker_number())
+                recording = self._recordings[key] = Recording(self._directory, key[0], key[1])
         recording.add(stage, name, Sums(1, wall_ns, cpu_ns))
 
 
@@ -427,22 +445,39 @@ class _OwnWorker(_TorchWorker):
 
 def _hook_process(undo: contextlib.ExitStack) -> None:
     """Measure, in this process, each batch where it is made, and the transport of batches."""
-
-    def replace(owner: Any, name: str, watched: Any) -> None:
-        original = vars(owner)[name]
-        if not hasattr(original, "_is_watched"):  # a forked worker has the hooks already
-            watched._is_watched = True
-            setattr(owner, name, watched)
-            undo.callback(setattr, owner, name, original)
-
+    replace = functools.partial(_hook, undo)
     for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, own_fetch.Fetcher):
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
     replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
+    replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
+    _hook_copies(undo)
+
+
+def _hook(undo: contextlib.ExitStack, owner: Any, name: str, watched: Any) -> None:
+    original = vars(owner)[name]
+    if not hasattr(original, "_is_watched"):  # a forked worker has the hooks already
+        watched._is_watched = True
+        setattr(owner, name, watched)
+        undo.callback(setattr, owner, name, original)
+
+
+def _hook_copies(undo: contextlib.ExitStack) -> None:
+    """Hooks in the modules of `_COPIES` that are imported by now."""
     for module, name, stage in _COPIES:
         owner = sys.modules.get(module)
         if owner is not None and name in vars(owner):
-            replace(owner, name, _timed(stage, vars(owner)[name]))
+            _hook(undo, owner, name, _timed(stage, vars(owner)[name]))
+
+
+def _watched_thread(original: Callable[..., None]) -> Callable[..., None]:
+    """A worker thread remembers the loader that makes it."""
+
+    def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its name in tracebacks
+        original(worker, *args, **kwargs)
+        vars(worker.thread)[_LOADER] = _here.loader
+
+    return __init__
 
 
 def _watched_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -518,7 +553,7 @@ def _facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     is_iterable = isinstance(dataset, IterableDataset)
     num_samples = None
     if not is_iterable:
-        with contextlib.suppress(TypeError, NotImplementedError, AttributeError):
+        with contextlib.suppress(Exception):  # whatever it raises, the loop may never ask for it
             num_samples = len(dataset)
     ours = sys.modules.get("fastload.loader")
     context = loader.multiprocessing_context or torch.multiprocessing
@@ -568,17 +603,22 @@ def _collect(value: Any, tensors: list[torch.Tensor], depth: int) -> None:
 
 
 def _name_of(loader: Any, frame: FrameType | None) -> str:
-    """The variable that holds the loader in the calling functions; else its class."""
-    for _ in range(8):
-        if frame is None:
-            break
-        for names in (frame.f_locals, frame.f_globals):
-            for name, value in list(names.items()):
-                if (
-                    value is loader
-                    and name not in ("self", "loader", "dataloader")
-                    and not name.startswith("_")
-                ):
-                    return name
+    """The variable or attribute that holds the loader in the user's code that called us; else its class.
+
+    Names in frameworks' functions, and names that many functions give to any loader, are the last choice.
+    """
+    general = ""
+    while frame is not None:
+        if is_own_code(frame.f_code.co_filename):
+            owner = getattr(frame.f_locals.get("self"), "__dict__", None)
+            spaces: list[dict[str, Any]] = [frame.f_locals, frame.f_globals]
+            if isinstance(owner, dict):
+                spaces.append(owner)
+            for names in spaces:
+                for name, value in list(names.items()):
+                    if value is loader and name not in _GENERAL_NAMES and not name.startswith("_"):
+                        return name
+                    if value is loader and name in _GENERAL_NAMES:
+                        general = general or name
         frame = frame.f_back
-    return type(loader).__name__
+    return general if general not in ("", "self") else type(loader).__name__

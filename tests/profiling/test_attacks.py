@@ -1,0 +1,708 @@
+"""Unusual loaders and datasets: a profile changes nothing, and finds the right loader and stage."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import importlib.util
+import io
+import operator
+import os
+import signal
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+import fastload
+from fastload.profiling import recording, session
+from fastload.profiling.probes import _open
+from fastload.profiling.spans import Spans, here
+from tests.profiling import zoo
+from tests.profiling.test_culprits import LOADERS, make
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.kit.processes import Interpreter
+
+
+def by_name(profile: fastload.Profile) -> dict[str, fastload.LoaderReport]:
+    """The reports by their loaders' names."""
+    return {report.name: report for report in profile.report().loaders}
+
+
+def stop(loader: Any) -> None:
+    """End persistent workers."""
+    if isinstance(loader, fastload.DataLoader):
+        loader.close()
+    else:
+        loader._iterator._shutdown_workers()
+
+
+def stage_names(report: fastload.LoaderReport) -> set[str]:
+    """The names of all stages."""
+    return {stage.name for stage in report.stages}
+
+
+# Several loaders at once
+
+
+@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"num_workers": 1}], ids=str)
+def test_loaders_in_threads(settings: dict[str, Any]) -> None:
+    """Each loader has its own steps and its own workers' batches."""
+    slow = make("torch", zoo.SlowTransform(), **settings)
+    quick = make("torch", zoo.SlowFunction(), **settings)
+    with fastload.profile(slow, quick) as profile:
+        threads = [threading.Thread(target=list, args=(loader,)) for loader in (slow, quick)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    reports = {report.dataset: report for report in profile.report().loaders}
+    assert [report.num_batches for report in reports.values()] == [24, 24]
+    assert "SlowBlur" in stage_names(reports["SlowTransform"]) - stage_names(reports["SlowFunction"])
+    assert "plain_transform" in stage_names(reports["SlowFunction"]) - stage_names(reports["SlowTransform"])
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_interleaved_loaders(method: str) -> None:
+    """Batches that workers make belong to the loader whose workers they are."""
+    settings: dict[str, Any] = {"batch_size": zoo.BATCH, "num_workers": 1, "worker_method": method}
+    one = fastload.DataLoader(zoo.SlowTransform(), **settings)
+    other = fastload.DataLoader(zoo.SlowFunction(), **settings)
+    with fastload.profile() as profile:
+        for _ in zip(one, other, strict=True):
+            pass
+    one.close()
+    other.close()
+
+    reports = by_name(profile)
+    assert "SlowBlur" in stage_names(reports["one"])
+    assert "plain_transform" not in stage_names(reports["one"])
+    assert "plain_transform" in stage_names(reports["other"])
+    assert "SlowBlur" not in stage_names(reports["other"])
+
+
+def test_receiving_is_counted_for_its_own_loader() -> None:
+    """A short loader does not pay for the batches of a long one."""
+    large = TensorDataset(torch.zeros(64, 3, 64, 64))
+    long = DataLoader(large, batch_size=1, num_workers=1)
+    short = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1, num_workers=1)
+    with fastload.profile() as profile:
+        for loader in (long, short):
+            for _batch in loader:
+                pass
+
+    steps = {one.facts["name"]: one for one in profile._timelines}
+    counts = {
+        name: sum(part.count for part in one.outside if part.stage == "receive")
+        for name, one in steps.items()
+    }
+    assert counts["short"] <= 2 * counts["long"]
+
+
+class Nested(zoo.Quick):
+    """Each sample is read through a loader of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        inner = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+        return sum(len(batch) for (batch,) in inner), index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_a_loader_inside_a_dataset(kind: str, num_workers: int) -> None:
+    """It is part of the outer loader's batches, in this process and in a worker."""
+    loader = make(kind, Nested(), num_workers)
+    with fastload.profile() as profile:
+        first = next(iter(loader))
+        assert first[0].tolist() == [8] * zoo.BATCH
+        num_batches = 1 + len(list(loader))
+
+    (timeline,) = profile._timelines
+    assert len(timeline.watched.steps) == num_batches
+    assert all(row.num_samples == zoo.BATCH for rows in timeline.rows.values() for row in rows)
+
+
+def test_nested_loops() -> None:
+    """The inner loop is computing of the outer one."""
+    outer = make("torch", zoo.Quick(), 0)
+    inner = make("torch", zoo.SlowRead(), 0)
+    with fastload.profile() as profile:
+        for number, _batch in enumerate(outer):
+            if number < 3:
+                for _other in inner:
+                    pass
+
+    reports = by_name(profile)
+    assert (reports["outer"].num_batches, reports["inner"].num_batches) == (24, 72)
+    assert reports["outer"].data_share < reports["inner"].data_share
+
+
+def test_workers_of_a_forked_process_record_nothing() -> None:
+    """A process that the script forks may have loaders with workers; they are not watched."""
+    loader = make("torch", zoo.Quick(), 1)
+    with fastload.profile(loader) as profile:
+        list(loader)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if len(list(loader)) == 24 else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    (timeline,) = profile._timelines
+    assert sum(len(rows) for rows in timeline.rows.values()) == 24
+
+
+# Loaders of other kinds
+
+
+class Counted(IterableDataset[Any]):
+    """Numbers, each from one worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = fastload.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from range(start, 20, step)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_streams(kind: str, num_workers: int) -> None:
+    """All samples come once, and each batch is counted."""
+    stream = make(kind, Counted(), num_workers)
+    with fastload.profile() as profile:
+        found = [value for batch in stream for value in batch.tolist()]
+
+    assert sorted(found) == list(range(20))
+    (report,) = profile.report().loaders
+    assert report.num_batches == (5 if num_workers == 0 else 6)
+    assert report.settings["num_samples"] is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_samples_without_batches(kind: str, num_workers: int) -> None:
+    """batch_size=None."""
+    samples = LOADERS[kind](zoo.Quick(), batch_size=None, num_workers=num_workers)
+    with fastload.profile() as profile:
+        assert len(list(samples)) == zoo.NUM_SAMPLES
+
+    assert "batch_size=None" in str(profile.report())
+
+
+class Silent(zoo.Quick):
+    """A dataset that refuses to tell its length."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("ask the server")
+
+
+def test_a_length_that_fails() -> None:
+    """The profile asks for no more than the loop does."""
+    loader: Any = DataLoader(Silent(), batch_sampler=BatchSampler(SequentialSampler(range(8)), 4, False))
+    with fastload.profile() as profile:
+        assert len(list(loader)) == 2
+
+    assert profile.report().loaders[0].settings["num_samples"] is None
+
+
+def test_names() -> None:
+    """Attributes of the caller, general names, and unicode; a name of any length."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.validation_data = make("torch", zoo.Quick(), 0)
+
+        def run(self) -> None:
+            for _batch in self.validation_data:
+                pass
+
+    def of_any(loader: Any) -> None:
+        for _batch in loader:
+            pass
+
+    größe = make("torch", zoo.SlowRead(), 0)
+    with fastload.profile() as profile:
+        Trainer().run()
+        of_any(make("torch", zoo.SlowFunction(), 0))
+        of_any(größe)
+
+    assert [report.name for report in profile.report().loaders] == ["validation_data", "loader", "größe"]
+    assert "größe" in str(profile.report())
+    assert "größe" in profile.report()._repr_html_()
+
+
+# The ends of workers and loops
+
+
+class Dies(zoo.Quick):
+    """Its worker is killed."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+DYING = """
+import sys
+from tests.profiling import test_attacks, test_culprits
+import fastload
+loader = test_culprits.make(sys.argv[1], test_attacks.Dies(), 1)
+profile = fastload.profile()
+try:
+    with profile:
+        list(loader)
+except (RuntimeError, ConnectionResetError) as error:  # torch's depends on whether its signal comes first
+    print("an error")
+(report,) = profile.report().loaders
+print(0 < report.num_batches <= 5)
+"""
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_a_worker_that_dies(interpreter: Interpreter, kind: str) -> None:
+    """The loader's own error; the batches until then are reported."""
+    done = interpreter.run(DYING, kind, exits=False)
+
+    assert (done.returncode, done.stdout) == (0, "an error\nTrue\n"), done.stderr
+
+
+def test_an_error_while_the_recordings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler may raise there, as torch's does when a worker dies; the report is made."""
+    read = session.read_recordings
+    calls: list[str] = []
+
+    def interrupted(directory: str) -> Any:
+        calls.append(directory)
+        if len(calls) == 1:
+            raise RuntimeError("a worker is killed")
+        return read(directory)
+
+    monkeypatch.setattr(session, "read_recordings", interrupted)
+    loader = make("torch", zoo.Quick(), 0)
+    profile = fastload.profile(loader)
+    with pytest.raises(RuntimeError, match="a worker is killed"), profile:
+        list(loader)
+
+    assert profile.report().loaders[0].num_batches == 24
+    assert not os.path.exists(calls[0])
+
+
+def test_a_loader_that_is_closed_in_mid_epoch() -> None:
+    """The loop's error is fastload's; the loader can be used again."""
+    loader = make("fastload", zoo.Quick(), 1)
+    with fastload.profile() as profile:
+        iterator = iter(loader)
+        next(iterator)
+        loader.close()
+        with pytest.raises(fastload.LoaderClosedError):
+            list(iterator)
+        assert len(list(loader)) == 24
+    loader.close()
+
+    assert profile.report().loaders[0].num_batches == 25
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_workers_that_were_started_before(kind: str) -> None:
+    """Nothing is known of their work, so that no change of it is suggested."""
+    loader = make(kind, zoo.SlowRead(), 1, persistent_workers=True)
+    next(iter(loader))
+    with fastload.profile(loader) as profile:
+        list(loader)
+
+    (report,) = profile.report().loaders
+    assert report.num_batches == 24
+    assert "Nothing was recorded" in report.verdict
+    assert report.suggestions == []
+    stop(loader)
+
+
+def test_a_profile_that_begins_in_mid_epoch() -> None:
+    """That epoch is not watched, and goes on; the next one is."""
+    loader = make("torch", zoo.Quick(), 1)
+    iterator = iter(loader)
+    next(iterator)
+    with fastload.profile(loader) as profile:
+        assert len(list(iterator)) == 23
+        iterator = iter(loader)
+        next(iterator)
+    assert len(list(iterator)) == 23
+
+    assert profile.report().loaders[0].num_batches == 1
+
+
+def test_more_batches_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times per batch do not grow with the batches whose rows were overwritten."""
+    monkeypatch.setattr(recording, "MAX_ROWS", 8)
+    monkeypatch.setattr("fastload.profiling.spans.MAX_STRIDE", 1)
+    loader = make("torch", zoo.SlowTransform(), 0)
+    with fastload.profile(loader) as profile:
+        for _ in range(2):
+            list(loader)
+
+    (report,) = profile.report().loaders
+    assert report.num_batches == 48
+    assert sum(stage.ms_per_batch for stage in report.stages) < 2 * report.make_ms
+
+
+def test_a_very_fast_loader() -> None:
+    """Few batches are measured in detail, and the report is sane."""
+    images = TensorDataset(torch.zeros(256 * 40, 3, 8, 8), torch.zeros(256 * 40))
+    fast = DataLoader(images, batch_size=256)
+    with fastload.profile() as profile:
+        for _batch in fast:
+            pass
+
+    (timeline,) = profile._timelines
+    (report,) = profile.report().loaders
+    assert report.num_batches == 40
+    assert sum(row.is_detailed for row in timeline.rows[-1]) < 20
+    assert sum(stage.share for stage in report.stages) == pytest.approx(1)
+
+
+# Transforms of all kinds
+
+
+class Slots:
+    """A dataset without a dict."""
+
+    __slots__ = ("transform",)
+
+    def __init__(self) -> None:
+        self.transform = zoo.plain_transform
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class OfTheClass(zoo.Quick):
+    """The transform is an attribute of the class."""
+
+    transform = staticmethod(zoo.plain_transform)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class OfAProperty(zoo.Quick):
+    """The transform is a property."""
+
+    @property
+    def transform(self) -> Any:
+        """The transform."""
+        return zoo.plain_transform
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class OfTheInstance(zoo.Quick):
+    """The transform is given."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        part = self.transform[0] if isinstance(self.transform, list) else self.transform
+        if isinstance(part, functools.partial):
+            assert part.keywords == {"other": 2}
+        return torch.as_tensor(part(torch.ones(2)))
+
+
+class Halved(torch.nn.Module):
+    """A module."""
+
+    def forward(self, value: Any) -> Any:
+        return value / 2
+
+
+class Chain:
+    """A composition, as torchvision's."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return getattr(value, "value", value)
+
+
+class Boxed:
+    """A class that is used as a function."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    ("dataset", "name"),
+    [
+        (Slots(), None),
+        (OfTheClass(), None),
+        (OfAProperty(), None),
+        (OfTheInstance(Halved()), "Halved"),
+        (OfTheInstance(torch.nn.Sequential(Halved())), None),
+        (OfTheInstance(functools.partial(torch.mul, other=2)), "mul"),
+        (OfTheInstance(operator.itemgetter(0)), None),
+        (OfTheInstance(torch.neg), "neg"),
+        (OfTheInstance([Halved()]), None),
+        (OfTheInstance(Chain(torch.neg, Halved(), Boxed)), "Halved"),
+        (OfTheInstance(Chain(torch.neg, Boxed)), "Boxed"),
+    ],
+    ids=lambda value: type(getattr(value, "transform", value)).__name__,
+)
+def test_any_transform_works(dataset: Any, name: str | None) -> None:
+    """Batches are those without a profile; the transform is the original again, and known by name."""
+    plain = list(DataLoader(dataset, batch_size=2))
+    before = dict(getattr(dataset, "__dict__", {}))
+    with fastload.profile() as profile:
+        watched = list(DataLoader(dataset, batch_size=2))
+
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert all(vars(dataset)[key] is value for key, value in before.items())
+    if name is not None:
+        (report,) = profile.report().loaders
+        assert name in {stage.name for stage in report.stages if stage.stage == "transform"}
+
+
+# Names that modules import
+
+THROUGH_PATHLIB = """
+import cv2, numpy, pathlib
+
+def read(path):
+    return cv2.imdecode(numpy.frombuffer(pathlib.Path(path).read_bytes(), "uint8"), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("from cv2 import imread\ndef read(path): return imread(path)\n", {"decode"}),
+        ("import cv2\ndef read(path): return cv2.imread(path)\n", {"decode"}),
+        ("from PIL import Image\ndef read(path): return Image.open(path).convert('L')\n", {"decode", "read"}),
+        ("import PIL.Image\ndef read(path): return PIL.Image.open(path).convert('L')\n", {"decode", "read"}),
+        (THROUGH_PATHLIB, {"decode", "read"}),
+        ("import io\ndef read(path):\n    with io.open(path, 'rb') as f: return f.read()[:9]\n", {"read"}),
+    ],
+)
+def test_functions_that_a_module_imports(tmp_path: Path, text: str, stages: set[str]) -> None:
+    """Reading and decoding are told apart, however the module names the functions."""
+    path = tmp_path / "image.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(path)
+    module = module_of(tmp_path, text)
+
+    class Images(zoo.Quick):
+        def __getitem__(self, index: int) -> Any:
+            return len(np.asarray(module.read(str(path))).tobytes())
+
+    try:
+        with fastload.profile() as profile:
+            list(DataLoader(Images(), batch_size=4))
+    finally:
+        del sys.modules[module.__name__]
+
+    (report,) = profile.report().loaders
+    assert stages <= {stage.stage for stage in report.stages}
+    if hasattr(module, "imread"):
+        assert module.imread is cv2.imread
+
+
+def module_of(folder: Path, text: str) -> types.ModuleType:
+    """A module that was imported from a file of the user's."""
+    file = folder / "the_users_module.py"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location("the_users_module", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["the_users_module"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+NOTEBOOK = """
+import sys, types
+import torch, fastload
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+cell = '''
+import time
+import cv2
+from cv2 import imread
+from torch.utils.data import DataLoader, Dataset
+cv2.imwrite("image.png", __import__("numpy").zeros((8, 8, 3), "uint8"))
+
+class Images(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return imread("image.png")
+
+images = DataLoader(Images(), batch_size=4)
+with fastload.profile() as profile:
+    for batch in images:
+        pass
+'''
+vars(main)["fastload"] = fastload
+exec(compile(cell, "<ipython-input-1>", "exec"), vars(main))
+(report,) = main.profile.report().loaders
+print(report.name, report.lines[0][0], "decode" in [stage.stage for stage in report.stages])
+"""
+
+
+def test_a_notebook(interpreter: Interpreter, tmp_path: Path) -> None:
+    """The cell's lines are the user's, and `from cv2 import imread` in a cell is seen."""
+    done = interpreter.run(NOTEBOOK, cwd=tmp_path, exits=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "images <ipython-input-1>:12 in Images.__getitem__ True\n"
+
+
+# `open`
+
+OPEN = open
+
+
+@pytest.fixture
+def in_a_batch() -> Iterator[None]:
+    """As while a batch is measured in detail."""
+    here.spans = Spans()
+    yield
+    here.spans = None
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with some lines."""
+    path = tmp_path / "lines.txt"
+    path.write_bytes(b"one\r\ntwo\n" * 3000)
+    return path
+
+
+def described(opened: Any) -> tuple[Any, ...]:
+    """What can be seen of a file object, and its contents."""
+    with opened:
+        kind = io.FileIO if isinstance(opened, io.FileIO) else type(opened)
+        facts = [getattr(opened, name, None) for name in ("name", "mode", "encoding", "errors", "newlines")]
+        facts += [opened.readable(), opened.writable(), opened.seekable(), opened.isatty(), opened.closed]
+        first = opened.readline()
+        facts += [first, opened.tell(), opened.seek(5), opened.read(), opened.read()]
+    with pytest.raises(ValueError, match="closed file") as caught:
+        opened.read()
+    return kind, *facts, str(caught.value), opened.closed
+
+
+@pytest.mark.usefixtures("in_a_batch")
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        ((), {}),
+        (("r",), {"encoding": "utf-8"}),
+        (("r", 1), {"newline": ""}),
+        (("rb",), {}),
+        (("rb",), {"buffering": 0}),
+        (("rb", 16), {}),
+        (("br", -1, None, None, None), {}),
+        (("rb",), {"closefd": True, "opener": os.open}),
+        (("r+b",), {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [str, bytes, "path"], ids=str)
+def test_open_is_open(file: Path, kind: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Types, attributes, contents and errors after closing."""
+    place = file if kind == "path" else os.fsencode(file) if kind is bytes else str(file)
+
+    assert described(_open(place, *args, **options)) == described(OPEN(place, *args, **options))
+
+
+@pytest.mark.usefixtures("in_a_batch")
+@pytest.mark.parametrize(
+    ("place", "args"),
+    [
+        ("absent", ("rb",)),
+        ("", ("rb",)),
+        (".", ("rb",)),
+        (None, ("rb",)),
+        (1.5, ("rb",)),
+        ("absent", ("q",)),
+        ("absent", ("rb", 0, "utf-8")),
+        ("a\0b", ("rb",)),
+        (-1, ("rb",)),
+        ("absent", ("rb", -1, None, None, None, False)),
+    ],
+    ids=repr,
+)
+def test_open_fails_as_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, args: Any) -> None:
+    """The same errors, with the same numbers, names and texts."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception) as plain:  # noqa: PT011  # any error
+        OPEN(place, *args)
+    with pytest.raises(type(plain.value)) as watched:
+        _open(place, *args)
+
+    assert str(watched.value) == str(plain.value)
+    for name in ("errno", "strerror", "filename"):
+        assert getattr(watched.value, name, None) == getattr(plain.value, name, None)
+
+
+@pytest.mark.usefixtures("in_a_batch")
+def test_open_by_descriptor(file: Path) -> None:
+    """The descriptor stays open if it is to stay open."""
+    fd = os.open(file, os.O_RDONLY)
+    try:
+        for number in (fd, np.int64(fd)):
+            with _open(number, "rb", closefd=False) as opened:
+                assert opened.read(3) == b"one"
+            os.lseek(fd, 0, os.SEEK_SET)
+        os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def test_libraries_read_through_it(tmp_path: Path) -> None:
+    """Gzip and pathlib read the same bytes, counted as reading, in batches that are measured."""
+    path = tmp_path / "data.gz"
+    path.write_bytes(gzip.compress(bytes(range(200))))
+
+    class Files(zoo.Quick):
+        def __getitem__(self, index: int) -> Any:
+            with gzip.open(path) as opened:
+                return len(opened.read()), len(path.read_bytes())
+
+    with fastload.profile() as profile:
+        batches = list(DataLoader(Files(), batch_size=4))
+
+    assert {tuple(part.tolist()) for batch in batches for part in batch} == {
+        (200,) * 4,
+        (len(path.read_bytes()),) * 4,
+    }
+    assert "read" in {stage.stage for stage in profile.report().loaders[0].stages}

@@ -1,0 +1,313 @@
+"""`fastload profile SCRIPT`: the script ends as under plain python, and the report goes to standard error.
+
+`tests/integrations/test_script.py` shows that `run_script` is plain python; here it is the comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
+
+ROOT = Path(__file__).parents[2]
+COMMAND = """
+import sys
+sys.path.insert(0, "")  # for the script's folder
+sys.argv[0] = "fastload"
+from fastload.cli.main import main
+main()
+"""
+PLAIN = """
+import sys
+sys.path.insert(0, "")
+from fastload.cli.script import run_script
+run_script(sys.argv[1], sys.argv[2:])
+"""
+DATASET = """
+import os, signal, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.full((2,), index)
+
+"""
+# Prints each batch; the script's argument says how it ends in the middle of the epoch.
+TRAIN = (
+    DATASET
+    + """
+def train(ending):
+    train_loader = DataLoader(Numbers(), batch_size=4)
+    for number, batch in enumerate(train_loader):
+        print(number, batch[0, 0].item())
+        if number == 6:
+            if ending == "interrupt":
+                os.kill(os.getpid(), signal.SIGINT)
+            if ending == "error":
+                raise ValueError("a bad batch")
+            if ending == "code":
+                sys.exit(3)
+            if ending == "message":
+                sys.exit("a message")
+
+train(sys.argv[1])
+print("the end")
+"""
+)
+WITH_WORKER = (
+    DATASET
+    + """
+def main():
+    train_loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1])
+    for batch in train_loader:
+        pass
+    print("done", sys.argv)
+
+if __name__ == "__main__":
+    main()
+"""
+)
+REPORT = "\ntrain_loader (Numbers, 40 samples, batch_size=4, "
+
+
+def write(folder: Path, text: str, name: str = "train.py") -> Path:
+    """Make a script."""
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def profiled(
+    interpreter: Interpreter, folder: Path, *words: str, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """The end of `fastload profile WORDS`."""
+    return interpreter.run(COMMAND, "profile", *words, cwd=folder, **options)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "num_batches"),
+    [("none", 0, 10), ("code", 3, 7), ("message", 1, 7), ("error", 1, 7), ("interrupt", -signal.SIGINT, 7)],
+)
+def test_the_script_ends_as_without_the_profile(
+    interpreter: Interpreter, tmp_path: Path, ending: str, code: int, num_batches: int
+) -> None:
+    """Output, exit code, traceback and signal are the same; the report comes before the traceback."""
+    write(tmp_path, TRAIN)
+
+    plain = interpreter.run(PLAIN, "train.py", ending, cwd=tmp_path)
+    done = profiled(interpreter, tmp_path, "train.py", ending)
+
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert done.returncode == code
+    assert done.stderr.endswith(plain.stderr)
+    report = done.stderr.removesuffix(plain.stderr)
+    assert report.startswith(f"{REPORT}0 workers): {num_batches} batches, ")
+
+
+def test_beside_plain_python(tmp_path: Path) -> None:
+    """`python -m fastload profile train.py` prints what `python train.py` prints, and the report."""
+    write(tmp_path, TRAIN)
+    path = os.pathsep.join(str(place) for place in (ROOT, os.environ.get("PYTHONPATH")) if place)
+    plain, done = (
+        subprocess.run(
+            [sys.executable, *words, "train.py", "error"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        for words in ((), ("-m", "fastload", "profile"))
+    )
+
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout)
+    assert done.stderr.endswith(plain.stderr)
+    assert "Traceback" in plain.stderr
+    assert done.stderr.count(REPORT) == 1
+
+
+def test_the_files_are_written(interpreter: Interpreter, tmp_path: Path) -> None:
+    """`--json`, `--plot` and `--trace`, also after an error of the script; each is named."""
+    write(tmp_path, TRAIN)
+    files = ("--json", "report.json", "--plot", "waits.png", "--trace", "trace.json")
+
+    done = profiled(interpreter, tmp_path, *files, "train.py", "code")
+
+    assert done.returncode == 3
+    assert done.stderr.endswith(
+        "fastload: wrote report.json\nfastload: wrote waits.png\nfastload: wrote trace.json\n"
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(loader["name"], loader["num_batches"]) for loader in report["loaders"]] == [("train_loader", 7)]
+    assert (tmp_path / "waits.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events].count("waiting for data") == 7
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--trace"])
+@pytest.mark.parametrize("place", ["absent/file", "folder"])
+def test_a_path_that_cannot_be_written_is_refused_first(
+    interpreter: Interpreter, tmp_path: Path, option: str, place: str
+) -> None:
+    """Before the script runs; the message names the path."""
+    (tmp_path / "folder").mkdir()
+    write(tmp_path, "print('the script runs')\n")
+
+    done = profiled(interpreter, tmp_path, option, place, "train.py")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"fastload: error: {place} cannot be written: its directory must exist, and be writable\n"
+    )
+
+
+def test_a_file_that_fails_later_hides_nothing(interpreter: Interpreter, tmp_path: Path) -> None:
+    """The script removes the directory: an error line for the file, and the script's exit code."""
+    (tmp_path / "out").mkdir()
+    write(tmp_path, "import os, sys\nos.rmdir('out')\nsys.exit(5)\n")
+
+    done = profiled(interpreter, tmp_path, "--json", "out/a.json", "--trace", "b.json", "train.py")
+
+    assert done.returncode == 5
+    assert "fastload: error: out/a.json could not be written: " in done.stderr
+    assert done.stderr.endswith("fastload: wrote b.json\n")
+
+
+def test_words_after_the_script_belong_to_it(interpreter: Interpreter, tmp_path: Path) -> None:
+    """Also those that are options of `fastload profile`; none of its files is written."""
+    write(tmp_path, "import sys\nprint(sys.argv)\n")
+    words = ["--json", "a.json", "-m", "--help", "--replay", "3", "--", "x"]
+
+    done = profiled(interpreter, tmp_path, "train.py", *words)
+
+    assert (done.returncode, done.stdout) == (0, f"{['train.py', *words]}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_a_module(interpreter: Interpreter, tmp_path: Path) -> None:
+    """`-m` runs it as `python -m` does, with its arguments."""
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", "", "__init__.py")
+    write(tmp_path / "package", "import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+
+    done = profiled(interpreter, tmp_path, "-m", "package.train", "--json", "x")
+
+    assert (done.returncode, done.stdout) == (0, "__main__ package ['--json', 'x']\n")
+
+
+def test_a_script_that_does_not_exist(interpreter: Interpreter, tmp_path: Path) -> None:
+    """Python's message and exit code."""
+    done = profiled(interpreter, tmp_path, "absent.py")
+
+    assert done.returncode == 2
+    assert f"can't open file '{tmp_path}/absent.py': [Errno 2] No such file or directory\n" in done.stderr
+
+
+def test_a_script_without_a_loader(interpreter: Interpreter, tmp_path: Path) -> None:
+    """The report says so."""
+    write(tmp_path, "print('hello')\n")
+
+    done = profiled(interpreter, tmp_path, "train.py")
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "\nNo DataLoader was used.\n")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_worker_processes(interpreter: Interpreter, tmp_path: Path, method: str) -> None:
+    """Workers of each start method find the script's dataset, and are watched."""
+    write(tmp_path, WITH_WORKER)
+
+    done = profiled(interpreter, tmp_path, "--json", "report.json", "train.py", method)
+
+    assert (done.returncode, done.stdout) == (0, f"done ['train.py', '{method}']\n")
+    (loader,) = json.loads((tmp_path / "report.json").read_text())["loaders"]
+    assert loader["num_batches"] == 10
+    assert loader["worker_utilisation"] is not None
+    assert "default_collate" in [stage["name"] for stage in loader["stages"]]
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit(4)", "raise ValueError('child')", "os._exit(4)", "pass"])
+def test_a_forked_child_prints_no_report(interpreter: Interpreter, tmp_path: Path, leaving: str) -> None:
+    """Whichever way the child leaves; the batches that it loads are not counted."""
+    text = (
+        f"{DATASET}"
+        "train_loader = DataLoader(Numbers(), batch_size=4)\n"
+        "pid = os.fork()\n"
+        "for batch in train_loader:\n"
+        "    pass\n"
+        "if pid == 0:\n"
+        f"    {leaving}\n"
+        "else:\n"
+        "    os.waitpid(pid, 0)\n"
+    )
+    write(tmp_path, text)
+
+    done = profiled(interpreter, tmp_path, "train.py")
+
+    assert done.returncode == 0
+    assert done.stderr.count(f"{REPORT}0 workers): 10 batches, ") == 1
+    assert done.stderr.count("batches, ") == 1
+
+
+def test_a_loader_of_ours(interpreter: Interpreter, tmp_path: Path) -> None:
+    """The script imports fastload after the profile has begun, and its loader is watched."""
+    write(
+        tmp_path,
+        TRAIN.replace("import DataLoader, Dataset", "import Dataset\nfrom fastload import DataLoader"),
+    )
+
+    done = profiled(interpreter, tmp_path, "--json", "a.json", "train.py", "none")
+
+    assert done.returncode == 0, done.stderr
+    (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
+    assert (loader["name"], loader["num_batches"]) == ("train_loader", 10)
+    assert loader["settings"]["is_fastload"]
+
+
+def test_a_script_that_profiles_itself(interpreter: Interpreter, tmp_path: Path) -> None:
+    """Its own profile is refused with a message that names both ways out; the report covers the rest."""
+    text = (
+        f"{DATASET}"
+        "import fastload\n"
+        "train_loader = DataLoader(Numbers(), batch_size=4)\n"
+        "for batch in train_loader:\n"
+        "    pass\n"
+        "with fastload.profile():\n"
+        "    print('inside')\n"
+    )
+    write(tmp_path, text)
+
+    done = profiled(interpreter, tmp_path, "train.py")
+
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "run the script with python instead of `fastload profile`" in done.stderr
+    assert done.stderr.startswith(f"{REPORT}0 workers): 10 batches, ")
+
+
+def test_replay(interpreter: Interpreter, tmp_path: Path) -> None:
+    """`--replay N` returns held batches, and keeps the number of steps."""
+    write(tmp_path, TRAIN)
+
+    done = profiled(interpreter, tmp_path, "--replay", "2", "--json", "a.json", "train.py", "none")
+
+    assert done.returncode == 0
+    assert (
+        done.stdout
+        == "".join(f"{number} {value}\n" for number, value in enumerate([0, 4, 8, 12, 0, 4, 16, 20, 24, 28]))
+        + "the end\n"
+    )
+    (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
+    assert loader["num_batches"] == 10

@@ -1,0 +1,68 @@
+"""Lightning's loops: their loaders are watched, under the user's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.utils.data
+
+import fastload
+from tests.profiling import zoo
+
+
+class Model(L.LightningModule):
+    """Learns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, _batch_idx: int) -> Any:
+        """One step."""
+        return self.layer(batch[1].float()[:, None]).sum()
+
+    def configure_optimizers(self) -> Any:
+        """SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Data(L.LightningDataModule):
+    """Makes its loader when it is asked."""
+
+    def train_dataloader(self) -> Any:
+        """The loader."""
+        return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
+
+
+def fit(*args: Any, **options: Any) -> None:
+    """Two epochs."""
+    trainer = L.Trainer(
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+    )
+    trainer.fit(Model(), *args, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's: few workers, deprecated functions of its own
+def test_a_trainer() -> None:
+    """The waits are measured, and copying to the device; the name is the user's variable."""
+    training_data = torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
+    with fastload.profile() as profile:
+        fit(training_data)
+        fit(datamodule=Data())
+
+    reports = profile.report().loaders
+    assert [(report.name, report.num_epochs, report.num_batches) for report in reports] == [
+        ("training_data", 2, 48),
+        ("DataLoader", 2, 48),
+    ]
+    assert all(report.culprit == "dataset" and "SlowRead.read" in report.bottleneck for report in reports)
+    assert "copy" in reports[0].outside
