@@ -147,7 +147,7 @@ class TestHelp:
 
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("Usage: python -m fastload [OPTIONS] COMMAND [ARGS]...\n")
-        assert "\n  cache   Caches of decoded samples" in done.stderr
+        assert "\n  cache    Caches of decoded samples" in done.stderr
 
     @pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "build", "--help"]])
     def test_help_and_version_need_neither_torch_nor_rich(self, words: list[str]) -> None:

@@ -28,6 +28,7 @@ from torch.utils.data import IterableDataset, _utils
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.batch import fetch as own_fetch
+from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
 from fastload.profiling.hot_lines import HotLines, is_own_code
@@ -488,13 +489,25 @@ def _watched_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
         for attribute in ("collate_fn", "_collate_fn"):  # torch's name and fastload's
             collate = vars(fetcher).get(attribute)
             if collate is not None and not hasattr(collate, "_is_watched") and not _is_ours(fetcher, collate):
-                name = getattr(collate, "__qualname__", type(collate).__qualname__)
-                watched = probe(collate, (probes.COLLATE, name))
-                watched._is_watched = True
-                setattr(fetcher, attribute, watched)
+                setattr(fetcher, attribute, _watched_collate(collate))
         return process.measure(fetcher, original, index, *args, **kwargs)
 
     return fetch
+
+
+def _watched_collate(collate: Any) -> Any:
+    """A probed collate_fn.
+
+    The collate_fn of a loader that a framework built from ours looks at its caller, torch's fetcher. It stays
+    the outermost function, around a probed one.
+    """
+    if type(collate) is LoaderCollate:
+        lost, channels_last = collate._fastload_note
+        return LoaderCollate(_watched_collate(own_collate(collate)), lost, channels_last=channels_last)
+    name = getattr(collate, "__qualname__", type(collate).__qualname__)
+    watched = probe(collate, (probes.COLLATE, name))
+    watched._is_watched = True
+    return watched
 
 
 def _is_ours(fetcher: Any, collate: Any) -> bool:

@@ -32,10 +32,11 @@ from fastload.profiling.probes import _open
 from fastload.profiling.spans import Spans, here
 from tests.profiling import zoo
 from tests.profiling.test_culprits import LOADERS, make
+from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.kit.processes import Interpreter
@@ -208,6 +209,22 @@ def test_samples_without_batches(kind: str, num_workers: int) -> None:
         assert len(list(samples)) == zoo.NUM_SAMPLES
 
     assert "batch_size=None" in str(profile.report())
+
+
+@pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
+def test_loaders_that_frameworks_build_again(prepare: Callable[[Any], Any]) -> None:
+    """Torch's loader around our collate function gives the same batches, and is one loader in two epochs."""
+    ours: Any = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, memory_format=torch.channels_last)
+    plain = list(prepare(ours))
+    with fastload.profile() as profile:
+        watched = [batch for _ in range(2) for batch in prepare(ours)]
+
+    assert all(
+        torch.equal(a, b) for x, y in zip(plain * 2, watched, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    (report,) = profile.report().loaders
+    assert (report.num_epochs, report.num_batches) == (2, 48)
+    assert "collate" in {stage.stage for stage in report.stages}
 
 
 class Silent(zoo.Quick):
