@@ -1,7 +1,9 @@
 """Which lines of the user's code take the time: a thread looks at the stacks of threads that make batches.
 
-A look takes about 20 us and happens every `INTERVAL_S`, so that it costs about half a percent. It sees
-waits as well as computation, which a profiler that counts CPU time does not.
+A look sees waits as well as computation, which a profiler that counts CPU time does not. It takes about
+20 us, but it takes the GIL and a CPU from the thread that works: where torch computes with several threads,
+all of them wait for the one that lost its CPU, up to 4 ms (benchmarks/NOTES.md, "Profiles"). Looks are
+therefore frequent at first, and rare once there are enough of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
     from fastload.profiling.recording import Recording
 
-INTERVAL_S = 0.02
+INTERVAL_S = 0.02  # between the first looks
+RARE_INTERVAL_S = 0.5  # between later looks
+NUM_FREQUENT = 50  # looks that find a thread at work
 LINE = "line"  # the stage under which lines are recorded; `calls` is the number of looks
 
 _NOT_OWN = tuple(
@@ -55,8 +59,10 @@ class HotLines:
         self._watched.pop(threading.get_ident(), None)
 
     def _look_often(self) -> None:
-        while not self._has_stopped.wait(INTERVAL_S):
+        num_looks = 0
+        while not self._has_stopped.wait(INTERVAL_S if num_looks < NUM_FREQUENT else RARE_INTERVAL_S):
             if self._watched:
+                num_looks += 1
                 frames = sys._current_frames()
                 for thread, recording in list(self._watched.items()):
                     frame = frames.get(thread)

@@ -47,7 +47,7 @@ def draw(timelines: Sequence[Timeline], path: str) -> None:
 
 
 def _draw_one(axis: Any, timeline: Timeline) -> None:
-    steps = timeline.watched.steps[-_NUM_STEPS:]
+    steps = list(timeline.watched.steps)[-_NUM_STEPS:]
     origin_ns, last_ns = steps[0].start_ns, steps[-1].end_ns
     names = ["training loop"]
     waits: list[tuple[float, float]] = []
@@ -79,7 +79,7 @@ def _draw_one(axis: Any, timeline: Timeline) -> None:
     axis.set_xlabel("seconds")
     facts = timeline.facts
     axis.set_title(
-        f"{facts['name']}: the last {len(steps)} of {len(timeline.watched.steps)} steps; "
+        f"{facts['name']}: the last {len(steps)} of {timeline.watched.num_steps} steps; "
         f"waits for data {timeline.data_share:.0%} of the time",
         loc="left",
     )
@@ -130,7 +130,7 @@ def _events_of(timeline: Timeline) -> list[dict[str, Any]]:
         _event("start of an epoch", number, 0, epoch.start_ns, epoch.ready_ns)
         for epoch in timeline.watched.epochs
     ]
-    steps = timeline.watched.steps
+    steps = list(timeline.watched.steps)
     for count, (step, next_ns) in enumerate(zip(steps, _next_ns(timeline, steps), strict=True)):
         name = "held batch" if step.kind == REPLAYED else "waiting for data"
         events.append(_event(name, number, 0, step.start_ns, step.end_ns, batch=count, epoch=step.epoch))

@@ -242,7 +242,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         dataset=facts["dataset"],
         settings={key: value for key, value in facts.items() if key not in ("name", "dataset")},
         num_epochs=len(timeline.watched.epochs),
-        num_batches=len(timeline.watched.steps),
+        num_batches=timeline.watched.num_steps,
         total_s=timeline.total_s,
         wait_share=timeline.wait_share,
         wait_p50_ms=median(waits) * 1e3,

@@ -210,13 +210,13 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
         return
     decoded = [part for part in timeline.stages if part.stage == probes.DECODE]
     images = [part for part in decoded if part.num_pixels]
-    per_sample = facts["batch_size"] or 1  # samples of a batch
+    per_batch = timeline.samples_per_batch
     if images:
         largest = max(images, key=lambda part: part.nbytes)
         image_bytes, num_pixels = largest.nbytes, largest.num_pixels
         what = "the decoded images"
     else:
-        image_bytes, num_pixels = facts["nbytes"] / per_sample, 0.0
+        image_bytes, num_pixels = facts["nbytes"] / per_batch, 0.0
         what = "the samples"
     has_transform = any(part.stage == probes.TRANSFORM for part in timeline.stages)
     how = "CachedDataset(dataset, transform=...)" if has_transform else "CachedDataset(dataset)"
@@ -228,7 +228,7 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
         if part.stage in (probes.READ, probes.DECODE, probes.DATASET, probes.LOCK)
     ]
     copied_bytes = 0 if has_transform else image_bytes  # a transform reads the cached sample in place
-    added_s = per_sample * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
+    added_s = per_batch * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
     gain = _without(timeline, model, *spared, added_s=added_s)
     needed_bytes = round(image_bytes * facts["num_samples"])
     sizes = f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free"

@@ -168,6 +168,11 @@ class Timeline:
         return sum(stage.cpu_s for stage in self.stages if stage.stage in stages)
 
     @property
+    def samples_per_batch(self) -> float:
+        """The mean number of samples of a batch; 1 if it is not known."""
+        return mean([float(row.num_samples) for row in self.all_rows]) or 1.0
+
+    @property
     def receiving_s(self) -> float:
         """Seconds per batch in which the consumer's thread receives a batch, instead of waiting for it."""
         if not self.facts["num_workers"]:
@@ -271,7 +276,7 @@ def _add_stages(timeline: Timeline, mine: list[Recorded], general: list[Recorded
         if stage == LINE:
             timeline.lines.append((name, value.calls / num_looks))
         elif stage in outside:
-            num_done = num_batches if stage == probes.SEND else len(timeline.watched.steps)
+            num_done = num_batches if stage == probes.SEND else timeline.watched.num_steps
             timeline.outside.append(_stage(stage, name, value, num_done))
         elif num_detailed:
             timeline.stages += _split(_stage(stage, name, value, num_detailed), timeline.machine)

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 NEW, AHEAD, REPLAYED = "new", "ahead", "replayed"  # the kinds of steps
+MAX_STEPS = 200_000  # per loader: about 40 MB
 
 # Functions of the consumer's process that pin batches or copy them to a device. Tensor.to() itself is not
 # among them: torch.compile would trace into its replacement.
@@ -106,14 +108,16 @@ class LoaderWatch:
         number: Its number among the watched loaders.
         facts: What is known of the loader and its batches; see `_facts_of`.
         epochs: Its epochs.
-        steps: The batches that the consumer got.
+        steps: The last `MAX_STEPS` batches that the consumer got.
+        num_steps: How many it got in all.
         held: Copies of batches, for replaying.
     """
 
     number: int
     facts: dict[str, Any]
     epochs: list[Epoch] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    num_steps: int = 0
     held: list[Any] = field(default_factory=list)
 
 
@@ -319,10 +323,11 @@ def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         cpu_ns = time.thread_time_ns() - start_cpu_ns
         kind = REPLAYED if is_replayed else AHEAD if progress.is_ahead else NEW
         watched.steps.append(Step(progress.epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
+        watched.num_steps += 1
         if is_replayed:
             progress.num_steps += 1
         else:
-            if not watched.facts["nbytes"]:
+            if watched.num_steps == 1:
                 watched.facts.update(_facts_of_batch(batch))
             progress.note(batch)
         return batch

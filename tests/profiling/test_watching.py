@@ -253,7 +253,7 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     profile = fastload.profile(loader, replay=3)
     with profile:
         seen = [[part.clone() for part in batch] for batch in loader]
-    steps = profile._timelines[0].watched.steps
+    steps = list(profile._timelines[0].watched.steps)
     (report,) = profile.report().loaders
 
     assert len(seen) == len(steps) == 24
@@ -343,3 +343,16 @@ def test_batches_that_are_no_tensors(num_workers: int, collate: Callable[[Any], 
         assert len(list(loader)) == 10
 
     assert profile.report().loaders[0].settings["nbytes"] == 0
+
+
+def test_a_long_profile_keeps_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded; the number of batches is that of all."""
+    monkeypatch.setattr("fastload.profiling.watching.MAX_STEPS", 30)
+    loader = make("torch", zoo.Quick(), 0)
+
+    with fastload.profile(loader) as profile:
+        batches(loader, 3)
+
+    (timeline,) = profile._timelines
+    assert len(timeline.watched.steps) == 30
+    assert profile.report().loaders[0].num_batches == 72
