@@ -93,8 +93,12 @@ class Probes:
         with self._lock:
             if dataset is not None and not any(known is dataset for known in self._datasets):
                 self._datasets.append(dataset)
-            if self._num_measuring == 0:
-                self._find()  # now, and not in a batch that is measured
+            is_on = self._num_measuring > 0  # another thread measures a batch
+            if is_on:
+                self._put_back()
+            self._find()  # now, and not in a batch that is measured
+            if is_on:
+                self._put_in()
 
     def switch(self, on: bool) -> None:
         """Put the probes in place before a measured batch, and the originals back after the last one."""
@@ -103,11 +107,17 @@ class Probes:
             if on and self._num_measuring == 1:
                 if self._num_modules != len(sys.modules):  # some libraries import their parts when first used
                     self._find()
-                for owner, name, _, probed in self._patches:
-                    _set(owner, name, probed)
+                self._put_in()
             elif not on and self._num_measuring == 0:
-                for owner, name, original, _ in self._patches:
-                    _set(owner, name, original)
+                self._put_back()
+
+    def _put_in(self) -> None:
+        for owner, name, _, probed in self._patches:
+            _set(owner, name, probed)
+
+    def _put_back(self) -> None:
+        for owner, name, original, _ in self._patches:
+            _set(owner, name, original)
 
     def _find(self) -> None:
         """Find all functions to probe, in the modules that are imported now."""

@@ -82,11 +82,14 @@ here = _Here()  # whether this thread makes a batch; its spans, if it is measure
 
 
 class Sampling:
-    """Chooses the batches that are measured in detail: the second, and then every `stride`-th."""
+    """Chooses the batches that are measured in detail: the third, and then every `stride`-th.
+
+    The first two contain what happens once, such as imports at first use.
+    """
 
     def __init__(self) -> None:
         self.stride = 1
-        self._left = 1
+        self._left = 2
 
     def is_due(self) -> bool:
         """Whether to measure the batch that begins now."""

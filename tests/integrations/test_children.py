@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import fastload
+
 ROOT = Path(__file__).parents[2]
-BOOTSTRAP = ROOT / "fastload" / "integrations" / "bootstrap"
+BOOTSTRAP = Path(fastload.__file__).parent / "integrations" / "bootstrap"
 HOOK = "def called():\n    import sys\n    print('hook', 'torch.utils.data.dataloader' in sys.modules)\n"
 SHOW_PATH = "import sys; print(sys.path)"
 USE_TORCH = (

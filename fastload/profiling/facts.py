@@ -1,0 +1,94 @@
+"""Collect facts on a loader and its batches as plain values: settings, sizes, and the user's name for it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from fastload.profiling.hot_lines import is_own_code
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "iterable"))
+
+
+def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
+    """What is known of a loader before its first batch, as plain values."""
+    dataset = loader.dataset
+    is_iterable = isinstance(dataset, IterableDataset)
+    num_samples = None
+    if not is_iterable:
+        with contextlib.suppress(Exception):  # whatever it raises, the loop may never ask for it
+            num_samples = len(dataset)
+    ours = sys.modules.get("fastload.loader")
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return {
+        "name": _name_of(loader, frame),
+        "dataset": type(dataset).__name__,
+        "is_cached": type(dataset).__name__ == "CachedDataset",
+        "is_iterable": is_iterable,
+        "num_samples": num_samples,
+        "batch_size": loader.batch_size,
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "pin_memory": loader.pin_memory,
+        "is_fastload": ours is not None and isinstance(loader, ours.DataLoader),
+        "worker_method": getattr(loader, "worker_method", "process"),
+        "start_method": context.get_start_method() if loader.num_workers else None,
+        "device": None if getattr(loader, "device", None) is None else str(loader.device),
+        "nbytes": 0,
+        "image_dtype": None,
+        "image_shape": None,
+    }
+
+
+def facts_of_batch(batch: Any) -> dict[str, Any]:
+    """The bytes of a batch's tensors, and the dtype and shape of the largest of them with 4 dimensions."""
+    tensors: list[torch.Tensor] = []
+    _collect(batch, tensors, 8)
+    images = [tensor for tensor in tensors if tensor.dim() == 4]
+    facts: dict[str, Any] = {"nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+    if images:
+        largest = max(images, key=torch.numel)
+        facts["image_dtype"] = str(largest.dtype).removeprefix("torch.")
+        facts["image_shape"] = list(largest.shape)
+    return facts
+
+
+def _collect(value: Any, tensors: list[torch.Tensor], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+    elif depth and isinstance(value, dict):
+        for part in value.values():
+            _collect(part, tensors, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for part in value:
+            _collect(part, tensors, depth - 1)
+
+
+def _name_of(loader: Any, frame: FrameType | None) -> str:
+    """The variable or attribute that holds the loader in the user's code that called us; else its class.
+
+    Names in frameworks' functions, and names that many functions give to any loader, are the last choice.
+    """
+    general = ""
+    while frame is not None:
+        if is_own_code(frame.f_code.co_filename):
+            owner = getattr(frame.f_locals.get("self"), "__dict__", None)
+            spaces: list[dict[str, Any]] = [frame.f_locals, frame.f_globals]
+            if isinstance(owner, dict):
+                spaces.append(owner)
+            for names in spaces:
+                for name, value in list(names.items()):
+                    if value is loader and name not in _GENERAL_NAMES and not name.startswith("_"):
+                        return name
+                    if value is loader and name in _GENERAL_NAMES:
+                        general = general or name
+        frame = frame.f_back
+    return general if general not in ("", "self") else type(loader).__name__
