@@ -82,6 +82,7 @@ class Tally:
         self._lock = threading.RLock()
         self._works: list[Work] = []  # not added up yet; appending to a list needs no lock
         self._sum = Work()
+        self._hits = self._misses = 0  # of the consumer's process
         self._num_copies = 0
         self._num_restarts = 0
 
@@ -98,6 +99,12 @@ class Tally:
             self._sum = Work(*map(sum, columns))
             del self._works[:num_works]  # other threads append meanwhile
 
+    def add_accesses(self, hits: int, misses: int) -> None:
+        """Add accesses to caches in the consumer's process."""
+        with self._lock:
+            self._hits += hits
+            self._misses += misses
+
     def add_copy(self) -> None:
         """Count a batch that was copied because its slot could not be lent."""
         with self._lock:
@@ -113,4 +120,5 @@ class Tally:
         with self._lock:
             self._add_up()
             _, busy_us, hits, misses = self._sum
+            hits, misses = hits + self._hits, misses + self._misses
             return Totals(busy_us, hits, misses, self._num_copies, self._num_restarts)
