@@ -109,6 +109,7 @@ def rescaled(source: Path, dest: Path, factor: float, *, only: str = "") -> Path
     return dest
 
 
+@pytest.mark.slow
 class TestWhole:
     @pytest.mark.slow
     def test_a_folder_is_measured_and_leaves_only_what_was_asked_for(
@@ -328,6 +329,7 @@ class TestImpossible:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
 
+@pytest.mark.slow
 class TestBaseline:
     @pytest.fixture
     def saved(self, tmp_path: Path) -> Path:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 
+pytestmark = pytest.mark.slow  # loops that wait
+
+
 def by_name(profile: fastload.Profile) -> dict[str, fastload.LoaderReport]:
     """The reports by their loaders' names."""
     return {report.name: report for report in profile.report().loaders}

@@ -18,6 +18,8 @@ import pytest
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
+pytestmark = pytest.mark.slow  # loops that wait
+
 ROOT = Path(__file__).parents[2]
 COMMAND = """
 import sys

@@ -18,6 +18,8 @@ from tests.profiling import zoo
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # loops that wait
+
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+pytestmark = pytest.mark.slow  # loops that wait
+
 SETTINGS: list[dict[str, Any]] = [
     {"num_workers": 0},
     {"num_workers": 2},
