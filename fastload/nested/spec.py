@@ -27,7 +27,9 @@ Node = tuple[Any, ...]
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
 _PLAIN_LEAVES = ("int", "float", "bool", "none", *TEXT_KINDS)
-_WHERE_TO_CHANGE_IT = "Change it in the dataset, or in a function of the sample that you pass as CachedDataset(prepare=function)"
+_WHERE_TO_CHANGE_IT = (
+    "Change it in the dataset, or in a function that you pass as CachedDataset(prepare=function)"
+)
 
 
 class Spec:
