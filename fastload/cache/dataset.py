@@ -41,9 +41,14 @@ if TYPE_CHECKING:
 
 # Samples of a CachedDataset went through `prepare` and `transform`. If it had the fingerprint of the dataset
 # inside, other jobs would take a cache of these samples for a cache of that dataset, and get wrong images.
-# The state and the epoch of that dataset do not describe cached samples, and a new epoch must not change the
-# samples that are cached later.
-_NOT_FORWARDED = frozenset({"fingerprint", "state_dict", "load_state_dict", "set_epoch"})
+# The state and the epoch of that dataset do not describe cached samples. A new epoch must not change the
+# samples that are cached later, and neither must the setters of Hugging Face datasets.
+_NOT_FORWARDED = frozenset(
+    {
+        *("fingerprint", "state_dict", "load_state_dict", "set_epoch"),
+        *("set_format", "reset_format", "set_transform"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -73,11 +78,13 @@ class CachedDataset(Dataset[Any]):
     stores all samples at once.
 
     Public attributes of the dataset inside (`classes`, `targets`, `class_to_idx`) are also attributes of this
-    dataset, except for `fingerprint`, `state_dict`, `load_state_dict` and `set_epoch`.
+    dataset, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
+    `reset_format` and `set_transform`.
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
-            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these.
+            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `prepare` converts
+            other samples, such as PIL images, graphs and subclasses of tensors.
         transform: The random part, run at every access: an albumentations pipeline (it gets the targets of a
             dict sample, the sample if it is an array, or the array that the sample starts with) or any other
             callable (it gets the whole sample). It gets private copies of the arrays, and may write to them.

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastload.errors import CacheCorruptError, UnsupportedSampleError
+from fastload.nested.advice import advice
 from fastload.nested.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
 
 Array = npt.NDArray[Any]
@@ -81,7 +82,7 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         try:
             name = dtype_name(value.dtype)
         except ValueError as error:
-            raise UnsupportedSampleError(f"{error}: return an array of numbers") from None
+            raise UnsupportedSampleError(f"{error}: return arrays of numbers") from None
         return Leaf("array", name, value.shape), np.asarray(value, order="C")
     if kind is int or kind is float or kind is bool or kind is str or kind is bytes:
         return Leaf(kind.__name__), value
@@ -98,26 +99,7 @@ def describe(value: Any) -> tuple[Leaf, Any]:
             return Leaf("scalar", dtype_name(value.dtype)), value
         except ValueError as error:
             raise UnsupportedSampleError(f"{error}: return a plain number or str") from None
-    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {_advice(value)}")
-
-
-def _advice(value: Any) -> str:
-    module = type(value).__module__.partition(".")[0]
-    if module == "PIL":
-        return "return numpy.asarray(image)"
-    if isinstance(value, np.ndarray):
-        return "return numpy.asarray(array)"
-    if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
-        return "return a plain tensor, for instance tensor.as_subclass(torch.Tensor)"
-    if isinstance(value, (int, float, str, bytes)):
-        return "return a plain int, float, str or bytes"
-    if module == "pathlib":
-        return "return str(path)"
-    if isinstance(value, dict):
-        return "return a plain dict"
-    if isinstance(value, (set, frozenset, tuple, list)):
-        return "return a plain list or tuple"
-    return "return arrays, tensors, numbers, str, bytes or None in dicts, lists and tuples"
+    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {advice(value)}")
 
 
 # --- values to bytes and back ----------------------------------------------------------------------------

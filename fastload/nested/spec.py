@@ -27,6 +27,9 @@ Node = tuple[Any, ...]
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
 _PLAIN_LEAVES = ("int", "float", "bool", "none", *TEXT_KINDS)
+_WHERE_TO_CHANGE_IT = (
+    "Change it in the dataset, or in a function that you pass as CachedDataset(prepare=function)"
+)
 
 
 class Spec:
@@ -100,7 +103,11 @@ def flatten(sample: Any) -> tuple[Spec, list[Any]]:
         UnsupportedSampleError: A value in the sample cannot be cached; names its path.
     """
     values: list[Any] = []
-    return _interned(_describe(sample, (), values)), values
+    try:
+        node = _describe(sample, (), values)
+    except UnsupportedSampleError as error:
+        raise UnsupportedSampleError(f"{error}. {_WHERE_TO_CHANGE_IT}") from None
+    return _interned(node), values
 
 
 def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
@@ -113,7 +120,7 @@ def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
         for key in value:
             if type(key) is not str:
                 raise UnsupportedSampleError(
-                    f"{path_text(path)}: dict key {key!r} is not a str: use str keys"
+                    f"{path_text(path)}: dict key {key!r} is a {type(key).__name__}: use plain str keys"
                 )
         return "dict", tuple([(key, _describe(item, (*path, key), values)) for key, item in value.items()])
     if is_namedtuple(value):

@@ -30,7 +30,7 @@ class LocalPipelines(contextlib.AbstractContextManager[None]):
     def __init__(self, streams: list[PipelineStream]) -> None:
         self._streams = streams
         transforms = [transform for stream in streams for transform in stream.transforms]
-        self._find = functools.partial(loans.places, transforms, ("random_generator", "py_random"))
+        self._find = functools.partial(loans.pipeline_generators, transforms)
         self._open: list[loans.Loan] = []
 
     def __enter__(self) -> None:

@@ -216,6 +216,14 @@ def parts_of(pipelines: list[Any]) -> dict[int, Any]:
     return held
 
 
+def seeds_itself(transform: Any) -> bool:
+    """Whether a pipeline sets its generators in each worker process, from torch's seed of that worker.
+
+    AlbumentationsX does, the successor of albumentations; albumentations 2.0.8 does not.
+    """
+    return _kind(type(transform)).seeds_itself
+
+
 # --- the contents of an object, read without running its code --------------------------------------------
 
 # As in inspect.getattr_static: a metaclass cannot intercept these.
@@ -253,6 +261,7 @@ class _Kind:
 
     is_leaf: bool
     is_transform: bool
+    seeds_itself: bool
     is_randomizable: bool
     elements: Callable[[Any], Iterable[Any]] | None
     is_unordered: bool
@@ -274,6 +283,7 @@ def _kind_of(key: _ById) -> _Kind:
             any(_is_albumentations(cls, own) for cls, own in zip(mro, dicts, strict=True))
             and any("set_random_state" in own for own in dicts)
         ),
+        seeds_itself=any("_get_effective_seed" in own for own in dicts),
         is_randomizable=any(_is_monai(own.get("set_random_state")) for own in dicts),
         elements=elements,
         is_unordered=id(set) in bases or id(frozenset) in bases,

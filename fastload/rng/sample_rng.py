@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.rng.loans import Loan, Returns, library_generators, places
+from fastload.rng.loans import Loan, Returns, library_generators, pipeline_generators, places
 from fastload.rng.pipelines import attributes, find_random, parts_of
 from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
 from fastload.rng.seeding import give_state
@@ -149,7 +149,7 @@ class SampleRng:
         """The user's generators that are set during a batch."""
         return (
             (library_generators() if self._with_globals else {})
-            | places(self._transforms, ("random_generator", "py_random"))
+            | pipeline_generators(self._transforms)
             | places(self._randomizables, ("R",))
         )
 

@@ -4,7 +4,9 @@ Rules:
 1. The libraries get exactly torch's values, so that seeding them twice changes nothing.
 2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
    give every transform its own random stream with the same seed: two flips with p=0.5 would always agree.
-3. The random streams of the dataset's pipelines are the same for any collate_fn: pipelines that only the
+3. Pipelines of AlbumentationsX seed themselves, in worker processes from torch's seeds. They are seeded here
+   in worker threads only, where they do not see their worker.
+4. The random streams of the dataset's pipelines are the same for any collate_fn: pipelines that only the
    collate_fn holds are numbered after them.
 """
 
@@ -17,9 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
-from fastload.rng.pipelines import attributes, find_more_random, find_pipelines, parts_of
+from fastload.rng.pipelines import attributes, find_more_random, find_pipelines, parts_of, seeds_itself
 from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
@@ -86,7 +89,8 @@ def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
     """Give each albumentations pipeline its own random stream, drawn from ``seed``: for use in a worker.
 
     The objects with MONAI's `set_random_state` that only the collate_fn holds share one random stream. Those
-    of the dataset keep their state, as in torch: MONAI's own worker_init_fn seeds them.
+    of the dataset keep their state, as in torch: MONAI's own worker_init_fn seeds them. In a worker process,
+    pipelines that seed themselves are left as they are.
 
     Args:
         dataset: The dataset, which is searched for pipelines; or one pipeline.
@@ -98,11 +102,12 @@ def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
     """
     of_dataset, of_collate, randomizables = find_more_random(dataset, collate_fn)
     streams = _streams(of_dataset, of_collate, seed)
-    for stream in streams:
+    taken = _not_self_seeding(streams) if torch_worker_info() is not None else streams
+    for stream in taken:
         stream.take_over()
     if randomizables:
         give_state(randomizables, _random_state(seed, len(streams)))
-    return len(streams)
+    return len(taken)
 
 
 def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
@@ -114,7 +119,13 @@ def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
 
 
 class PipelineStream(NamedTuple):
-    """The random stream of one pipeline: all its transforms share one pair of generators."""
+    """The random stream of one pipeline: all its transforms share one pair of generators.
+
+    Attributes:
+        transforms: The pipeline, and then its parts.
+        generator: Of the pair.
+        py_random: Of the pair.
+    """
 
     transforms: list[Any]
     generator: np.random.Generator
@@ -130,14 +141,19 @@ class PipelineStream(NamedTuple):
 def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[PipelineStream]:
     """A random stream for each albumentations pipeline of both; the pipelines are not changed.
 
-    It depends on ``seed``, on the pipeline's position in `find_pipelines`, and on the seed that the user
-    gave to Compose, if any. Positions in the collate_fn follow those in the dataset.
+    Pipelines that seed themselves get no stream. A stream depends on ``seed``, on the pipeline's position in
+    `find_pipelines`, and on the seed that the user gave to Compose, if any. Positions in the collate_fn
+    follow those in the dataset.
 
     Returns:
         The streams, in the order in which they should take over.
     """
     of_dataset, of_collate, _ = find_more_random(dataset, collate_fn)
-    return _streams(of_dataset, of_collate, seed)
+    return _not_self_seeding(_streams(of_dataset, of_collate, seed))
+
+
+def _not_self_seeding(streams: list[PipelineStream]) -> list[PipelineStream]:
+    return [stream for stream in streams if not seeds_itself(stream.transforms[0])]
 
 
 def _streams(of_dataset: list[Any], of_collate: list[Any], seed: int) -> list[PipelineStream]:

@@ -345,6 +345,11 @@ class Labelled(Images):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
+    def set_format(self, kind: str) -> None:
+        raise AssertionError("the format of the dataset inside")
+
+    set_transform = set_format
+
     # Names that this class has too: its own count.
     def gather(self, indices: Any, allocate: Any) -> None:
         raise AssertionError("the gather of the dataset inside")
@@ -362,7 +367,10 @@ def test_attributes_of_the_dataset_are_found() -> None:
     assert ds.cache_info().num_samples == 20
 
 
-@pytest.mark.parametrize("name", ["fingerprint", "state_dict", "load_state_dict", "set_epoch", "_private"])
+@pytest.mark.parametrize(
+    "name",
+    ["fingerprint", "state_dict", "load_state_dict", "set_epoch", "set_format", "set_transform", "_private"],
+)
 def test_what_is_true_of_the_dataset_inside_alone_is_not_found(name: str) -> None:
     """Names that say something of samples before prepare and transform are not passed on."""
     ds = CachedDataset(Labelled(20), budget="1MB")

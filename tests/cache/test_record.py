@@ -215,7 +215,7 @@ def _local_tuple() -> Any:
         ({"image": Image.new("RGB", (2, 2))}, '$["image"]', "numpy.asarray(image)"),
         ((1, [Image.new("L", (2, 2))]), "$[1][0]", "numpy.asarray(image)"),
         ([{1, 2}], "$[0]", "plain list"),
-        ({"p": Path("x")}, '$["p"]', "str(path)"),
+        ({"p": Path("x")}, '$["p"]', "str(value)"),
         ({1: 2}, "$", "str keys"),
         (OrderedDict(a=1), "$", "plain dict"),
         ((Colour.RED,), "$[0]", "plain int"),

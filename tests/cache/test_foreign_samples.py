@@ -1,0 +1,301 @@
+"""Samples of other libraries' datasets: cached as they are, or refused with the way to convert them."""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+import decimal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fastload
+from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.nested.spec import flatten
+from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+NUM_SAMPLES = 6
+
+
+@pytest.fixture(params=["ram", "lmdb"])
+def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., fastload.CachedDataset]:
+    """Makes a CachedDataset of each kind, in which all samples are stored."""
+
+    def make(dataset: Any, **options: Any) -> fastload.CachedDataset:
+        cache = "ram" if request.param == "ram" else f"lmdb:{tmp_path}/file.lmdb"
+        made = fastload.CachedDataset(dataset, cache=cache, num_workers=0, progress=False, **options)
+        assert made.fill(num_workers=0, progress=False).num_cached == len(dataset)
+        return made
+
+    return make
+
+
+def picture(index: int) -> Image.Image:
+    """An image whose height depends on the index."""
+    pixels = np.random.default_rng(index).integers(0, 256, (4 + index, 5, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def to_arrays(sample: Any) -> Any:
+    """The `prepare` of the documentation."""
+    image, label = sample
+    return np.asarray(image.convert("RGB")), label
+
+
+# --- torchvision -----------------------------------------------------------------------------------------
+
+
+class Pictures:
+    """As torchvision's ImageFolder: PIL images and int labels."""
+
+    classes = ("even", "odd")
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return picture(index), index % 2
+
+
+def test_a_pil_image_is_refused_with_the_way_to_convert_it() -> None:
+    """The error names the image's place in the sample, the conversion, and `prepare`."""
+    with pytest.raises(UnsupportedSampleError) as caught:
+        fastload.CachedDataset(Pictures())
+
+    assert str(caught.value).startswith("$[0]: PIL.Image.Image cannot be cached")
+    assert 'numpy.asarray(image.convert("RGB"))' in str(caught.value)
+    assert "CachedDataset(prepare=function)" in str(caught.value)
+
+
+def test_pil_images_are_converted_by_prepare(cached: Callable[..., fastload.CachedDataset]) -> None:
+    """With `prepare`, samples are HWC uint8 arrays and the int labels; the classes stay."""
+    dataset = cached(Pictures(), prepare=to_arrays)
+
+    for index in range(NUM_SAMPLES):
+        assert_same_samples(dataset[index], (np.array(picture(index)), index % 2))
+    assert dataset.classes == ("even", "odd")
+
+
+def _coco(index: int) -> dict[str, Any]:
+    """As torchvision's CocoDetection gives it: a list of annotations, each with polygons or a run length."""
+    objects: list[Any] = [
+        {
+            "segmentation": [[1.5, 2.0, 3.0, 4.0, 5.0, 6.0 + number]],
+            "area": 12.5,
+            "iscrowd": 0,
+            "image_id": index,
+            "bbox": [1.0, 2.0, 30.0, float(number)],
+            "category_id": number,
+            "id": 100 * index + number,
+        }
+        for number in range(index % 3)
+    ]
+    crowd = {"segmentation": {"counts": [3, 4, 5], "size": [12, 1]}, "iscrowd": 1, "id": index}
+    return {"image": np.full((4, 4 + index, 3), index, np.uint8), "target": [*objects, crowd]}
+
+
+def _detection(index: int) -> dict[str, Any]:
+    """As torchvision's detection models take it: tensors whose first size is the number of objects."""
+    count = index % 3
+    return {
+        "image": np.full((4, 4 + index, 3), index, np.uint8),
+        "boxes": torch.arange(4.0 * count).reshape(count, 4),
+        "labels": torch.arange(count),
+        "area": np.linspace(1, 2, count, dtype=np.float32),
+        "iscrowd": torch.zeros(count, dtype=torch.int64),
+        "image_id": index,
+    }
+
+
+def _voc(index: int) -> dict[str, Any]:
+    """As torchvision's VOCDetection: the annotation file as nested dicts of strings and lists."""
+    objects = [
+        {"name": "dog", "truncated": "0", "bndbox": {"xmin": "4", "ymin": "5", "xmax": "6", "ymax": "17"}}
+        for _ in range(index % 3)
+    ]
+    size = {"width": "500", "height": "375", "depth": "3"}
+    annotation = {"folder": "VOC2012", "filename": f"{index:06}.jpg", "size": size, "object": objects}
+    return {"image": np.full((4, 4, 3), index, np.uint8), "annotation": annotation}
+
+
+class Made:
+    """A dataset of the samples that a function makes."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@pytest.mark.parametrize("make", [_detection, _coco, _voc])
+def test_annotations_are_cached_as_they_are(
+    make: Callable[[int], Any], cached: Callable[..., fastload.CachedDataset]
+) -> None:
+    """Boxes in any number, also none, and nested annotations come back with their types and values."""
+    dataset = cached(Made(make))
+
+    for index in range(NUM_SAMPLES):
+        assert_same_samples(dataset[index], make(index))
+
+
+# --- Hugging Face datasets -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[Any]:
+    """A dataset in memory with a column of images and one of labels."""
+    hugging_face = pytest.importorskip("datasets")
+    columns = {"image": [picture(i) for i in range(NUM_SAMPLES)], "label": list(range(NUM_SAMPLES))}
+    features = {"image": hugging_face.Image(), "label": hugging_face.Value("int64")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # progress bars start a thread otherwise
+        yield hugging_face.Dataset.from_dict(columns, features=hugging_face.Features(features))
+
+
+def row_to_arrays(row: Any) -> Any:
+    return np.asarray(row["image"].convert("RGB")), row["label"]
+
+
+def test_a_row_with_an_image_is_refused(rows: Any) -> None:
+    """The error names the column and `prepare`."""
+    with pytest.raises(UnsupportedSampleError, match=r'^\$\["image"\]: PIL\..*prepare=function'):
+        fastload.CachedDataset(rows)
+
+
+def test_rows_are_converted_by_prepare(rows: Any, cached: Callable[..., fastload.CachedDataset]) -> None:
+    """With `prepare`, a dataset of Hugging Face needs no wrapper."""
+    dataset = cached(rows, prepare=row_to_arrays)
+
+    for index in range(NUM_SAMPLES):
+        assert_same_samples(dataset[index], (np.array(picture(index)), index))
+
+
+def test_rows_with_encoded_images_are_cached_as_they_are(
+    rows: Any, cached: Callable[..., fastload.CachedDataset]
+) -> None:
+    """`Image(decode=False)` gives a dict of the file's bytes and path, which a cache stores."""
+    hugging_face = pytest.importorskip("datasets")
+    encoded = rows.cast_column("image", hugging_face.Image(decode=False))
+    dataset = cached(encoded)
+
+    assert dataset[2] == encoded[2]
+    assert type(dataset[2]["image"]["bytes"]) is bytes
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_rows_with_a_format_are_cached_as_they_are(
+    rows: Any, kind: str, cached: Callable[..., fastload.CachedDataset]
+) -> None:
+    """`with_format` gives arrays or tensors, which a cache stores."""
+    formatted = rows.with_format(kind)
+
+    assert_same_samples(cached(formatted)[3], formatted[3])
+
+
+def _draw(batch: Any) -> Any:
+    return {"pixels": [np.random.rand(2) for _ in batch["label"]]}
+
+
+def _crop(batch: Any) -> Any:
+    return {"pixels": [np.asarray(image)[:2] for image in batch["image"]]}
+
+
+def test_a_random_with_transform_is_refused(rows: Any) -> None:
+    """A cache would freeze one draw of it."""
+    with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
+        fastload.CachedDataset(rows.with_transform(_draw))
+
+
+def test_a_deterministic_with_transform_runs_before_the_cache(
+    rows: Any, cached: Callable[..., fastload.CachedDataset]
+) -> None:
+    """Its output is what is cached."""
+    dataset = cached(rows.with_transform(_crop))
+
+    assert_same_samples(dataset[4], {"pixels": np.array(picture(4))[:2]})
+
+
+def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
+    """A cache of rows has no `__getitems__`, so that rng="sample" works."""
+    dataset = fastload.CachedDataset(rows, prepare=row_to_arrays, transform=_shape_and_draw)
+    loaders = [
+        fastload.DataLoader(
+            dataset,
+            batch_size=2,
+            num_workers=num_workers,
+            rng="sample",
+            generator=torch.Generator().manual_seed(1),
+        )
+        for num_workers in (0, 2)
+    ]
+
+    assert torch.equal(*(torch.cat(list(loader)) for loader in loaders))
+
+
+def _shape_and_draw(sample: Any) -> Any:
+    return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
+
+
+def test_the_fingerprint_of_rows_in_a_key(rows: Any) -> None:
+    """`_fingerprint`, which the documentation puts into `key`, follows rows, format and transform."""
+    assert rows.select(range(3))._fingerprint != rows._fingerprint
+    assert rows.with_transform(_crop)._fingerprint != rows._fingerprint
+    assert rows.with_format("numpy")._fingerprint == rows.with_format("numpy")._fingerprint
+
+
+# --- what to return instead ------------------------------------------------------------------------------
+
+
+class _MetaTensor(torch.Tensor):
+    """A stand-in for MONAI's class of this name."""
+
+
+class _Data:
+    """A stand-in for PyTorch Geometric's class of this name."""
+
+
+_MetaTensor.__module__ = "monai.data.meta_tensor"
+_Data.__module__ = "torch_geometric.data.data"
+
+
+class _Batch(_Data):
+    """A class of the user's that inherits from one of a library."""
+
+
+@dataclass
+class _Fields:
+    x: int = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(2).as_subclass(_MetaTensor), r"return tensor\.as_tensor\(\).*track_meta=False"),
+        (_Data(), r"return data\.to_dict\(\).*Data\.from_dict"),
+        (_Batch(), r"return data\.to_dict\(\)"),
+        (dt.date(2026, 1, 2), r"return str\(value\)"),
+        (decimal.Decimal(1), r"return str\(value\)"),
+        (collections.UserDict(a=1), "return a plain dict"),
+        (collections.UserList([1]), "return a plain list"),
+        (_Fields(), "return a dict or a namedtuple of its fields"),
+        ({("a", "to", "b"): 1}, r"is a tuple: use plain str keys"),
+    ],
+)
+def test_the_error_says_what_to_return(value: Any, text: str) -> None:
+    """Each error says what to return in place of the value, and where to convert it."""
+    with pytest.raises(UnsupportedSampleError, match=rf"{text}.*CachedDataset\(prepare=function\)$"):
+        flatten(value)
