@@ -172,7 +172,7 @@ def test_the_first_batches_can_be_skipped(hf: Any) -> None:
     prepared = hf.prepare(Accelerator(), DataLoader(range(24), 3, **OWN))
     skipping = hf.skip_first_batches(prepared, 1)
 
-    assert [batch for (batch,) in skipping.batch_sampler] == list(prepared.batch_sampler)[1:]
+    assert list(skipping.batch_sampler) == list(prepared.batch_sampler)[1:]
     assert skipping.base_dataloader.rng == "sample"
     assert skipping.base_dataloader.device_transform is tuple
     with pytest.raises(TypeError, match="takes a result of prepare"):
