@@ -382,7 +382,8 @@ def _explain_shapes(values: Any, path: str, error: Exception) -> None:
 
 def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(value, (np.ndarray, torch.Tensor)):
-        yield path, tuple(value.shape)
+        if not (isinstance(value, torch.Tensor) and value.is_nested):  # it has no shape
+            yield path, tuple(value.shape)
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _shapes(part, f"{path}[{key!r}]")
@@ -462,7 +463,7 @@ def to_channels_last(batch: Any) -> Any:
 
 
 def _images_to_channels_last(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4:
+    if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.dim() != 4:
         return leaf
     if leaf.shape[3] in IMAGE_CHANNELS:
         return leaf.permute(0, 3, 1, 2)

@@ -121,7 +121,8 @@ def _warn(lost: tuple[str, ...]) -> None:
     warnings.warn(
         "a torch.utils.data.DataLoader was built from a fastload.DataLoader, as frameworks do when they "
         f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Iterate "
-        "over the fastload.DataLoader itself, without preparing it, or do their work in the training step: "
-        "move the batch to the device, and apply the transform there.",
+        "over the fastload.DataLoader itself, without preparing it; or prepare it with "
+        "fastload.integrations.accelerate.prepare() or fastload.integrations.ray.prepare(); or call "
+        "fastload.install() before the loader is prepared.",
         stacklevel=3,
     )

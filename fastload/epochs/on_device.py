@@ -120,6 +120,10 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
         """Whether ``loader`` made this iterator."""
         return self._loader() is loader
 
+    @property
+    def _workers(self) -> Any:
+        return self.source._workers  # as in torch, an iterator without workers has no such attribute
+
     def close(self) -> None:
         """End the copies ahead and close the source; batches that the caller holds stay valid."""
         self._batches = None

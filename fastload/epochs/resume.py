@@ -115,7 +115,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
         epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
     if state is not None and state.is_within_epoch:
         _return_to(loader, epoch, state)
-    epoch.sample_seed = _sample_seed(loader)
+    epoch.sample_seed = sample_seed_of(loader)
     if getattr(loader, "rng", "worker") == "sample":
         epoch._stream_counter = StreamCounter(
             epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
@@ -146,7 +146,7 @@ def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
     return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
 
 
-def _sample_seed(loader: DataLoader[Any]) -> int:
+def sample_seed_of(loader: DataLoader[Any]) -> int:
     """The seed of the run that was loaded; else the user's seed of the loader's generator, or of torch."""
     loaded = progress_of(loader).sample_seed
     if loaded is not None:
@@ -208,7 +208,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     else:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
-        epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
+        epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=sample_seed_of(loader))
     states = epoch.dataset_states
     if states is not None and epoch.is_finished:
         states = [ENDED] * len(states)

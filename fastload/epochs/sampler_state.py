@@ -12,6 +12,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler
 
 from fastload.errors import ResumeError, add_note
 
@@ -24,16 +25,20 @@ DEFAULT = "default"  # the place of torch's own generator
 
 
 def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The samplers of a loader, each once."""
-    batch_sampler, sampler = loader.batch_sampler, loader.sampler
-    inner = getattr(batch_sampler, "sampler", None)
+    """The samplers of a loader, each once, with those inside its batch samplers.
+
+    Batch samplers may be nested: Accelerate wraps the loader's own in one for the batches of a rank.
+    """
     found: dict[str, Any] = {}
-    if batch_sampler is not None:
-        found["batch_sampler"] = batch_sampler
-    if sampler is not None and sampler is not batch_sampler:
-        found["sampler"] = sampler
-    if inner is not None and inner is not batch_sampler and inner is not sampler:
-        found["batch_sampler.sampler"] = inner
+    left = [("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
+    while left:
+        place, sampler = left.pop(0)
+        if sampler is None or any(sampler is other for other in found.values()):
+            continue
+        found[place] = sampler
+        if sampler is loader.batch_sampler or isinstance(sampler, BatchSampler):
+            inner = ((name, getattr(sampler, name, None)) for name in ("sampler", "batch_sampler"))
+            left += [(f"{place}.{name}", other) for name, other in inner]
     return found
 
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.device.cuda import Backend
+    from fastload.workers.process import WorkerView
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.tally import Tally
     from fastload.workers.task import Task
@@ -279,6 +280,11 @@ class WorkerIterator(HostIterator):
     def is_ours(self) -> bool:
         """Whether this process started the workers; False in a process forked from it."""
         return self._pool.is_ours
+
+    @property
+    def _workers(self) -> list[WorkerView]:
+        # torch's iterator has this attribute, and monitoring tools read it.
+        return self._pool.processes
 
     def close(self) -> None:
         """Stop the workers and free the slots; batches that the caller holds stay valid."""

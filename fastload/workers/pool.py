@@ -44,7 +44,7 @@ from fastload.system.logs import log
 from fastload.workers.channel import Channel, make_channel
 from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
-from fastload.workers.process import WorkerProcess, wait_for_all
+from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
 from fastload.workers.task import Task
 from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
@@ -105,6 +105,7 @@ class Pool(Workers):
         self._pid = os.getpid()
         self._serials = itertools.count(1)  # of messages to workers
         self._workers: list[_WorkerHandle] = []
+        self.processes: list[WorkerView] = []  # stays after close()
         self._is_closed = False
         self._death = ""  # the error message, if the pool closed because workers died
         self._context = context
@@ -121,6 +122,7 @@ class Pool(Workers):
                 self._job = pickle_job(job)
             for worker_id in range(job.num_workers):
                 self._workers.append(self._start(worker_id))
+                self.processes.append(WorkerView(self._workers[-1].process))
         except BaseException:
             self.close()
             raise
@@ -426,6 +428,7 @@ class Pool(Workers):
         worker.channel.close()
         worker.process.clean_up()
         new = self._workers[worker_id] = self._start(worker_id)
+        self.processes[worker_id] = WorkerView(new.process)
         self._tally.add_restart()
         if self._restart is not None:
             self._send(new, worker_id, self._restart, next(self._serials))

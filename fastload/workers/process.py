@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0
+# poll(2) takes no longer time in milliseconds than an int holds.
+_LONG_S = 1e6
 
 
 class WorkerProcess:
@@ -76,6 +78,8 @@ class WorkerProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
             end.socket.close()
         self.pid: int = self._process.pid
+        self.name: str = self._process.name
+        self._exit_code: int | None = None  # once `clean_up` took it
         try:
             self._pidfd = _pidfd_of(self.pid)
         except BaseException:
@@ -97,6 +101,8 @@ class WorkerProcess:
 
         None if another part of this program has waited for the process and taken the code.
         """
+        if self._pidfd < 0:
+            return self._exit_code
         if self._process.exitcode is None:
             self._process.join(_EXIT_CODE_WAIT_S)
         code: int | None = self._process.exitcode
@@ -113,7 +119,8 @@ class WorkerProcess:
         if self._pidfd < 0:
             return
         if self.has_ended:
-            if self.exit_code() is None:
+            self._exit_code = self.exit_code()
+            if self._exit_code is None:
                 self._process._popen.returncode = 255  # else multiprocessing would wait without end
             self._process.close()
         self.abandon()
@@ -123,6 +130,61 @@ class WorkerProcess:
         pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
+
+
+class WorkerView:
+    """A worker process as an iterator's `_workers` shows it, with the methods of `multiprocessing.Process`.
+
+    It stays valid after the iterator was closed. A forked child of the parent may only read `pid`, `name`,
+    `daemon` and `exitcode`, as with multiprocessing.
+
+    Args:
+        process: The worker process.
+    """
+
+    daemon = True
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self._parent_pid = os.getpid()
+        self.pid = self.ident = process.pid
+        self.name = process.name
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        self._check_parent("test")
+        return not self._process.has_ended
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the process has ended, at most ``timeout`` seconds; None waits without limit."""
+        self._check_parent("join")
+        limit_s = _LONG_S if timeout is None else timeout
+        while not wait_for_all([self._process], limit_s) and timeout is None:
+            pass
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs; then its exit code, or minus the number of the signal that ended it."""
+        if os.getpid() != self._parent_pid or not self._process.has_ended:
+            return None
+        return self._process.exit_code()
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the process has ended."""
+        self._check_parent("terminate")
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the process has ended."""
+        self._check_parent("kill")
+        self._process.send_signal(signal.SIGKILL)
+
+    def _check_parent(self, verb: str) -> None:
+        if os.getpid() != self._parent_pid:
+            raise AssertionError(f"can only {verb} a child process")  # multiprocessing's, word for word
+
+    def __repr__(self) -> str:
+        return f"<worker process name={self.name!r} pid={self.pid}>"
 
 
 def _pidfd_of(pid: int) -> int:

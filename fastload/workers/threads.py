@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
+    from fastload.workers.process import WorkerView
     from fastload.workers.tally import Tally
 
 _GRACE_S = 5.0
@@ -78,6 +79,7 @@ class ThreadPool(Workers):
         watches: bool,
         timeout_s: float = 0,
     ) -> None:
+        self.processes: list[WorkerView] = []
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._is_closed = False

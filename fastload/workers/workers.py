@@ -12,11 +12,18 @@ if TYPE_CHECKING:
     from fastload.batch.iterable_state import IterableState
     from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
+    from fastload.workers.process import WorkerView
     from fastload.workers.task import Task
 
 
 class Workers(Protocol):
-    """All workers of one iterator."""
+    """All workers of one iterator.
+
+    Attributes:
+        processes: The worker processes, by worker number; empty for threads. They stay after `close`.
+    """
+
+    processes: list[WorkerView]
 
     @property
     def is_ours(self) -> bool:

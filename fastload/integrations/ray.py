@@ -1,0 +1,54 @@
+"""`prepare_data_loader` of Ray Train for fastload's loaders, without `fastload.install()`.
+
+Importing this file imports Ray Train.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ray.train.torch
+
+from fastload.epochs.resume import progress_of
+from fastload.integrations.prepared import check_loader, loader_in_place_of
+
+if TYPE_CHECKING:
+    import fastload.loader
+
+_CALLER = "fastload.integrations.ray.prepare()"
+
+
+def prepare(
+    loader: fastload.loader.DataLoader, *, add_dist_sampler: bool = True, move_to_device: bool = True
+) -> fastload.loader.DataLoader:
+    """As ``ray.train.torch.prepare_data_loader(loader)``, with a result that keeps all arguments.
+
+    Ray gives the loader a `DistributedSampler` if there is more than one worker of Ray. Call it in the
+    training function.
+
+    Args:
+        loader: The loader. It stays as it is; do not iterate over it.
+        add_dist_sampler: As in Ray.
+        move_to_device: Whether batches arrive on the device of this worker. fastload copies them: on a GPU
+            two batches ahead, on a side stream, where Ray's `auto_transfer` copies one ahead.
+
+    Returns:
+        A new `fastload.DataLoader`. Its ``set_epoch()`` reaches the sampler, too.
+
+    Raises:
+        TypeError: ``loader`` is not a `fastload.DataLoader`.
+        ValueError: A state was loaded into the loader before; or the loader has a ``device`` that is not the
+            device of this worker.
+    """
+    check_loader(loader, _CALLER)
+    built: Any = ray.train.torch.prepare_data_loader(
+        loader, add_dist_sampler=add_dist_sampler, move_to_device=False
+    )
+    device = ray.train.torch.get_device() if move_to_device else None
+    prepared = loader_in_place_of(built, loader, device)
+    if device is not None and device.type != "cpu":
+        prepared.device = device
+    progress = progress_of(loader)
+    if progress.has_set_epoch:
+        prepared.set_epoch(progress.next_number)
+    return prepared
