@@ -412,12 +412,15 @@ class DataLoader(LoaderSettings):
         needs a generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's
         default generator does not change.
 
+        Every rank can load the state that one rank saved; each skips that many batches of its own share.
+
         Nothing in the state is unpickled or run. If an error is raised, the loader, its samplers and all
         generators stay unchanged, and a state that was loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
-                gives other indices than before, or the epoch cannot be resumed in the middle.
+                gives other indices than before, another rank saved the state and its loader differs from
+                this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fastload.batch.iterable_state import IterableState
+    from fastload.epochs.order import Order
     from fastload.epochs.saved_state import SavedState
     from fastload.rng.sample_streams import StreamCounter, StreamOrigin
 
@@ -55,6 +56,8 @@ class Epoch:
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
             ahead.
+        rank: The rank that the loader reads for; None if unknown.
+        order: The facts about the order that are the same on every rank.
     """
 
     number: int
@@ -71,6 +74,9 @@ class Epoch:
     next_worker: int = 0
     error: ExceptionWrapper | None = None
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+    rank: int | None = None
+    order: Order | None = None
+    _is_of_other_rank: bool = field(default=False, repr=False)  # whether another rank saved `_replayed`
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _stream_counter: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
@@ -146,12 +152,31 @@ class Epoch:
                     f"the epoch to be resumed had at least {count} batches, but the sampler now has "
                     f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
                 ) from None
+        if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
+            self._expect_own_share(state)
+            return
         if count == checked and self.checksum != expected:
             raise ResumeError(
                 f"the sampler gave other indices for the first {count} batches than in the epoch to be "
                 "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
                 "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
                 "default generator, or have state_dict() and load_state_dict()"
+            )
+
+    def _expect_own_share(self, state: SavedState) -> None:
+        """Check that a sampler with the state of another rank does not give that rank's indices."""
+        is_split = self.order is not None and self.order.num_ranks is not None
+        has_state = any(not place.endswith(".epoch") for place in state.samplers)
+        if (
+            is_split
+            and has_state
+            and state.num_yielded
+            and (self.num_received, self.checksum) == state.checksum
+        ):
+            raise ResumeError(
+                f"the sampler of rank {self.rank} gives the indices of rank {state.rank}, which saved the "
+                "state: save and load a state for each rank, or leave the rank out of the sampler's "
+                "state_dict()"
             )
 
 

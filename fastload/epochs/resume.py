@@ -7,7 +7,9 @@ sample. Rules:
 
 1. A state counts the batches that the caller received, not those that workers have fetched ahead.
 2. torch's default generator belongs to the user: resuming leaves it unchanged.
-3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised.
+3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised. The ranks
+   of a run may load the state of one of them: then the facts that are common to the ranks are compared
+   instead (see `order`).
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
 5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
 """
@@ -24,6 +26,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN
 from fastload.epochs.epoch import Epoch
+from fastload.epochs.order import Position, check, order_of, rank_of
 from fastload.epochs.sampler_state import (
     DEFAULT,
     check_generators,
@@ -39,6 +42,7 @@ from fastload.epochs.sampler_state import (
 from fastload.epochs.saved_state import SavedState
 from fastload.errors import ResumeError, add_note
 from fastload.rng.sample_streams import StreamCounter
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +111,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
     epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
+    epoch.rank, epoch.order = rank_of(loader), order_of(loader)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -163,6 +168,14 @@ def _num_samples(loader: DataLoader[Any]) -> int:
 
 def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
     """Turn a new epoch into the epoch of the state."""
+    epoch._is_of_other_rank = _check(loader, state)
+    if epoch._is_of_other_rank and state.dataset_states is not None and state.num_yielded:
+        log.warning(
+            "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
+            "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
+            epoch.rank,
+            state.rank,
+        )
     epoch.number = state.epoch
     reason = state.obstacle or epoch.obstacle
     if reason is not None:
@@ -189,6 +202,21 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
 
 
+def _check(loader: DataLoader[Any], state: SavedState) -> bool:
+    """Whether another rank saved the state.
+
+    Raises:
+        ResumeError: The state is not valid for this loader or for this rank.
+    """
+    position = Position(
+        num_yielded=state.num_yielded if state.is_within_epoch else 0,
+        rank=state.rank,
+        order=state.order,
+        needs_batch_size=state.dataset_states is None,
+    )
+    return check(position, rank_of(loader), order_of(loader))
+
+
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The position of the loader as a new dict of plain types; starts nothing.
 
@@ -209,6 +237,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
         epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=_sample_seed(loader))
+        epoch.rank, epoch.order = rank_of(loader), order_of(loader)
     states = epoch.dataset_states
     if states is not None and epoch.is_finished:
         states = [ENDED] * len(states)
@@ -225,6 +254,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         obstacle=epoch.obstacle,
         dataset_states=states,
         next_worker=epoch.next_worker,
+        rank=epoch.rank,
+        order=epoch.order,
     ).to_plain()
 
 
@@ -249,11 +280,13 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Make the next epoch of the loader resume from the state.
 
     Raises:
-        ResumeError: This is not a state of this release's loader. Nothing has changed.
+        ResumeError: This is not a state of this release's loader, or another rank saved it whose order is
+            not this rank's. Nothing has changed.
     """
     saved = SavedState.parse(state)
     check_generators(loader, saved.generators)
     if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
+        _check(loader, saved)
         with unchanged_on_error(loader):
             set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
             set_samplers(loader, fitting(loader, saved.samplers))

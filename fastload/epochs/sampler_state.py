@@ -34,6 +34,13 @@ def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
         found["sampler"] = sampler
     if inner is not None and inner is not batch_sampler and inner is not sampler:
         found["batch_sampler.sampler"] = inner
+    nested = getattr(batch_sampler, "batch_sampler", None)  # as in Accelerate's BatchSamplerShard
+    for place, owner in (
+        ("batch_sampler.batch_sampler", nested),
+        ("batch_sampler.batch_sampler.sampler", getattr(nested, "sampler", None)),
+    ):
+        if owner is not None and not any(owner is other for other in found.values()):
+            found[place] = owner
     return found
 
 

@@ -323,7 +323,7 @@ def test_later_versions_are_refused() -> None:
     loader = make("in order")
     state = loader.state_dict() | {"version": 99}
 
-    with pytest.raises(ResumeError, match="version 99, but this release reads version 2"):
+    with pytest.raises(ResumeError, match="version 99, but this release reads version 2 and 3"):
         loader.load_state_dict(state)
 
 
