@@ -114,6 +114,8 @@ class DataLoader(LoaderSettings):
         restart_workers: How many dead worker processes one iterator may replace; their unfinished batches
             are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
             ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
+        snapshot_every_n_steps: Accepted for scripts of torchdata's `StatefulDataLoader`, and has no effect:
+            `state_dict()` is exact after every batch.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -153,6 +155,7 @@ class DataLoader(LoaderSettings):
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         error_budget: int | float = 0.01,
         restart_workers: int = 0,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
@@ -200,6 +203,16 @@ class DataLoader(LoaderSettings):
         self.error_budget = error_budget
         self.restart_workers = restart_workers
         self._check_failures()
+        if snapshot_every_n_steps is not None and (
+            isinstance(snapshot_every_n_steps, bool)
+            or not isinstance(snapshot_every_n_steps, int)
+            or snapshot_every_n_steps < 1
+        ):
+            raise ValueError(
+                "snapshot_every_n_steps should be an int of at least 1, or None, but got "
+                f"{snapshot_every_n_steps!r}"
+            )
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines

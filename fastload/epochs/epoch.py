@@ -50,12 +50,14 @@ class Epoch:
         checksum: The checksum of their indices.
         is_finished: Whether the caller has seen the end.
         obstacle: Why this epoch cannot be resumed in the middle; None if it can.
-        dataset_states: For an iterable dataset with a state_dict(): the state of each worker's copy after
-            its last batch that the caller received.
+        dataset_states: For an iterable dataset, and for a map-style dataset with a state_dict(): the state of
+            each worker's copy after its last batch that the caller received.
         next_worker: The worker whose batch is due next.
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
             ahead.
+        is_iterable: Whether the dataset is iterable-style.
+        loads_dataset_states: Whether `dataset_states` come from a state, so that the copies must load them.
         rank: The rank that the loader reads for; None if unknown.
         order: The facts about the order that are the same on every rank.
     """
@@ -74,6 +76,8 @@ class Epoch:
     next_worker: int = 0
     error: ExceptionWrapper | None = None
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+    is_iterable: bool = False
+    loads_dataset_states: bool = False
     rank: int | None = None
     order: Order | None = None
     _is_of_other_rank: bool = field(default=False, repr=False)  # whether another rank saved `_replayed`
@@ -128,7 +132,7 @@ class Epoch:
                 indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
         self._skip(indices, state)
         if self._default_state is not None:
-            has_drawn = state.num_yielded or self.dataset_states is not None
+            has_drawn = state.num_yielded or self.is_iterable
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
                 # A sampler may draw its order when the first index is requested. This must happen before
                 # torch's default generator is set back to the user's state.
@@ -139,9 +143,7 @@ class Epoch:
     def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
-        if (
-            self.dataset_states is not None
-        ):  # torch's sampler for iterable datasets is endless: nothing to check
+        if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = count, expected
             return
         for _ in range(count):

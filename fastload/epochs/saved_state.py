@@ -61,7 +61,8 @@ class SavedState:
         generators: States of generators, by place.
         samplers: States of samplers, as `sampler_state.samplers_of` returns them: pickled by this process.
         obstacle: Why the epoch cannot be resumed in the middle; None if it can.
-        dataset_states: For an iterable dataset with a `state_dict()`: the state of each worker's copy.
+        dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
+            of each worker's copy.
         next_worker: The worker whose batch is due next.
         rank: The rank that saved the state; None if unknown.
         order: The facts about the order that are the same on every rank; None in version 2.
@@ -262,13 +263,22 @@ def _dataset_states(value: Any) -> list[IterableState] | None:
 def _dataset_state(key: str, value: Any) -> IterableState:
     progress = value.get("progress") if isinstance(value, dict) else None
     if type(progress) is str:
-        if progress == "begun" and "state" in value:
-            return _copied(key, IterableState.of, value["state"])
+        if progress == "begun" and not value.keys().isdisjoint(("state", "iterator", "num_batches")):
+            parts = {
+                name: _copied(key, pickle.dumps, value[place])
+                for name, place in (("data", "state"), ("iterator", "iterator"))
+                if place in value
+            }
+            num_batches = _integer(f"{key}['num_batches']", value.get("num_batches", 0), 0, _INT64)
+            return IterableState("begun", num_batches=num_batches, **parts)
         for mark in (NOT_BEGUN, ENDED):
             if progress == mark.progress:
                 return mark
     raise _wrong(
-        key, "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state'", value
+        key,
+        "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state', an 'iterator' "
+        "or 'num_batches'",
+        value,
     )
 
 
@@ -283,6 +293,11 @@ def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
 
 
 def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
-    if state.progress == "begun":
-        return {"progress": state.progress, "state": state.load()}
-    return {"progress": state.progress}
+    plain: dict[str, Any] = {"progress": state.progress}
+    if state.data:
+        plain["state"] = state.load()
+    if state.iterator:
+        plain["iterator"] = state.load_iterator()
+    if state.progress == "begun" and not state.has_state:
+        plain["num_batches"] = state.num_batches
+    return plain

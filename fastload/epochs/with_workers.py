@@ -116,7 +116,8 @@ class WorkerIterator(HostIterator):
         if not first_iter:
             self._drop_pinned()
             number = self._epoch.number if resume.progress_of(loader).has_set_epoch else None
-            self._pool.restart(number, self._epoch.dataset_states)
+            states = self._epoch.dataset_states if self._epoch.loads_dataset_states else None
+            self._pool.restart(number, states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
         self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
