@@ -421,7 +421,8 @@ class DataLoader(LoaderSettings):
         """Resume from a state of `state_dict()` with the next `iter(loader)`.
 
         The rest of the epoch has the same samples in the same batches, for any number of workers; no sample
-        is read to get there. The loader needs the same dataset, batch size and kind of sampler. A sampler
+        is read to get there, except from a stream without a state_dict(): its batches are read again, with a
+        warning. The loader needs the same dataset, batch size and kind of sampler. A sampler
         needs a generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's
         default generator does not change.
 

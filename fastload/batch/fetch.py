@@ -116,7 +116,9 @@ class Fetcher:
         )
         self._has_ended = dataset_state == ENDED
         self._num_batches = 0 if dataset_state is None else dataset_state.num_batches
-        self._num_to_read_again = 0 if dataset_state is None else dataset_state.num_to_read_again
+        self._num_to_read_again = 0
+        if settings.is_iterable and dataset_state is not None:
+            self._num_to_read_again = dataset_state.num_to_read_again
         self._auto_collation = settings.auto_collation
         self._collate_fn = settings.collate_fn
         self._drop_last = settings.drop_last

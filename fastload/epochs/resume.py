@@ -239,7 +239,7 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState
             "before"
         )
     copies = list(theirs)
-    num_batches = sum(copy.num_to_read_again for copy in copies)
+    num_batches = sum(copy.num_to_read_again for copy in copies) if epoch.is_iterable else 0
     if num_batches > state.num_yielded:  # Accelerate takes off batches that it has prefetched
         if len(copies) > 1:
             raise ResumeError(

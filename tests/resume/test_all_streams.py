@@ -1,4 +1,4 @@
-"""Every kind of stream, and map-style datasets with a state, are resumed; torchdata's arguments are accepted."""
+"""Every kind of stream, and map-style datasets with a state, are resumed; torchdata's argument is valid."""
 
 from __future__ import annotations
 
@@ -163,6 +163,17 @@ def test_a_dataset_that_lost_its_state() -> None:
         iter(loader)
 
 
+def test_a_later_epoch_of_persistent_workers_has_states() -> None:
+    """Its streams are read from the beginning, and its state is that of this epoch."""
+    for kind in (Mute, MakesPosition, Stream):
+        with loader_of(kind, 2, persistent_workers=True) as loader:
+            whole = list(loader)
+            first = list(itertools.islice(loader, 5))
+            state = through_json(loader.state_dict())
+
+        assert first + resumed_batches(loader_of(kind, 2), state) == whole
+
+
 # --- map-style datasets with a state ---------------------------------------------------------------------
 
 
@@ -226,9 +237,7 @@ def test_worker_threads_share_the_dataset() -> None:
 def test_snapshots_every_n_steps(steps: int | None) -> None:
     """The argument is accepted, and the state is exact after every batch."""
     with loader_of(Stream, 2, snapshot_every_n_steps=steps) as loader:
-        counts = []
-        for _ in loader:
-            counts.append(loader.state_dict()["_num_yielded"])
+        counts = [loader.state_dict()["_num_yielded"] for _ in loader]
 
     assert loader.snapshot_every_n_steps == steps
     assert counts == list(range(1, 15))
