@@ -114,6 +114,8 @@ class DataLoader(LoaderSettings):
         restart_workers: How many dead worker processes one iterator may replace; their unfinished batches
             are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
             ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
+        snapshot_every_n_steps: Accepted for scripts of torchdata's `StatefulDataLoader`, and has no effect:
+            `state_dict()` is exact after every batch.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -153,6 +155,7 @@ class DataLoader(LoaderSettings):
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         error_budget: int | float = 0.01,
         restart_workers: int = 0,
+        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
@@ -200,6 +203,16 @@ class DataLoader(LoaderSettings):
         self.error_budget = error_budget
         self.restart_workers = restart_workers
         self._check_failures()
+        if snapshot_every_n_steps is not None and (
+            isinstance(snapshot_every_n_steps, bool)
+            or not isinstance(snapshot_every_n_steps, int)
+            or snapshot_every_n_steps < 1
+        ):
+            raise ValueError(
+                "snapshot_every_n_steps should be an int of at least 1, or None, but got "
+                f"{snapshot_every_n_steps!r}"
+            )
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self.memory_format = memory_format
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
@@ -408,16 +421,20 @@ class DataLoader(LoaderSettings):
         """Resume from a state of `state_dict()` with the next `iter(loader)`.
 
         The rest of the epoch has the same samples in the same batches, for any number of workers; no sample
-        is read to get there. The loader needs the same dataset, batch size and kind of sampler. A sampler
+        is read to get there, except from a stream without a state_dict(): its batches are read again, with a
+        warning. The loader needs the same dataset, batch size and kind of sampler. A sampler
         needs a generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's
         default generator does not change.
+
+        Every rank can load the state that one rank saved; each skips that many batches of its own share.
 
         Nothing in the state is unpickled or run. If an error is raised, the loader, its samplers and all
         generators stay unchanged, and a state that was loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
-                gives other indices than before, or the epoch cannot be resumed in the middle.
+                gives other indices than before, another rank saved the state and its loader differs from
+                this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
 

@@ -6,9 +6,11 @@ that ends an epoch follow torch's rules (torch/utils/data/_utils/fetch.py); the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
+import pickle
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,10 +19,10 @@ from torch.utils.data import Subset
 
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.failed_sample import path_of
-from fastload.batch.iterable_state import ENDED, IterableState
+from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import StackingInto, is_torch_default
-from fastload.errors import short_repr
+from fastload.errors import ResumeError, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +82,7 @@ class Fetcher:
         arena: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         sample_rng: Sets the generators before each sample; None lets them run on.
-        dataset_state: The state from which an iterable dataset resumes; None: from its beginning.
+        dataset_state: The state from which the dataset resumes; None: from its beginning.
         worker_id: The worker, process or thread; None without workers.
 
     Attributes:
@@ -100,13 +102,23 @@ class Fetcher:
         dataset_state: IterableState | None = None,
         worker_id: int | None = None,
     ) -> None:
-        if dataset_state is not None and dataset_state.progress == "begun":
-            dataset.load_state_dict(dataset_state.load())
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
-        self._samples = iter(dataset) if settings.is_iterable else None
+        self._samples: Iterator[Any] | None = None
+        if settings.is_iterable:
+            self._samples = _iterator_at(dataset, dataset_state)
+        elif dataset_state is not None and dataset_state.data:
+            dataset.load_state_dict(dataset_state.load())
+        self._dataset_keeps_state = dataset_state is not None and keeps_state(dataset)
+        self._iterator_keeps_state = (
+            dataset_state is not None and self._samples is not dataset and keeps_state(self._samples)
+        )
         self._has_ended = dataset_state == ENDED
+        self._num_batches = 0 if dataset_state is None else dataset_state.num_batches
+        self._num_to_read_again = 0
+        if settings.is_iterable and dataset_state is not None:
+            self._num_to_read_again = dataset_state.num_to_read_again
         self._auto_collation = settings.auto_collation
         self._collate_fn = settings.collate_fn
         self._drop_last = settings.drop_last
@@ -125,8 +137,28 @@ class Fetcher:
         self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
     def dataset_state(self) -> IterableState:
-        """The current state of an iterable dataset that has a state_dict()."""
-        return ENDED if self._has_ended else IterableState.of(self._dataset.state_dict())
+        """The current state of an iterable dataset, or of a map-style dataset that has a state_dict()."""
+        if self._has_ended:
+            return ENDED
+        data = iterator = b""
+        if self._dataset_keeps_state:
+            data = pickle.dumps(self._dataset.state_dict())
+        samples: Any = self._samples
+        if self._iterator_keeps_state:
+            iterator = pickle.dumps(samples.state_dict())
+        return IterableState("begun", data, None, iterator, self._num_batches)
+
+    @property
+    def has_first_state(self) -> bool:
+        """Whether the state before the first batch says more than that nothing was read.
+
+        The state of a stream that makes an iterator without a state is not requested: it may not be valid
+        before the first sample was read, and a new iterator starts at the same place.
+        """
+        is_own_iterator = self._samples is None or self._samples is self._dataset
+        return not self._has_ended and (
+            (is_own_iterator and self._dataset_keeps_state) or self._iterator_keeps_state
+        )
 
     def fetch(self, index: Any, origin: StreamOrigin | None = None, batch_id: BatchId | None = None) -> Any:
         """Fetch the batch of ``index``.
@@ -145,10 +177,15 @@ class Fetcher:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
             self.replacer.begin(batch_id, index if self._auto_collation else [index])
+        if self._num_to_read_again:
+            self._read_again(index)
         try:
             batch = self._fetch(index, origin)
-        except BaseException:
+            self._num_batches += 1
+        except BaseException as error:
             self._rows.forget()
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                self._num_batches += 1  # a caller who goes on after an error gets the next batch
             raise
         finally:
             if self._sample_rng is not None:
@@ -281,22 +318,92 @@ class Fetcher:
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
         if not rows.keeps:
-            for sample in itertools.islice(samples, size):
+            for sample in _take(samples, size):
                 rows.add(sample)
                 if rows.keeps:
                     break
         if rows.keeps:
-            rows.kept.extend(itertools.islice(samples, size - len(rows)))
+            rows.kept.extend(_take(samples, size - len(rows)))
         self.num_samples = len(rows)
         self._has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and self._has_ended):
             raise StopIteration
         return self._collated()
 
+    def _read_again(self, index: Any) -> None:
+        """Read the batches of a stream without a state that the caller has received before the resume.
+
+        A `collate_fn` of the user's is called, because it may draw from the generators from which the stream
+        draws.
+        """
+        count, self._num_to_read_again = self._num_to_read_again, 0
+        size = len(index) if self._auto_collation else 1
+        for number in range(count):
+            try:
+                samples = list(_take(self._samples, size)) if self._samples is not None else []
+            except Exception:  # noqa: BLE001  # the caller got this error in place of the batch
+                continue
+            if not samples or (self._drop_last and len(samples) < size):
+                raise ResumeError(
+                    f"a stream without a state is resumed by reading {count} batches again, but it ended "
+                    f"after {number}: it must give the same samples in the same order as before"
+                )
+            self._has_ended = len(samples) < size
+            if not is_torch_default(self._collate_fn):
+                with contextlib.suppress(Exception):  # the caller got this error in place of the batch
+                    self._collate_fn(samples if self._auto_collation else samples[0])
+
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         array = self._arena.array(shape, dtype)
         self.gathered_bytes += array.nbytes
         return array
+
+
+def _take(samples: Iterator[Any], count: int) -> Iterator[Any]:
+    """The next ``count`` samples, or as many as there are.
+
+    `itertools.islice` would call `iter` on the iterator first, and a dataset that is its own iterator may go
+    back to its beginning then.
+    """
+    return map(next, itertools.repeat(samples, count))
+
+
+def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
+    """Call ``iter`` on an iterable dataset, and make the iterator continue at the state.
+
+    The state of the dataset is loaded before ``iter``. If the dataset is its own iterator, and `__iter__`
+    went back to the beginning or needs to come first, the state is loaded again after it.
+    """
+    if state is None or not state.has_state:
+        return iter(dataset)
+    refusal: Exception | None = None
+    if state.data:
+        try:
+            dataset.load_state_dict(state.load())
+        except Exception as error:  # noqa: BLE001  # raised below, unless `__iter__` has to come first
+            refusal = error
+    samples: Any = iter(dataset)
+    if state.data and samples is dataset and (refusal is not None or not _is_at(dataset, state)):
+        dataset.load_state_dict(state.load())
+    elif refusal is not None:
+        raise refusal
+    if state.iterator:
+        if not keeps_state(samples):
+            raise ResumeError(
+                "the state has the position of an iterator with a state_dict(), but iter(dataset) now "
+                f"returns a {type(samples).__name__} without one: give the loader the same dataset as before"
+            )
+        samples.load_state_dict(state.load_iterator())
+    iterator: Iterator[Any] = samples
+    return iterator
+
+
+def _is_at(dataset: Any, state: IterableState) -> bool:
+    """Whether the dataset says that it is at this state; False if the two cannot be compared."""
+    try:
+        return bool(dataset.state_dict() == state.load())
+    except Exception:  # noqa: BLE001  # tensors and arrays, or a state_dict() that fails at this moment
+        return False
 
 
 def _find_cache(dataset: Any) -> CachedSamples | None:

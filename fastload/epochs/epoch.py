@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fastload.batch.iterable_state import IterableState
+    from fastload.epochs.order import Order
     from fastload.epochs.saved_state import SavedState
     from fastload.rng.sample_streams import StreamCounter, StreamOrigin
 
@@ -49,12 +50,16 @@ class Epoch:
         checksum: The checksum of their indices.
         is_finished: Whether the caller has seen the end.
         obstacle: Why this epoch cannot be resumed in the middle; None if it can.
-        dataset_states: For an iterable dataset with a state_dict(): the state of each worker's copy after
-            its last batch that the caller received.
+        dataset_states: For an iterable dataset, and for a map-style dataset with a state_dict(): the state of
+            each worker's copy after its last batch that the caller received.
         next_worker: The worker whose batch is due next.
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
             ahead.
+        is_iterable: Whether the dataset is iterable-style.
+        loads_dataset_states: Whether `dataset_states` come from a state, so that the copies must load them.
+        rank: The rank that the loader reads for; None if unknown.
+        order: The facts about the order that are the same on every rank.
     """
 
     number: int
@@ -71,6 +76,11 @@ class Epoch:
     next_worker: int = 0
     error: ExceptionWrapper | None = None
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+    is_iterable: bool = False
+    loads_dataset_states: bool = False
+    rank: int | None = None
+    order: Order | None = None
+    _is_of_other_rank: bool = field(default=False, repr=False)  # whether another rank saved `_replayed`
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _stream_counter: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
@@ -122,7 +132,7 @@ class Epoch:
                 indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
         self._skip(indices, state)
         if self._default_state is not None:
-            has_drawn = state.num_yielded or self.dataset_states is not None
+            has_drawn = state.num_yielded or self.is_iterable
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
                 # A sampler may draw its order when the first index is requested. This must happen before
                 # torch's default generator is set back to the user's state.
@@ -133,9 +143,7 @@ class Epoch:
     def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
-        if (
-            self.dataset_states is not None
-        ):  # torch's sampler for iterable datasets is endless: nothing to check
+        if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = count, expected
             return
         for _ in range(count):
@@ -146,12 +154,31 @@ class Epoch:
                     f"the epoch to be resumed had at least {count} batches, but the sampler now has "
                     f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
                 ) from None
+        if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
+            self._expect_own_share(state)
+            return
         if count == checked and self.checksum != expected:
             raise ResumeError(
                 f"the sampler gave other indices for the first {count} batches than in the epoch to be "
                 "resumed: give the loader the same dataset, sampler and batch_size as before; a sampler of "
                 "your own must draw from a torch.Generator in its attribute `generator`, or from torch's "
                 "default generator, or have state_dict() and load_state_dict()"
+            )
+
+    def _expect_own_share(self, state: SavedState) -> None:
+        """Check that a sampler with the state of another rank does not give that rank's indices."""
+        is_split = self.order is not None and self.order.num_ranks is not None
+        has_state = any(not place.endswith(".epoch") for place in state.samplers)
+        if (
+            is_split
+            and has_state
+            and state.num_yielded
+            and (self.num_received, self.checksum) == state.checksum
+        ):
+            raise ResumeError(
+                f"the sampler of rank {self.rank} gives the indices of rank {state.rank}, which saved the "
+                "state: save and load a state for each rank, or leave the rank out of the sampler's "
+                "state_dict()"
             )
 
 

@@ -7,7 +7,9 @@ sample. Rules:
 
 1. A state counts the batches that the caller received, not those that workers have fetched ahead.
 2. torch's default generator belongs to the user: resuming leaves it unchanged.
-3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised.
+3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised. The ranks
+   of a run may load the state of one of them: then the facts that are common to the ranks are compared
+   instead (see `order`).
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
 5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
 """
@@ -22,14 +24,14 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.batch.iterable_state import ENDED, NOT_BEGUN
+from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
 from fastload.epochs.epoch import Epoch
+from fastload.epochs.order import Position, check, order_of, rank_of
 from fastload.epochs.sampler_state import (
     DEFAULT,
     check_generators,
     fitting,
     generators_of,
-    keeps_state,
     samplers_by_place,
     samplers_of,
     set_generators,
@@ -39,6 +41,7 @@ from fastload.epochs.sampler_state import (
 from fastload.epochs.saved_state import SavedState
 from fastload.errors import ResumeError, add_note
 from fastload.rng.sample_streams import StreamCounter
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,12 +110,14 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
     epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
+    epoch.rank, epoch.order = rank_of(loader), order_of(loader)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
-    if keeps_dataset_state(loader):
-        epoch.dataset_states = [NOT_BEGUN] * max(1, loader.num_workers)
+    epoch.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+    if obstacle is None and has_dataset_states(loader):
+        _begin_dataset_states(loader, epoch, state)
     if state is not None and state.is_within_epoch:
         _return_to(loader, epoch, state)
     epoch.sample_seed = sample_seed_of(loader)
@@ -127,23 +132,50 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
 
 def obstacle(loader: DataLoader[Any]) -> str | None:
     """Why an epoch of this loader cannot be resumed in the middle; None if it can."""
-    if loader._dataset_kind == _DatasetKind.Map or keeps_dataset_state(loader):
-        return None
     dataset = loader.dataset
-    reason = (
-        "an iterable-style dataset would have to read all its samples again; use a map-style dataset, or "
-    )
+    if loader._dataset_kind == _DatasetKind.Map or keeps_state(dataset):
+        return None
     if not callable(getattr(dataset, "state_dict", None)):
-        return reason + "give it state_dict() and load_state_dict()"
-    return reason + (
-        "give it methods that fastload can call: it calls state_dict() without arguments and "
-        f"load_state_dict() with only the state, but those of {type(dataset).__name__} need other arguments"
+        return None  # its iterator may keep a state; otherwise its batches are read again
+    return (
+        "the iterable-style dataset has a state that fastload cannot save or load; use a map-style dataset, "
+        "or give it methods that fastload can call: it calls state_dict() without arguments and "
+        f"load_state_dict() with only the state, but {type(dataset).__name__} lacks one of them, or they "
+        "need other arguments"
     )
 
 
-def keeps_dataset_state(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's dataset is iterable-style, and can save and load its state."""
-    return loader._dataset_kind == _DatasetKind.Iterable and keeps_state(loader.dataset)
+def has_dataset_states(loader: DataLoader[Any]) -> bool:
+    """Whether a state of the loader has a state of each worker's copy of the dataset.
+
+    Worker threads share the dataset, so that a batch has no state of its own. A module's `state_dict()` has
+    its weights.
+    """
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return True
+    shares = loader.num_workers > 0 and getattr(loader, "worker_method", "process") == "thread"
+    return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
+
+
+def _begin_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState | None) -> None:
+    """Set the states of the copies of the dataset before the first batch of an epoch.
+
+    A map-style dataset in persistent workers enters an epoch with the state in which it left the epoch
+    before. An iterable-style dataset starts over.
+    """
+    num_copies = max(1, loader.num_workers)
+    epoch.dataset_states = [NOT_BEGUN] * num_copies
+    if epoch.is_iterable or not loader.persistent_workers:
+        return
+    before = progress_of(loader).current
+    last = None
+    if state is not None:
+        last = state.dataset_states if state.is_finished else None
+        epoch.loads_dataset_states = True
+    elif before is not None and before.is_finished and epoch.iterator_kind == "again":
+        last = before.dataset_states
+    if last is not None and len(last) == num_copies:
+        epoch.dataset_states = list(last)
 
 
 def sample_seed_of(loader: DataLoader[Any]) -> int:
@@ -163,6 +195,14 @@ def _num_samples(loader: DataLoader[Any]) -> int:
 
 def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
     """Turn a new epoch into the epoch of the state."""
+    epoch._is_of_other_rank = _check(loader, state)
+    if epoch._is_of_other_rank and any(copy.has_state for copy in state.dataset_states or ()):
+        log.warning(
+            "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
+            "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
+            epoch.rank,
+            state.rank,
+        )
     epoch.number = state.epoch
     reason = state.obstacle or epoch.obstacle
     if reason is not None:
@@ -173,20 +213,69 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         set_samplers(loader, state.samplers)
         epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
         return
-    theirs, ours = state.dataset_states, epoch.dataset_states
-    if state.num_yielded and (None if theirs is None else len(theirs)) != (
-        None if ours is None else len(ours)
-    ):
-        raise ResumeError(
-            "the state was saved with copies of an iterable dataset in "
-            f"{0 if theirs is None else len(theirs)} workers, but this loader has "
-            f"{0 if ours is None else len(ours)}: give it the same dataset and num_workers as before"
-        )
-    if theirs is not None and state.num_yielded:
-        epoch.dataset_states, epoch.next_worker = list(theirs), state.next_worker
+    _set_dataset_states(loader, epoch, state)
     epoch.iterator_kind = state.iterator_kind
     epoch.generators, epoch.samplers = state.generators, state.samplers
     epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
+
+
+def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
+    theirs, ours = state.dataset_states, epoch.dataset_states
+    num_theirs, num_ours = (0 if states is None else len(states) for states in (theirs, ours))
+    if num_theirs != num_ours:
+        # Older releases saved no states of map-style datasets.
+        if state.num_yielded and (theirs is not None or epoch.is_iterable):
+            raise ResumeError(
+                f"the state was saved with copies of the dataset, which have a state each, in {num_theirs} "
+                f"workers, but this loader has {num_ours}: give it the same dataset and num_workers as before"
+            )
+        return
+    if theirs is None:
+        return
+    if any(copy.data for copy in theirs) and not keeps_state(loader.dataset):
+        raise ResumeError(
+            "the state has the states of a dataset with state_dict() and load_state_dict(), but this "
+            f"loader's dataset, a {type(loader.dataset).__name__}, lacks them: give it the same dataset as "
+            "before"
+        )
+    copies = list(theirs)
+    num_batches = sum(copy.num_to_read_again for copy in copies) if epoch.is_iterable else 0
+    if num_batches > state.num_yielded:  # Accelerate takes off batches that it has prefetched
+        if len(copies) > 1:
+            raise ResumeError(
+                f"the state was changed: it has {state.num_yielded} batches, but the workers have read "
+                f"{num_batches} batches of a stream without a state: give the dataset state_dict() and "
+                "load_state_dict(), or use num_workers=0"
+            )
+        num_batches = state.num_yielded
+        copies = [copies[0]._replace(num_batches=num_batches)]
+    epoch.dataset_states, epoch.next_worker = copies, state.next_worker
+    epoch.loads_dataset_states = True
+    if num_batches:
+        log.warning(
+            "epoch %s is resumed by reading %s batches again and dropping them, because neither the dataset, "
+            "a %s, nor its iterator has state_dict() and load_state_dict(): it must give the same samples in "
+            "the same order as before",
+            epoch.number,
+            num_batches,
+            type(loader.dataset).__name__,
+        )
+
+
+def _check(loader: DataLoader[Any], state: SavedState) -> bool:
+    """Whether another rank saved the state.
+
+    Raises:
+        ResumeError: The state is not valid for this loader or for this rank.
+    """
+    position = Position(
+        num_yielded=state.num_yielded if state.is_within_epoch else 0,
+        rank=state.rank,
+        order=state.order,
+        needs_batch_size=loader._dataset_kind == _DatasetKind.Map
+        or any(copy.num_to_read_again for copy in state.dataset_states or ()),
+    )
+    return check(position, rank_of(loader), order_of(loader))
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -209,8 +298,9 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
         epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=sample_seed_of(loader))
+        epoch.rank, epoch.order = rank_of(loader), order_of(loader)
     states = epoch.dataset_states
-    if states is not None and epoch.is_finished:
+    if states is not None and epoch.is_finished and epoch.is_iterable:
         states = [ENDED] * len(states)
     return SavedState(
         epoch=epoch.number,
@@ -225,6 +315,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         obstacle=epoch.obstacle,
         dataset_states=states,
         next_worker=epoch.next_worker,
+        rank=epoch.rank,
+        order=epoch.order,
     ).to_plain()
 
 
@@ -249,18 +341,30 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Make the next epoch of the loader resume from the state.
 
     Raises:
-        ResumeError: This is not a state of this release's loader. Nothing has changed.
+        ResumeError: This is not a state of this release's loader, or another rank saved it whose order is
+            not this rank's. Nothing has changed.
     """
     saved = SavedState.parse(state)
     check_generators(loader, saved.generators)
     if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
+        _check(loader, saved)
         with unchanged_on_error(loader):
             set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
             set_samplers(loader, fitting(loader, saved.samplers))
+            _set_own_dataset(loader, saved)
     progress = progress_of(loader)
     progress.loaded = saved
     progress.sample_seed = saved.sample_seed
     progress.next_number = saved.epoch + saved.is_finished
+
+
+def _set_own_dataset(loader: DataLoader[Any], state: SavedState) -> None:
+    """Between epochs, set the state of a map-style dataset that is read without workers."""
+    copies = state.dataset_states or []
+    is_own = loader._dataset_kind == _DatasetKind.Map and not loader.num_workers
+    if is_own and len(copies) == 1 and copies[0].data and has_dataset_states(loader):
+        dataset: Any = loader.dataset
+        dataset.load_state_dict(copies[0].load())
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:

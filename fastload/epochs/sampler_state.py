@@ -7,13 +7,13 @@ it.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler
 
+from fastload.batch.iterable_state import keeps_state
 from fastload.errors import ResumeError, add_note
 
 if TYPE_CHECKING:
@@ -141,29 +141,6 @@ def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, byte
         if (key in held and keeps_state(held[key]))
         or (key.endswith(".epoch") and _counts_epochs(held.get(key.removesuffix(".epoch"))))
     }
-
-
-def keeps_state(owner: Any) -> bool:
-    """Whether a sampler or dataset has a state_dict() and a load_state_dict() that fastload can call.
-
-    Some have methods of these names that need more arguments: litdata's `state_dict()` needs three. This
-    function calls no code of the user's.
-    """
-    return _accepts(getattr(owner, "state_dict", None)) and _accepts(
-        getattr(owner, "load_state_dict", None), "a state"
-    )
-
-
-def _accepts(method: Any, *arguments: Any) -> bool:
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError:  # it needs other arguments
-        return False
-    except ValueError:  # written in C, without a signature: calling it will show
-        return True
-    return True
 
 
 def _counts_epochs(sampler: Any) -> bool:

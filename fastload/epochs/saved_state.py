@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
+from fastload.epochs.order import Order
 from fastload.epochs.sampler_state import DEFAULT
 from fastload.errors import ResumeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VERSION = 2
+VERSION = 3
+_READABLE = (2, 3)  # version 2 says neither its rank nor its order
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ _KEYS = {
     "dataset_states",
     "next_worker",
 }
+_KEYS_OF_3 = {"rank", "order"}
 _ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
 
@@ -58,8 +61,11 @@ class SavedState:
         generators: States of generators, by place.
         samplers: States of samplers, as `sampler_state.samplers_of` returns them: pickled by this process.
         obstacle: Why the epoch cannot be resumed in the middle; None if it can.
-        dataset_states: For an iterable dataset with a `state_dict()`: the state of each worker's copy.
+        dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
+            of each worker's copy.
         next_worker: The worker whose batch is due next.
+        rank: The rank that saved the state; None if unknown.
+        order: The facts about the order that are the same on every rank; None in version 2.
     """
 
     epoch: int
@@ -74,6 +80,8 @@ class SavedState:
     obstacle: str | None
     dataset_states: list[IterableState] | None
     next_worker: int
+    rank: int | None = None
+    order: Order | None = None
 
     @property
     def is_within_epoch(self) -> bool:
@@ -100,6 +108,8 @@ class SavedState:
             "obstacle": self.obstacle,
             "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
             "next_worker": self.next_worker,
+            "rank": self.rank,
+            "order": None if self.order is None else self.order.to_plain(),
         }
 
     @classmethod
@@ -109,11 +119,14 @@ class SavedState:
         Raises:
             ResumeError: This is not such a dict, or a value in it is not valid.
         """
-        if isinstance(state, dict) and type(state.get("version")) is int and state["version"] != VERSION:
+        version = state.get("version") if isinstance(state, dict) else None
+        if type(version) is int and version not in _READABLE:
             raise ResumeError(
-                f"the state has version {_shown(state['version'])}, but this release reads version {VERSION}"
+                f"the state has version {_shown(version)}, but this release reads version "
+                f"{' and '.join(map(str, _READABLE))}"
             )
-        missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
+        needed = _KEYS | _KEYS_OF_3 if version == VERSION else _KEYS
+        missing = sorted(needed - set(state)) if isinstance(state, dict) else sorted(needed)
         if missing:
             raise ResumeError(f"this is not a state of a fastload.DataLoader: it lacks {', '.join(missing)}")
         if type(state["version"]) is not int:
@@ -141,6 +154,9 @@ class SavedState:
             dataset_states=_dataset_states(state["dataset_states"]),
             next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
         )
+        if version == VERSION:
+            found.rank = _optional_integer("rank", state["rank"], 0, _INT64)
+            found.order = _order(state["order"])
         num_copies = 1 if found.dataset_states is None else len(found.dataset_states)
         if found.next_worker >= num_copies:
             raise _wrong(
@@ -176,6 +192,27 @@ def _integer(key: str, value: Any, start: int, stop: int) -> int:
     if type(value) is not int or not start <= value < stop:
         raise _wrong(key, f"an int from {start} to {stop - 1}", value)
     return value
+
+
+def _optional_integer(key: str, value: Any, start: int, stop: int) -> int | None:
+    return None if value is None else _integer(key, value, start, stop)
+
+
+def _order(value: Any) -> Order | None:
+    if value is None:
+        return None
+    names = set(Order.__annotations__)
+    if not isinstance(value, dict) or set(value) != names:
+        raise _wrong("order", f"None or a dict with the keys {sorted(names)}", value)
+    return Order(
+        num_samples=_optional_integer("order['num_samples']", value["num_samples"], 0, _INT64),
+        batch_size=_optional_integer("order['batch_size']", value["batch_size"], -_INT64, _INT64),
+        sampler=_checked(
+            "order['sampler']", value["sampler"], lambda v: v is None or type(v) is str, "None or a str"
+        ),
+        seed=_optional_integer("order['seed']", value["seed"], -2 * _INT64, 2 * _INT64),
+        num_ranks=_optional_integer("order['num_ranks']", value["num_ranks"], 0, _INT64),
+    )
 
 
 def _checksum(value: Any) -> tuple[int, int]:
@@ -226,13 +263,22 @@ def _dataset_states(value: Any) -> list[IterableState] | None:
 def _dataset_state(key: str, value: Any) -> IterableState:
     progress = value.get("progress") if isinstance(value, dict) else None
     if type(progress) is str:
-        if progress == "begun" and "state" in value:
-            return _copied(key, IterableState.of, value["state"])
+        if progress == "begun" and not value.keys().isdisjoint(("state", "iterator", "num_batches")):
+            parts = {
+                name: _copied(key, pickle.dumps, value[place])
+                for name, place in (("data", "state"), ("iterator", "iterator"))
+                if place in value
+            }
+            num_batches = _integer(f"{key}['num_batches']", value.get("num_batches", 0), 0, _INT64)
+            return IterableState("begun", num_batches=num_batches, **parts)
         for mark in (NOT_BEGUN, ENDED):
             if progress == mark.progress:
                 return mark
     raise _wrong(
-        key, "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state'", value
+        key,
+        "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state', an 'iterator' "
+        "or 'num_batches'",
+        value,
     )
 
 
@@ -247,6 +293,11 @@ def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
 
 
 def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
-    if state.progress == "begun":
-        return {"progress": state.progress, "state": state.load()}
-    return {"progress": state.progress}
+    plain: dict[str, Any] = {"progress": state.progress}
+    if state.data:
+        plain["state"] = state.load()
+    if state.iterator:
+        plain["iterator"] = state.load_iterator()
+    if state.progress == "begun" and not state.has_state:
+        plain["num_batches"] = state.num_batches
+    return plain

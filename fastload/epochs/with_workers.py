@@ -24,6 +24,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.batch.failures import FailureCount, num_samples_of
+from fastload.batch.iterable_state import NOT_BEGUN
 from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
@@ -117,7 +118,10 @@ class WorkerIterator(HostIterator):
         if not first_iter:
             self._drop_pinned()
             number = self._epoch.number if resume.progress_of(loader).has_set_epoch else None
-            self._pool.restart(number, self._epoch.dataset_states)
+            states = self._epoch.dataset_states
+            if states is not None and not self._epoch.loads_dataset_states:
+                states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
+            self._pool.restart(number, states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
         self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))

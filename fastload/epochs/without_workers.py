@@ -90,6 +90,9 @@ class LocalIterator(HostIterator):
                 sample_rng=sample_rng,
                 dataset_state=None if job.dataset_states is None else job.dataset_states[0],
             )
+        states = self._epoch.dataset_states
+        if states is not None and not self._epoch.num_received and self._fetcher.has_first_state:
+            states[0] = self._dataset_state()
 
     def _take_buffers(self, loader: LoaderSettings) -> Buffers:
         buffers, user = _warm.get(loader, (None, None))

@@ -301,7 +301,11 @@ def _mt19937(size: int) -> str:
         ("dataset_states", [{"progress": "begun", "state": lambda: 0}], "cannot be copied"),
         ("next_worker", 1, "'next_worker' should be below 1"),
         ("next_worker", -1, "'next_worker' should be an int from 0"),
-        ("version", 2.0, "'version' should be the int 2"),
+        ("version", 3.0, "'version' should be the int 3"),
+        ("rank", "0", "'rank' should be an int from 0"),
+        ("rank", -1, "'rank' should be an int from 0"),
+        ("order", [], "'order' should be None or a dict with the keys"),
+        ("order", {"seed": 1}, "'order' should be None or a dict with the keys"),
     ],
 )
 def test_the_error_names_what_is_wrong(key: str, value: Any, text: str) -> None:
@@ -379,12 +383,29 @@ def test_a_stream_of_any_length_is_not_counted_through() -> None:
     assert loader.state_dict()["_num_yielded"] == 10**15 + 1
 
 
-def test_a_state_of_the_release_before_is_refused_by_its_version() -> None:
+def test_a_state_of_the_release_before_is_read() -> None:
+    """A state of version 2 has neither rank nor order; its checksum of indices is checked."""
+    loader = make("shuffle, generator")
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    old = {k: v for k, v in loader.state_dict().items() if k not in ("rank", "order")} | {"version": 2}
+    rest = labels(iterator)
+    resumed = make("shuffle, generator")
+    resumed.load_state_dict(old)
+    assert labels(resumed) == rest
+
+    resumed.load_state_dict(old | {"index_checksum": [3, 1]})
+    with pytest.raises(ResumeError, match="gave other indices"):
+        iter(resumed)
+
+
+def test_a_state_of_a_much_older_release_is_refused_by_its_version() -> None:
     """A state of version 1, with bytes in it, is not read."""
     state = state_after(make("shuffle"), 2)
     old = state | {"version": 1, "generators": {"default": bytes(5056)}}
 
-    with pytest.raises(ResumeError, match="the state has version 1, but this release reads version 2"):
+    with pytest.raises(ResumeError, match="the state has version 1, but this release reads version 2 and 3"):
         make("shuffle").load_state_dict(old)
 
 

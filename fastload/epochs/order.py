@@ -1,0 +1,196 @@
+"""The rank of a loader, and the facts about its order that are the same on every rank.
+
+Frameworks save the state of one rank, and load it on all of them. Each rank reads other indices, so a
+checksum of indices says nothing about another rank's state; these facts are compared instead.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data.dataloader import _DatasetKind
+
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+# Attributes for the rank and for the number of ranks: of torch's DistributedSampler (and of classes like it,
+# such as Lightning's), of other libraries' samplers, and of Accelerate's BatchSamplerShard.
+_RANK_ATTRIBUTES = (("rank", "num_replicas"), ("rank", "world_size"), ("process_index", "num_processes"))
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Facts about a loader's order that are the same on every rank; None: unknown, or there is none.
+
+    Attributes:
+        num_samples: The length of a map-style dataset.
+        batch_size: The number of samples in a full batch.
+        sampler: The classes of the sampler and of the samplers inside it.
+        seed: The sampler's seed; without one, the seed of the generator that it draws from.
+        num_ranks: The number of ranks among which the sampler splits the dataset.
+    """
+
+    num_samples: int | None
+    batch_size: int | None
+    sampler: str | None
+    seed: int | None
+    num_ranks: int | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """A dict of plain types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """The facts of a state that decide on which loaders it is valid.
+
+    Attributes:
+        num_yielded: How many batches were received of the epoch that is resumed; 0 between epochs.
+        rank: The rank that saved the state; None if unknown.
+        order: The order of its loader; None in states of older releases.
+        needs_batch_size: Whether the batches in the state can only be skipped with the same batch size.
+    """
+
+    num_yielded: int
+    rank: int | None
+    order: Order | None
+    needs_batch_size: bool
+
+
+def rank_of(loader: DataLoader[Any]) -> int | None:
+    """The rank that the loader reads for, from its sampler or else from torch.distributed; None: unknown."""
+    found = _split_of(loader)
+    if found is not None:
+        return found[0]
+    # If the script never imported torch.distributed, this process is not in a process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return None
+
+
+def order_of(loader: DataLoader[Any]) -> Order:
+    """The facts about this loader's order that are the same on every rank."""
+    split = _split_of(loader)
+    samplers = _samplers(loader)
+    sizes = [_integer(getattr(sampler, "batch_size", None)) for sampler in samplers]
+    return Order(
+        num_samples=None if loader._dataset_kind == _DatasetKind.Iterable else _length(loader.dataset),
+        batch_size=next((size for size in [_integer(loader.batch_size), *sizes] if size is not None), None),
+        sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
+        seed=_seed(samplers, is_split=split is not None),
+        num_ranks=None if split is None else split[1],
+    )
+
+
+def check(position: Position, rank: int | None, order: Order) -> bool:
+    """Check that a state is valid for a loader of this rank and order.
+
+    Returns:
+        Whether another rank saved the state.
+
+    Raises:
+        ResumeError: The state is valid neither for this loader nor for this rank.
+    """
+    theirs = position.order
+    if theirs is None:
+        return False
+    is_other = position.rank is not None and rank is not None and position.rank != rank
+    if position.num_yielded:
+        if position.needs_batch_size:
+            _compare(position, "batch_size", theirs.batch_size, order.batch_size)
+        _compare(position, "number of ranks", theirs.num_ranks, order.num_ranks)
+    if not is_other:
+        return False
+    if position.num_yielded:
+        _compare(position, "length of the dataset", theirs.num_samples, order.num_samples)
+        _compare(position, "kind of sampler", theirs.sampler, order.sampler)
+    if theirs.num_ranks is None and order.num_ranks is None and _differ(theirs.seed, order.seed):
+        raise ResumeError(
+            f"rank {position.rank} saved the state, and its sampler draws from a generator with the seed "
+            f"{theirs.seed}, but that of rank {rank} has the seed {order.seed}: seed the generators of all "
+            "ranks alike, use a DistributedSampler, or save and load a state for each rank"
+        )
+    if position.num_yielded and order.num_ranks is not None:
+        _compare(position, "seed of the sampler", theirs.seed, order.seed)
+    return True
+
+
+def _compare(position: Position, name: str, theirs: Any, ours: Any) -> None:
+    if _differ(theirs, ours):
+        raise ResumeError(
+            f"this epoch cannot be resumed after {position.num_yielded} batches: the state was saved with "
+            f"{name} {theirs}, but this loader has {name} {ours}: give it {theirs}, or load a state that was "
+            "saved between two epochs"
+        )
+
+
+def _differ(theirs: Any, ours: Any) -> bool:
+    return theirs is not None and ours is not None and theirs != ours
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """The loader's sampler, and the samplers inside it, from the outside in."""
+    found: list[Any] = []
+    sampler: Any = loader._index_sampler
+    while sampler is not None and len(found) < _MAX_DEPTH and not any(sampler is other for other in found):
+        found.append(sampler)
+        inner = getattr(sampler, "batch_sampler", None)
+        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+    return found
+
+
+def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
+    """The rank and the number of ranks of the sampler, or of an iterable dataset, that splits by rank."""
+    owners = [loader.dataset] if loader._dataset_kind == _DatasetKind.Iterable else _samplers(loader)
+    for owner in owners:
+        for names in _RANK_ATTRIBUTES:
+            rank, num_ranks = (_integer(_attribute(owner, name)) for name in names)
+            if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
+                return rank, num_ranks
+    return None
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # noqa: BLE001  # a property of the user's, which may need a process group
+        return None
+
+
+def _seed(samplers: list[Any], *, is_split: bool) -> int | None:
+    for sampler in samplers:
+        seed = _integer(_attribute(sampler, "seed"))
+        if seed is not None:
+            return seed
+    if is_split:  # the ranks share the order below, and the state that is loaded sets its generator
+        return None
+    for sampler in samplers:
+        if hasattr(sampler, "generator"):  # as in torch's samplers, None stands for the default generator
+            generator = torch.default_generator if sampler.generator is None else sampler.generator
+            return generator.initial_seed() if isinstance(generator, torch.Generator) else None
+    return None
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:  # noqa: BLE001  # with a sampler, torch does not need the dataset's length
+        return None

@@ -1,0 +1,312 @@
+"""The state of one rank on every rank, and a state on a loader with another batch size."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+
+from fastload import DataLoader
+from fastload.errors import ResumeError
+from tests.resume.loaders import labels, seeded, through_json
+from tests.resume.zoo import Numbers, Stateful, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Sharded(BatchSampler):
+    """Gives each rank every n-th batch, with the attributes of Accelerate's BatchSamplerShard."""
+
+    def __init__(self, batch_sampler: BatchSampler, num_processes: int, process_index: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // self.num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self.batch_sampler, self.process_index, None, self.num_processes)
+
+
+class KnowsItsRank(Stateful):
+    """A sampler that splits the dataset, and whose state has the rank in it."""
+
+    num_replicas = 2
+
+    def __init__(self, length: int, rank: int) -> None:
+        super().__init__(length)
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.rank, None, self.num_replicas)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"round": self.round, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.round, self.rank = state["round"], state["rank"]
+
+
+def distributed(
+    length: int, batch_size: int, num_ranks: int, rank: int, seed: int = 3, **options: Any
+) -> Any:
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        range(length), num_ranks, rank, seed=seed, **options
+    )
+    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+
+
+def sharded(length: int, batch_size: int, num_ranks: int, rank: int) -> DataLoader:
+    batches = BatchSampler(RandomSampler(range(length), generator=seeded()), batch_size, False)
+    return DataLoader(Numbers(length), batch_sampler=Sharded(batches, num_ranks, rank))
+
+
+MAKERS: dict[str, Callable[..., DataLoader]] = {"distributed": distributed, "sharded batches": sharded}
+
+
+def state_after(loader: DataLoader, num_batches: int) -> dict[str, Any]:
+    list(itertools.islice(loader, num_batches))
+    return through_json(loader.state_dict())
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Make torch.distributed say that this process is of this rank."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+
+
+# --- the state of one rank on every rank -----------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(MAKERS)),
+    length=st.integers(12, 60),
+    batch_size=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    epoch=st.integers(0, 3),
+    data=st.data(),
+)
+def test_every_rank_resumes_from_the_state_of_one(
+    kind: str, length: int, batch_size: int, num_ranks: int, epoch: int, data: Any
+) -> None:
+    """The rest of its own epoch, and of the next epoch, are those of a run without an interruption."""
+    make = MAKERS[kind]
+
+    def epochs(loader: DataLoader, first: int) -> list[Any]:
+        found = []
+        for number in (first, first + 1):
+            loader.set_epoch(number)
+            found.append(labels(loader))
+        return found
+
+    saver = make(length, batch_size, num_ranks, data.draw(st.integers(0, num_ranks - 1)))
+    saver.set_epoch(epoch)
+    num_batches = data.draw(st.integers(0, len(saver)))
+    state = state_after(saver, num_batches)
+    for rank in range(num_ranks):
+        whole = epochs(make(length, batch_size, num_ranks, rank), epoch)
+        resumed = make(length, batch_size, num_ranks, rank)
+        resumed.load_state_dict(state)
+        rest = [] if state["_iterator_finished"] else labels(resumed)
+        resumed.set_epoch(epoch + 1)
+
+        assert rest == whole[0][num_batches:]
+        assert labels(resumed) == whole[1]
+
+
+def test_a_resumed_rank_saves_its_own_state() -> None:
+    """After a resume from another rank, the state of this rank is checked by its indices again."""
+    resumed = distributed(40, 4, 2, 1)
+    resumed.load_state_dict(state_after(distributed(40, 4, 2, 0), 2))
+    state = state_after(resumed, 1)
+    again = distributed(40, 4, 2, 1)
+    again.load_state_dict(state | {"index_checksum": [3, state["index_checksum"][1] ^ 1]})
+
+    assert (state["rank"], state["_num_yielded"]) == (1, 3)
+    with pytest.raises(ResumeError, match="other indices for the first 3 batches"):
+        iter(again)
+
+
+def test_the_same_rank_is_checked_by_its_indices() -> None:
+    """An order of its own that changed is found out on the rank that saved the state."""
+    resumed = distributed(40, 4, 2, 0, seed=4)
+    resumed.load_state_dict(state_after(distributed(40, 4, 2, 0, seed=3), 2))
+
+    with pytest.raises(ResumeError, match="other indices for the first 2 batches"):
+        iter(resumed)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        (lambda: distributed(44, 4, 2, 1), "length of the dataset 40, but .* length of the dataset 44"),
+        (lambda: distributed(40, 4, 2, 1, seed=4), "seed of the sampler 3, but .* seed of the sampler 4"),
+        (lambda: distributed(40, 5, 2, 1), "batch_size 4, but .* batch_size 5"),
+        (lambda: distributed(40, 4, 3, 1), "number of ranks 2, but .* number of ranks 3"),
+        (lambda: distributed(40, 4, 3, 0), "number of ranks 2, but .* number of ranks 3"),
+        (lambda: sharded(40, 4, 2, 1), "kind of sampler BatchSampler of DistributedSampler, but"),
+    ],
+    ids=["length", "seed", "batch size", "ranks", "ranks, same rank", "sampler"],
+)
+def test_what_the_ranks_have_in_common_is_compared(other: Callable[[], DataLoader], text: str) -> None:
+    """In the middle of an epoch, the error gives both values; the state stays loaded."""
+    state = state_after(distributed(40, 4, 2, 0), 2)
+    resumed = other()
+    resumed.load_state_dict(state)
+
+    with pytest.raises(ResumeError, match=text):
+        iter(resumed)
+    assert resumed.state_dict() == state
+
+
+def test_a_sampler_whose_state_has_the_rank_is_found_out() -> None:
+    """A sampler that gives the other rank's indices after load_state_dict() is an error."""
+    state = state_after(DataLoader(Numbers(40), 4, sampler=KnowsItsRank(40, 0)), 2)
+    resumed = DataLoader(Numbers(40), 4, sampler=KnowsItsRank(40, 1))
+    resumed.load_state_dict(state)
+
+    with pytest.raises(ResumeError, match="gives the indices of rank 0"):
+        iter(resumed)
+
+
+# --- a rank that only torch.distributed knows ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_batches", [0, 2, 99])
+def test_ranks_with_the_same_seed_share_a_state(num_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that shuffle in the same way each resume the same order."""
+
+    def make() -> DataLoader:
+        return DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(5))
+
+    as_rank(monkeypatch, 0)
+    loader = make()
+    iterator = iter(loader)
+    list(itertools.islice(iterator, num_batches))
+    state = through_json(loader.state_dict())
+    rest = labels(iterator) or labels(loader)
+    as_rank(monkeypatch, 1)
+    resumed = make()
+    resumed.load_state_dict(state)
+
+    assert state["rank"] == 0
+    assert labels(resumed) == rest
+
+
+@pytest.mark.parametrize("num_batches", [0, 2, 99])
+def test_ranks_with_orders_of_their_own_need_a_state_each(
+    num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of rank 0 would give rank 0's order to a rank with another seed: the error gives both."""
+    as_rank(monkeypatch, 0)
+    state = state_after(DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(5)), num_batches)
+    as_rank(monkeypatch, 1)
+    resumed = DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(6))
+
+    def load() -> None:
+        resumed.load_state_dict(state)
+        iter(resumed)
+
+    with pytest.raises(ResumeError, match=r"rank 0 saved the state.* seed 5, .*rank 1 has the seed 6"):
+        load()
+
+
+def test_samplers_of_the_user_s_are_split_where_nobody_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's own list of indices is skipped by the number of batches."""
+    as_rank(monkeypatch, 0)
+    state = state_after(DataLoader(Numbers(20), 2, sampler=list(range(0, 20, 2))), 2)
+    as_rank(monkeypatch, 1)
+    resumed = DataLoader(Numbers(20), 2, sampler=list(range(1, 20, 2)))
+    resumed.load_state_dict(state)
+
+    assert next(iter(resumed))[:, 0].tolist() == [9, 11]
+
+
+def test_without_ranks_all_indices_are_checked() -> None:
+    """A loader whose rank nobody knows is taken for the one that saved the state."""
+    state = state_after(DataLoader(Numbers(20), 2, sampler=list(range(0, 20, 2))), 2)
+    resumed = DataLoader(Numbers(20), 2, sampler=list(range(1, 20, 2)))
+    resumed.load_state_dict(state)
+
+    assert state["rank"] is None
+    with pytest.raises(ResumeError, match="other indices for the first 2 batches"):
+        iter(resumed)
+
+
+def test_lightning_s_wrapper_is_seen() -> None:
+    """The sampler that Lightning puts around a sampler of the user's has the rank."""
+    overrides = pytest.importorskip("lightning.fabric.utilities.distributed")
+
+    def make(rank: int) -> DataLoader:
+        inner: Sampler[int] = RandomSampler(range(40), generator=seeded())
+        sampler = overrides.DistributedSamplerWrapper(inner, num_replicas=2, rank=rank, shuffle=False)
+        return DataLoader(Numbers(40), 4, sampler=sampler)
+
+    assert state_after(make(1), 0)["rank"] == 1
+
+
+# --- another batch size ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_batches", [None, 0, 99])
+def test_another_batch_size_between_epochs(num_batches: int | None) -> None:
+    """Before the first batch, and after the end, the samples of the next epoch come in other batches."""
+
+    def make(batch_size: int) -> DataLoader:
+        return DataLoader(Numbers(20), batch_size, shuffle=True, generator=seeded(5))
+
+    loader = make(4)
+    if num_batches is not None:
+        list(itertools.islice(loader, num_batches))
+    state = through_json(loader.state_dict())
+    rest = torch.cat(list(loader)) if num_batches != 0 else torch.cat(list(make(4)))
+    resumed = make(5)
+    resumed.load_state_dict(state)
+
+    assert torch.equal(torch.cat(list(resumed)), rest)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_another_batch_size_within_an_epoch(num_workers: int) -> None:
+    """The error gives both sizes; with the old size the same loader's arguments resume."""
+    state = state_after(DataLoader(Numbers(20), 4), 2)
+    resumed = DataLoader(Numbers(20), 5, num_workers=num_workers)
+    resumed.load_state_dict(state)
+
+    with pytest.raises(
+        ResumeError, match=r"after 2 batches: .* batch_size 4, but .* batch_size 5: give it 4"
+    ):
+        iter(resumed)
+
+
+def test_a_stream_with_a_state_takes_another_batch_size() -> None:
+    """Its own state counts samples: the rest comes in batches of the new size."""
+    state = state_after(DataLoader(Stream(), 3), 2)
+    resumed = DataLoader(Stream(), 5)
+    resumed.load_state_dict(state)
+
+    assert torch.cat(list(resumed)).tolist() == list(range(6, 41))
+
+
+def test_a_stream_s_state_of_another_rank_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The positions are those of the rank that saved them."""
+    as_rank(monkeypatch, 0)
+    state = state_after(DataLoader(Stream(), 3), 2)
+    as_rank(monkeypatch, 1)
+    resumed = DataLoader(Stream(), 3)
+    resumed.load_state_dict(state)
+    with caplog.at_level("WARNING", "fastload"):
+        assert next(iter(resumed)).tolist() == [6, 7, 8]
+
+    assert "rank 1 loads the states of a dataset that rank 0 saved" in caplog.text
