@@ -30,6 +30,7 @@ EXTRAS = {
     "on_error",
     "error_budget",
     "restart_workers",
+    "snapshot_every_n_steps",
 }
 IMAGES = datasets.Made(datasets.image, 12)
 
