@@ -14,7 +14,7 @@ from fastload.profiling.hot_lines import is_own_code
 if TYPE_CHECKING:
     from types import FrameType
 
-_GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "iterable"))
+_GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "base_dataloader", "iterable"))
 
 
 def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "is_cached": type(dataset).__name__ == "CachedDataset",
         "is_iterable": is_iterable,
         "num_samples": num_samples,
-        "batch_size": loader.batch_size,
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "num_workers": loader.num_workers,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
@@ -72,6 +72,12 @@ def _collect(value: Any, tensors: list[torch.Tensor], depth: int) -> None:
             _collect(part, tensors, depth - 1)
 
 
+def _is_around(value: Any, loader: Any) -> bool:
+    """Whether a loader that a framework made, such as Accelerate's, iterates over this one."""
+    held = getattr(value, "__dict__", None)
+    return isinstance(held, dict) and held.get("base_dataloader") is loader
+
+
 def _name_of(loader: Any, frame: FrameType | None) -> str:
     """The variable or attribute that holds the loader in the user's code that called us; else its class.
 
@@ -86,9 +92,10 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
                 spaces.append(owner)
             for names in spaces:
                 for name, value in list(names.items()):
-                    if value is loader and name not in _GENERAL_NAMES and not name.startswith("_"):
+                    if not (value is loader or _is_around(value, loader)) or name.startswith("_"):
+                        continue
+                    if name not in _GENERAL_NAMES:
                         return name
-                    if value is loader and name in _GENERAL_NAMES:
-                        general = general or name
+                    general = general or name
         frame = frame.f_back
     return general if general not in ("", "self") else type(loader).__name__

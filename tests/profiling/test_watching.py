@@ -169,6 +169,28 @@ def test_subclasses_are_watched() -> None:
     assert report.num_batches == 24
 
 
+class Around:
+    """A framework's loader that iterates over another one, as Accelerate's does."""
+
+    def __init__(self, loader: Any) -> None:
+        self.base_dataloader = loader
+
+    def __iter__(self) -> Any:
+        yield from self.base_dataloader
+
+
+def test_a_loader_inside_a_framework_s_has_the_user_s_name() -> None:
+    """The name of the variable that holds the outer one, and the batch size of the batch sampler."""
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(96)), 6, drop_last=False)
+    train_loader = Around(torch.utils.data.DataLoader(zoo.Quick(), batch_sampler=sampler))
+
+    with fastload.profile() as profile:
+        batches(train_loader, 1)
+
+    (report,) = profile.report().loaders
+    assert (report.name, report.settings["batch_size"]) == ("train_loader", 6)
+
+
 def test_a_loop_that_is_left_early_is_reported() -> None:
     """With the batches that it got."""
     loader = make("torch", zoo.Quick(), 0)
