@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import threading
@@ -24,12 +25,17 @@ LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader
 
 
 def profiled(
-    loader: Any, *, num_epochs: int = 1, compute_s: float = 0.0, replay: int = 0
+    loader: Any,
+    *,
+    num_epochs: int = 1,
+    compute_s: float = 0.0,
+    replay: int = 0,
+    num_steps: int | None = None,
 ) -> fastload.LoaderReport:
-    """The report on a loop over a loader."""
+    """The report on a loop over a loader, which may end early."""
     with fastload.profile(loader, replay=replay) as profile:
         for _ in range(num_epochs):
-            for _batch in loader:
+            for _batch in itertools.islice(loader, num_steps):
                 if compute_s:
                     time.sleep(compute_s)
     (report,) = profile.report().loaders
@@ -88,7 +94,7 @@ class TestPlanted:
 
     def test_a_slow_consumer_is_not_a_data_problem(self, kind: str, num_workers: int) -> None:
         """No culprit, no suggestion."""
-        report = profiled(make(kind, zoo.Quick(), num_workers), compute_s=0.06)
+        report = profiled(make(kind, zoo.Quick(), num_workers), compute_s=0.2, num_steps=8)
 
         assert report.verdict.startswith("Data is not your bottleneck: ")
         assert report.suggestions == []
