@@ -49,7 +49,7 @@ def as_array(sample: Any) -> Any:
     ],
 )
 def test_each_sample_is_decoded_once(kind: type[Images], method: str, tmp_path: Any) -> None:
-    """Over some shuffled epochs with two workers of torch's loader 200 samples cost far fewer than 600 reads."""
+    """Over shuffled epochs with two workers of torch's loader, 200 samples cost far fewer than 600 reads."""
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
     loader = DataLoader(
