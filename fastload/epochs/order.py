@@ -27,7 +27,9 @@ _MAX_DEPTH = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Facts about a loader's order that are the same on every rank; None: unknown, or there is none.
+    """Facts about a loader's order that are the same on every rank.
+
+    A fact is None if it is unknown, or if the loader has nothing of the kind.
 
     Attributes:
         num_samples: The length of a map-style dataset.
@@ -65,30 +67,31 @@ class Position:
     needs_batch_size: bool
 
 
-def rank_of(loader: DataLoader[Any]) -> int | None:
-    """The rank that the loader reads for, from its sampler or else from torch.distributed; None: unknown."""
-    found = _split_of(loader)
-    if found is not None:
-        return found[0]
-    # If the script never imported torch.distributed, this process is not in a process group.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return None
+def rank_and_order(loader: DataLoader[Any]) -> tuple[int | None, Order]:
+    """The rank that the loader reads for, and the facts about its order that are the same on every rank.
 
-
-def order_of(loader: DataLoader[Any]) -> Order:
-    """The facts about this loader's order that are the same on every rank."""
-    split = _split_of(loader)
+    The rank comes from the sampler or else from torch.distributed; None: unknown. Each epoch asks for both.
+    """
+    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = _samplers(loader)
+    split = _split_of([loader.dataset] if is_iterable else samplers)
     sizes = [_integer(getattr(sampler, "batch_size", None)) for sampler in samplers]
-    return Order(
-        num_samples=None if loader._dataset_kind == _DatasetKind.Iterable else _length(loader.dataset),
+    order = Order(
+        num_samples=None if is_iterable else _length(loader.dataset),
         batch_size=next((size for size in [_integer(loader.batch_size), *sizes] if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(samplers, is_split=split is not None),
         num_ranks=None if split is None else split[1],
     )
+    return _rank_of_process() if split is None else split[0], order
+
+
+def _rank_of_process() -> int | None:
+    # If the script never imported torch.distributed, this process is not in a process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return None
 
 
 def check(position: Position, rank: int | None, order: Order) -> bool:
@@ -148,9 +151,8 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     return found
 
 
-def _split_of(loader: DataLoader[Any]) -> tuple[int, int] | None:
-    """The rank and the number of ranks of the sampler, or of an iterable dataset, that splits by rank."""
-    owners = [loader.dataset] if loader._dataset_kind == _DatasetKind.Iterable else _samplers(loader)
+def _split_of(owners: list[Any]) -> tuple[int, int] | None:
+    """The rank and the number of ranks of the first sampler, or iterable dataset, that splits by rank."""
     for owner in owners:
         for names in _RANK_ATTRIBUTES:
             rank, num_ranks = (_integer(_attribute(owner, name)) for name in names)
@@ -181,7 +183,7 @@ def _seed(samplers: list[Any], *, is_split: bool) -> int | None:
 
 
 def _integer(value: Any) -> int | None:
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return None
     try:
         return operator.index(value)

@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
 from fastload.epochs.epoch import Epoch
-from fastload.epochs.order import Position, check, order_of, rank_of
+from fastload.epochs.order import Position, check, rank_and_order
 from fastload.epochs.sampler_state import (
     DEFAULT,
     check_generators,
@@ -110,7 +110,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
     epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
-    epoch.rank, epoch.order = rank_of(loader), order_of(loader)
+    epoch.rank, epoch.order = rank_and_order(loader)
     try:
         epoch.samplers = samplers_of(loader)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -275,7 +275,7 @@ def _check(loader: DataLoader[Any], state: SavedState) -> bool:
         needs_batch_size=loader._dataset_kind == _DatasetKind.Map
         or any(copy.num_to_read_again for copy in state.dataset_states or ()),
     )
-    return check(position, rank_of(loader), order_of(loader))
+    return check(position, *rank_and_order(loader))
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -298,7 +298,7 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
         epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=sample_seed_of(loader))
-        epoch.rank, epoch.order = rank_of(loader), order_of(loader)
+        epoch.rank, epoch.order = rank_and_order(loader)
     states = epoch.dataset_states
     if states is not None and epoch.is_finished and epoch.is_iterable:
         states = [ENDED] * len(states)

@@ -30,11 +30,13 @@ def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
     Batch samplers may be nested: Accelerate wraps the loader's own in one for the batches of a rank.
     """
     found: dict[str, Any] = {}
+    seen = {id(None)}
     left = [("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
     while left:
         place, sampler = left.pop(0)
-        if sampler is None or any(sampler is other for other in found.values()):
+        if id(sampler) in seen:
             continue
+        seen.add(id(sampler))
         found[place] = sampler
         if sampler is loader.batch_sampler or isinstance(sampler, BatchSampler):
             inner = ((name, getattr(sampler, name, None)) for name in ("sampler", "batch_sampler"))
