@@ -304,6 +304,8 @@ class DataLoader(LoaderSettings):
         except KeyError:
             raise AttributeError("this loader has no collate_fn yet") from None
         known = self.__dict__.get
+        if all(known(name, default) is default for name, default in _own_defaults().items()):
+            return own  # each epoch asks for it
         names = ['rng="sample"'] if known("rng") == "sample" else []
         names += [name for name in ("device", "device_transform") if known(name) is not None]
         settings = {name: known(name, default) for name, default in _own_defaults().items()}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.epochs.order import rank_and_order
 from fastload.epochs.sampler_state import set_generators, set_samplers
 from fastload.errors import ResumeError
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.epochs.order import Order
     from fastload.epochs.saved_state import SavedState
     from fastload.rng.sample_streams import StreamCounter, StreamOrigin
 
@@ -58,8 +58,6 @@ class Epoch:
             ahead.
         is_iterable: Whether the dataset is iterable-style.
         loads_dataset_states: Whether `dataset_states` come from a state, so that the copies must load them.
-        rank: The rank that the loader reads for; None if unknown.
-        order: The facts about the order that are the same on every rank.
     """
 
     number: int
@@ -78,8 +76,6 @@ class Epoch:
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
     is_iterable: bool = False
     loads_dataset_states: bool = False
-    rank: int | None = None
-    order: Order | None = None
     _is_of_other_rank: bool = field(default=False, repr=False)  # whether another rank saved `_replayed`
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
@@ -130,7 +126,7 @@ class Epoch:
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             if self.iterator_kind == "workers":
                 indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
-        self._skip(indices, state)
+        self._skip(loader, indices, state)
         if self._default_state is not None:
             has_drawn = state.num_yielded or self.is_iterable
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
@@ -140,7 +136,7 @@ class Epoch:
             torch.default_generator.set_state(self._default_state)
         return indices
 
-    def _skip(self, indices: Iterator[Any], state: SavedState) -> None:
+    def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded
         checked, expected = state.checksum
         if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
@@ -155,7 +151,7 @@ class Epoch:
                     f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
                 ) from None
         if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
-            self._expect_own_share(state)
+            self._expect_own_share(loader, state)
             return
         if count == checked and self.checksum != expected:
             raise ResumeError(
@@ -165,18 +161,18 @@ class Epoch:
                 "default generator, or have state_dict() and load_state_dict()"
             )
 
-    def _expect_own_share(self, state: SavedState) -> None:
+    def _expect_own_share(self, loader: DataLoader[Any], state: SavedState) -> None:
         """Check that a sampler with the state of another rank does not give that rank's indices."""
-        is_split = self.order is not None and self.order.num_ranks is not None
+        rank, order = rank_and_order(loader)
         has_state = any(not place.endswith(".epoch") for place in state.samplers)
         if (
-            is_split
+            order.num_ranks is not None
             and has_state
             and state.num_yielded
             and (self.num_received, self.checksum) == state.checksum
         ):
             raise ResumeError(
-                f"the sampler of rank {self.rank} gives the indices of rank {state.rank}, which saved the "
+                f"the sampler of rank {rank} gives the indices of rank {state.rank}, which saved the "
                 "state: save and load a state for each rank, or leave the rank out of the sampler's "
                 "state_dict()"
             )

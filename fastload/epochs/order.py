@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
+from fastload.epochs.sampler_state import initial_seed_of
 from fastload.errors import ResumeError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.utils.data import DataLoader
 
 # Attributes for the rank and for the number of ranks: of torch's DistributedSampler (and of classes like it,
@@ -67,10 +70,17 @@ class Position:
     needs_batch_size: bool
 
 
-def rank_and_order(loader: DataLoader[Any]) -> tuple[int | None, Order]:
+def rank_and_order(
+    loader: DataLoader[Any], generators: Mapping[str, bytes] | None = None
+) -> tuple[int | None, Order]:
     """The rank that the loader reads for, and the facts about its order that are the same on every rank.
 
-    The rank comes from the sampler or else from torch.distributed; None: unknown. Each epoch asks for both.
+    The rank comes from the sampler or else from torch.distributed; None: unknown.
+
+    Args:
+        loader: Its sampler, or iterable dataset, is asked now.
+        generators: States of generators, by place: the order of an epoch depends on their states before its
+            first draw. A generator whose place is missing is taken as it is now.
     """
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = _samplers(loader)
@@ -80,7 +90,7 @@ def rank_and_order(loader: DataLoader[Any]) -> tuple[int | None, Order]:
         num_samples=None if is_iterable else _length(loader.dataset),
         batch_size=next((size for size in [_integer(loader.batch_size), *sizes] if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
-        seed=_seed(samplers, is_split=split is not None),
+        seed=_seed(loader, samplers, generators or {}, is_split=split is not None),
         num_ranks=None if split is None else split[1],
     )
     return _rank_of_process() if split is None else split[0], order
@@ -168,7 +178,9 @@ def _attribute(owner: Any, name: str) -> Any:
         return None
 
 
-def _seed(samplers: list[Any], *, is_split: bool) -> int | None:
+def _seed(
+    loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
+) -> int | None:
     for sampler in samplers:
         seed = _integer(_attribute(sampler, "seed"))
         if seed is not None:
@@ -178,7 +190,9 @@ def _seed(samplers: list[Any], *, is_split: bool) -> int | None:
     for sampler in samplers:
         if hasattr(sampler, "generator"):  # as in torch's samplers, None stands for the default generator
             generator = torch.default_generator if sampler.generator is None else sampler.generator
-            return generator.initial_seed() if isinstance(generator, torch.Generator) else None
+            if not isinstance(generator, torch.Generator):
+                return None
+            return initial_seed_of(loader, generator, generators)
     return None
 
 

@@ -109,10 +109,11 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     """
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
-    epoch = Epoch(progress.next_number, iterator_kind, generators_of(loader), {}, obstacle=obstacle)
-    epoch.rank, epoch.order = rank_and_order(loader)
+    samplers = samplers_by_place(loader)
+    generators = generators_of(loader, samplers)
+    epoch = Epoch(progress.next_number, iterator_kind, generators, {}, obstacle=obstacle)
     try:
-        epoch.samplers = samplers_of(loader)
+        epoch.samplers = samplers_of(samplers)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
     epoch.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
@@ -200,7 +201,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         log.warning(
             "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
             "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
-            epoch.rank,
+            rank_and_order(loader)[0],
             state.rank,
         )
     epoch.number = state.epoch
@@ -211,7 +212,8 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         # Without received batches no replay is needed. torch's default generator is the user's: not set.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
-        epoch.generators, epoch.samplers = generators_of(loader), samplers_of(loader)
+        samplers = samplers_by_place(loader)
+        epoch.generators, epoch.samplers = generators_of(loader, samplers), samplers_of(samplers)
         return
     _set_dataset_states(loader, epoch, state)
     epoch.iterator_kind = state.iterator_kind
@@ -292,13 +294,14 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         _raise_errors(epoch)
     if epoch is None or epoch.is_finished:
         # Between epochs, a resumed loader continues with the current states of its own generators.
-        generators = {k: v for k, v in generators_of(loader).items() if k != DEFAULT}
-        samplers = samplers_of(loader)
+        held = samplers_by_place(loader)
+        generators = {k: v for k, v in generators_of(loader, held).items() if k != DEFAULT}
+        samplers = samplers_of(held)
     else:
         generators, samplers = epoch.generators, epoch.samplers
     if epoch is None:
         epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=sample_seed_of(loader))
-        epoch.rank, epoch.order = rank_and_order(loader)
+    rank, order = rank_and_order(loader, generators)
     states = epoch.dataset_states
     if states is not None and epoch.is_finished and epoch.is_iterable:
         states = [ENDED] * len(states)
@@ -315,8 +318,8 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
         obstacle=epoch.obstacle,
         dataset_states=states,
         next_worker=epoch.next_worker,
-        rank=epoch.rank,
-        order=epoch.order,
+        rank=rank,
+        order=order,
     ).to_plain()
 
 

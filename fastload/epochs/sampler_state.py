@@ -17,7 +17,7 @@ from fastload.batch.iterable_state import keeps_state
 from fastload.errors import ResumeError, add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch.utils.data import DataLoader
 
@@ -44,9 +44,9 @@ def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
     return found
 
 
-def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
+def _held_generators(loader: DataLoader[Any], samplers: dict[str, Any]) -> dict[str, torch.Generator]:
     found = {DEFAULT: torch.default_generator}
-    for place, owner in (("loader", loader), *samplers_by_place(loader).items()):
+    for place, owner in (("loader", loader), *samplers.items()):
         generator = getattr(owner, "generator", None)
         if generator is None or any(generator is other for other in found.values()):
             continue
@@ -55,9 +55,19 @@ def _held_generators(loader: DataLoader[Any]) -> dict[str, torch.Generator]:
     return found
 
 
-def generators_of(loader: DataLoader[Any]) -> dict[str, bytes]:
-    """The states of the loader's generators, and of torch's own, by place."""
-    return {place: g.get_state().numpy().tobytes() for place, g in _held_generators(loader).items()}
+def generators_of(loader: DataLoader[Any], samplers: dict[str, Any]) -> dict[str, bytes]:
+    """The states of the generators of the loader and of its samplers, and of torch's own, by place."""
+    held = _held_generators(loader, samplers)
+    return {place: generator.get_state().numpy().tobytes() for place, generator in held.items()}
+
+
+def initial_seed_of(loader: DataLoader[Any], generator: torch.Generator, states: Mapping[str, bytes]) -> int:
+    """The seed of one of the loader's generators, as of these states, or as of now if they lack it."""
+    for place, held in _held_generators(loader, samplers_by_place(loader)).items():
+        if held is generator and place in states:
+            generator = torch.Generator(held.device)
+            generator.set_state(torch.frombuffer(bytearray(states[place]), dtype=torch.uint8))
+    return generator.initial_seed()
 
 
 def check_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
@@ -66,7 +76,7 @@ def check_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
     Raises:
         ResumeError: A state has the wrong length, or is not a generator's state.
     """
-    held = _held_generators(loader)
+    held = _held_generators(loader, samplers_by_place(loader))
     for place, state in states.items():
         if place in held:
             _try_state(held[place], place, state)
@@ -78,7 +88,7 @@ def set_generators(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
     Raises:
         ResumeError: The loader has no generator at one of the places, or a state is not a generator's state.
     """
-    held = _held_generators(loader)
+    held = _held_generators(loader, samplers_by_place(loader))
     for place, state in states.items():
         if place not in held:
             raise ResumeError(f"the state has a generator of the {place}, but this loader has none there")
@@ -96,14 +106,14 @@ def _try_state(held: torch.Generator, place: str, state: bytes) -> None:
         ) from error
 
 
-def samplers_of(loader: DataLoader[Any]) -> dict[str, bytes]:
+def samplers_of(samplers: dict[str, Any]) -> dict[str, bytes]:
     """By place, the states of samplers with a state_dict(), and the epochs of samplers that count epochs.
 
     Each state is pickled, because a sampler may return objects that it changes later. Only this process may
     unpickle them.
     """
     states = {}
-    for place, sampler in samplers_by_place(loader).items():
+    for place, sampler in samplers.items():
         if keeps_state(sampler):
             states[place] = pickle.dumps(sampler.state_dict())
         if _counts_epochs(sampler):  # DistributedSampler's order depends on the epoch
@@ -152,9 +162,10 @@ def _counts_epochs(sampler: Any) -> bool:
 @contextlib.contextmanager
 def unchanged_on_error(loader: DataLoader[Any]) -> Iterator[None]:
     """If the block raises, restore the loader's generators and samplers and torch's generator."""
-    generators = generators_of(loader)
+    held = samplers_by_place(loader)
+    generators = generators_of(loader, held)
     try:
-        samplers = samplers_of(loader)
+        samplers = samplers_of(held)
     except Exception:  # noqa: BLE001  # the loader's `state_dict()` raises this error
         samplers = {}
     try:

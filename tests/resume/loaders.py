@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 from fastload import DataLoader
+from fastload.epochs.sampler_state import generators_of, samplers_by_place, samplers_of
 from tests.resume.zoo import Draws, Numbers, Stateful
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 def make(kind: str, num_workers: int = 0, *, persistent: bool = False) -> DataLoader:
     options = {"batch_size": 4, "num_workers": num_workers} | SAMPLERS[kind]()
     return DataLoader(Numbers(LENGTH), persistent_workers=persistent and num_workers > 0, **options)
+
+
+def order_states(loader: DataLoader) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The states of the generators and of the samplers that determine the loader's order."""
+    samplers = samplers_by_place(loader)
+    return generators_of(loader, samplers), samplers_of(samplers)
 
 
 def labels(batches: Any) -> list[list[int]]:

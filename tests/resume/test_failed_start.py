@@ -9,10 +9,9 @@ import pytest
 
 from fastload import DataLoader
 from fastload.epochs import on_device
-from fastload.epochs.sampler_state import generators_of, samplers_of
 from fastload.errors import DeviceUnavailableError, ResumeError
 from tests.device.fake import FakeBackend
-from tests.resume.loaders import labels, seeded
+from tests.resume.loaders import labels, order_states, seeded
 from tests.resume.zoo import Faulty, Numbers, Stream
 from tests.rng.draws_zoo import Dice
 
@@ -27,7 +26,7 @@ def make(**options: Any) -> DataLoader:
 
 
 def stand(loader: DataLoader) -> Any:
-    return loader.state_dict(), generators_of(loader), samplers_of(loader)
+    return loader.state_dict(), *order_states(loader)
 
 
 def interrupted(**options: Any) -> tuple[dict[str, Any], list[list[int]]]:

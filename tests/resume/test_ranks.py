@@ -310,3 +310,20 @@ def test_a_stream_s_state_of_another_rank_is_warned_of(
         assert next(iter(resumed)).tolist() == [6, 7, 8]
 
     assert "rank 1 loads the states of a dataset that rank 0 saved" in caplog.text
+
+
+@pytest.mark.parametrize("owner", ["default", "sampler"])
+def test_a_state_names_the_seed_of_the_epoch_s_beginning(owner: str) -> None:
+    """Scripts may seed torch, or the sampler's generator, again while an epoch runs."""
+    generator = None if owner == "default" else seeded(5)
+    loader = DataLoader(Numbers(12), 4, sampler=RandomSampler(range(12), generator=generator))
+    torch.manual_seed(5)
+    iterator = iter(loader)
+    next(iterator)
+    torch.manual_seed(6)
+    if generator is not None:
+        generator.manual_seed(6)
+
+    assert loader.state_dict()["order"]["seed"] == 5
+    list(iterator)
+    assert loader.state_dict()["order"]["seed"] == 6  # the next epoch begins with it

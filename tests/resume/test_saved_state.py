@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from fastload import DataLoader
-from fastload.epochs.sampler_state import generators_of, samplers_of
 from fastload.errors import ResumeError
 from tests.resume.loaders import (
     LENGTH,
     SAMPLERS,
     labels,
     make,
+    order_states,
     seeded,
     through_json,
     through_torch_save,
@@ -257,11 +257,11 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         del inner[path[-1]]
     loader = maker()
     for step in (lambda: loader.load_state_dict(state), lambda: iter(loader)):
-        before = loader.state_dict(), generators_of(loader), samplers_of(loader)
+        before = loader.state_dict(), *order_states(loader)
         refusal = _refusal(step)
         if refusal is not None:
             assert len(refusal.split()) > 5
-            assert (loader.state_dict(), generators_of(loader), samplers_of(loader)) == before
+            assert (loader.state_dict(), *order_states(loader)) == before
             return
 
 
@@ -339,11 +339,11 @@ def test_all_generators_are_set_or_none() -> None:
     state = loader.state_dict()
     state["generators"]["sampler"] = _mt19937(5056)
     fresh = both()
-    before = generators_of(fresh)
+    before = order_states(fresh)
 
     with pytest.raises(ResumeError, match="generator of the sampler is damaged"):
         fresh.load_state_dict(state)
-    assert generators_of(fresh) == before
+    assert order_states(fresh) == before
 
 
 def test_a_sampler_s_own_error_changes_nothing() -> None:
@@ -354,12 +354,12 @@ def test_a_sampler_s_own_error_changes_nothing() -> None:
     state["samplers"]["sampler"] = {}
     options: dict[str, Any] = SAMPLERS["stateful"]()
     fresh = DataLoader(Numbers(LENGTH), 4, generator=seeded(), **options)
-    before = generators_of(fresh), samplers_of(fresh), fresh.state_dict()
+    before = *order_states(fresh), fresh.state_dict()
 
     with pytest.raises(KeyError, match="round") as caught:
         fresh.load_state_dict(state)
     assert "raised by the sampler when it got its part" in caught.value.__notes__[0]
-    assert (generators_of(fresh), samplers_of(fresh), fresh.state_dict()) == before
+    assert (*order_states(fresh), fresh.state_dict()) == before
 
 
 def test_a_sampler_that_is_missing_within_an_epoch() -> None:
