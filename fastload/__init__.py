@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from fastload.batch.failed_sample import FailedSample as FailedSample
     from fastload.images.decode import read_image as read_image
+    from fastload.images.encoded import EncodedImage as EncodedImage
     from fastload.images.folder import ImageFolder as ImageFolder
     from fastload.integrations.install import install as install, uninstall as uninstall
     from fastload.loader import DataLoader as DataLoader
@@ -95,6 +96,7 @@ _NAMES = {
     ),
     "batch.failed_sample": ("FailedSample",),
     "images.decode": ("read_image",),
+    "images.encoded": ("EncodedImage",),
     "images.folder": ("ImageFolder",),
     "integrations.install": ("install", "uninstall"),
     "loader": ("DataLoader",),

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache.build import inventory
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.codecs import CODECS
+from fastload.cache.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
@@ -164,7 +164,7 @@ class TestHelp:
 
     def test_codecs_are_those_of_the_caches(self) -> None:
         """What --codec offers is what there is."""
-        assert tuple(codec.value for codec in main.Codec) == CODECS
+        assert tuple(codec.value for codec in main.Codec) == CACHE_CODECS
 
 
 class TestBuild:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fastload.nested.leaves import Array, Leaf
 
 CODECS = ("raw", "jpeg", "png", "webp")  # a record stores the position in this tuple
+# The codec of a whole cache whose records hold the dataset's undecoded images; its records are "raw".
+SOURCE = "source"
+CACHE_CODECS = (*CODECS, SOURCE)
 LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
@@ -40,8 +43,8 @@ def check_codec(codec: str, quality: int) -> None:
     Raises:
         ValueError: There is no such codec or quality.
     """
-    if codec not in CODECS:
-        raise ValueError(f"codec should be one of {', '.join(CODECS)}, but got {codec!r}")
+    if codec not in CACHE_CODECS:
+        raise ValueError(f"codec should be one of {', '.join(CACHE_CODECS)}, but got {codec!r}")
     if isinstance(quality, bool) or not isinstance(quality, int) or not 1 <= quality <= BEST_QUALITY:
         raise ValueError(f"quality should be an int from 1 to {BEST_QUALITY}, but got {quality!r}")
 

@@ -17,14 +17,16 @@ from __future__ import annotations
 import operator
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
+from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.no_cache import NoCache
 from fastload.cache.pace import Pace
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller, check_callable
@@ -91,7 +93,10 @@ class CachedDataset(Dataset[Any]):
             A pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
             copy.
         cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `["ram", "lmdb:PATH"]` (samples that
-            are not in RAM are read from the file, and kept in RAM), or a cache object.
+            are not in RAM are read from the file, and kept in RAM), or a cache object. `"ram-encoded"` caches
+            the files of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them
+            at each access; `["ram", "ram-encoded"]` keeps as many samples decoded as the budget allows beside
+            the files of the others. None stores nothing, and reads the dataset at each access.
         prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
             way as `transform`.
         key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that give
@@ -102,6 +107,12 @@ class CachedDataset(Dataset[Any]):
             process that creates a shared cache sets its budget.
         num_workers: Processes that build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
+        decode: How undecoded images are decoded, if the cache stores such images or nothing. Undecoded images
+            come from an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache that
+            was built with codec "source". `"exact"`: if the transform is an albumentations pipeline that
+            begins with a crop, only the crop's region is decoded, to the same pixels (needs the extra
+            `regions`; `explain()` says whether it happens, and why not). `"fast"`: also at a half, a quarter
+            or an eighth of the size, if the pipeline begins by making the image smaller.
 
     Attributes:
         dataset: As given.
@@ -109,6 +120,7 @@ class CachedDataset(Dataset[Any]):
         prepare: As given.
         key: As given.
         cache: The cache in use; `cache.explain()` gives the reason why it is in use.
+        decode: As given.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
@@ -116,7 +128,7 @@ class CachedDataset(Dataset[Any]):
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
-        ValueError: `cache`, `key` or `budget` has none of the forms above.
+        ValueError: `cache`, `key`, `budget` or `decode` has none of the forms above.
     """
 
     def __init__(
@@ -124,14 +136,17 @@ class CachedDataset(Dataset[Any]):
         dataset: Any,
         transform: Callable[..., Any] | None = None,
         *,
-        cache: str | SampleCache | Sequence[str | SampleCache] = "ram",
+        cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
         prepare: Callable[..., Any] | None = None,
         key: str | None = None,
         budget: str | float = "auto",
         num_workers: int | None = None,
         progress: bool = True,
+        decode: Literal["exact", "fast"] = "exact",
     ) -> None:
         _check_map_style(dataset)
+        if decode not in ("exact", "fast"):
+            raise ValueError(f'decode should be "exact" or "fast", but got {decode!r}')
         for role, function in (("transform", transform), ("prepare", prepare)):
             if function is not None:
                 check_callable(role, function)
@@ -145,8 +160,10 @@ class CachedDataset(Dataset[Any]):
         from fastload.cache.open_cache import Opener, Request  # here: it imports Pillow and LMDB
 
         opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
-        self._source = opener.source
         self.cache = opener.open(cache)
+        self._source = opener.source
+        self._holds_images = opener.holds_images
+        self.decode = decode
 
     @classmethod
     def from_cache(
@@ -156,6 +173,7 @@ class CachedDataset(Dataset[Any]):
         *,
         ram: bool = False,
         budget: str | float = "auto",
+        decode: Literal["exact", "fast"] = "exact",
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset of its own; the source is not needed any more.
 
@@ -168,6 +186,7 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             budget: The most memory that the cache in RAM may take.
+            decode: How the images of a cache that was built with codec "source" are decoded; as above.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -175,7 +194,9 @@ class CachedDataset(Dataset[Any]):
             CacheCorruptError: A file is damaged.
         """
         samples = StoredSamples(LMDBCache(path))
-        return cls(samples, transform, cache=["ram", samples] if ram else samples, budget=budget)
+        return cls(
+            samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode
+        )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -205,16 +226,31 @@ class CachedDataset(Dataset[Any]):
         """
         transform = self.transform  # read once: another thread may set it
         if transform is None:
-            return private_copy(self.view(index))
+            sample = private_copy(self.view(index))
+            return decode_images(sample) if self._holds_images else sample
+        return self._caller_of(transform)(lambda: self.view(index), index)
+
+    def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
-        if caller is None or caller.transform is not transform:
-            caller = self._caller = TransformCaller(transform)
-        return caller(lambda: self.view(index), index)
+        decode = self.decode if self._holds_images else None
+        if caller is None or caller.transform is not transform or caller.decode != decode:
+            caller = self._caller = TransformCaller(transform, decode)
+        return caller
+
+    def explain(self) -> str:
+        """Why this cache is in use, and what is decoded at each access."""
+        text = self.cache.explain()
+        if not self._holds_images:
+            return text
+        if self.transform is None:
+            return f"{text}\nwhole images are decoded: there is no transform"
+        return f"{text}\n{self._caller_of(self.transform).explain_decoding()}"
 
     def view(self, index: int) -> Any:
         """The sample before the transform, without a copy if it is cached.
 
-        Arrays are read-only, and valid for as long as they are referenced; tensors are private copies.
+        Arrays are read-only, and valid for as long as they are referenced; tensors are private copies. Images
+        that the cache stores undecoded are `EncodedImage` objects.
 
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
@@ -237,7 +273,7 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if the budget and the pace allow it."""
         counts.misses += 1
-        restore = mark()
+        restore = mark() if self.cache.layout != NoCache.layout else _nothing
         started_s = time.perf_counter()
         try:
             fresh = self._source[index]
@@ -307,6 +343,10 @@ class CachedDataset(Dataset[Any]):
         """How many samples are cached, and how many bytes they take."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.budget_bytes, cache.layout)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_map_style(dataset: Any) -> None:

@@ -39,6 +39,11 @@ class Fingerprint:
         """The name by which other processes find the cache: a digest of the key, or else of all parts."""
         return digest_of(self.parts if self.key is None else ["key", self.key])
 
+    def of_encoded(self) -> Fingerprint:
+        """The fingerprint of the same samples with undecoded images."""
+        key = None if self.key is None else f"{self.key} (encoded)"
+        return Fingerprint({**self.parts, "images": "encoded"}, key)
+
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
         found = []

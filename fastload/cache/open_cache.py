@@ -15,10 +15,23 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from torch.utils.data import Subset
+
 from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb, check_source
+from fastload.cache.codecs import SOURCE
+from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
+from fastload.cache.encoded import (
+    DecodedSamples,
+    decode_images,
+    decoded_nbytes,
+    encoded_source,
+    holds_images,
+)
 from fastload.cache.fingerprint import fingerprint_of, without_fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -27,8 +40,9 @@ from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import PreparedDataset, StoredSamples
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
+from fastload.images.folder import ImageFolder
 from fastload.memory import segment
-from fastload.nested.tree import first_difference
+from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_budget
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
@@ -39,7 +53,12 @@ if TYPE_CHECKING:
 _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
 _BUSY_LOG_S = 10.0
-_USAGE = 'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"] or a cache object'
+_USAGE = (
+    'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
+    "object"
+)
+_ENCODED = "ram-encoded"
+_MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 
 
 class Request(NamedTuple):
@@ -61,6 +80,7 @@ class Opener:
 
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
+        holds_images: Whether these samples may hold images that are not decoded.
         fingerprint: Of these samples; None without a fingerprint() and a key.
         examples: Samples that were already read from the source, by index.
     """
@@ -69,13 +89,47 @@ class Opener:
         dataset = request.dataset
         self._request = request
         self._allowed_bytes = parse_budget(request.budget)
-        self.source = dataset if request.prepare is None else PreparedDataset(dataset, request.prepare)
+        self.holds_images = False
+        self.source = self._decoded_source()
         self.fingerprint = fingerprint_of(dataset, key=request.key, prepare=request.prepare)
         self.examples: dict[int, Any] = {}
         self._num_samples = len(dataset)
         self._is_examined = False
 
-    def open(self, cache: str | SampleCache | Sequence[str | SampleCache]) -> SampleCache:
+    def _decoded_source(self) -> Any:
+        """The dataset after its deterministic part, with decoded images."""
+        dataset, prepare = self._request.dataset, self._request.prepare
+        if prepare is not None:
+            return PreparedDataset(dataset, prepare)
+        inner = dataset
+        while type(inner) is Subset:
+            inner = inner.dataset
+        # These never give undecoded images. All others may.
+        return dataset if isinstance(inner, (ImageFolder, StoredSamples)) else DecodedSamples(dataset)
+
+    def _use_encoded_source(self, asked: str) -> None:
+        """Let the source give undecoded images.
+
+        Raises:
+            ValueError: The dataset has none, or `prepare` needs decoded ones.
+        """
+        if self._request.prepare is not None:
+            raise ValueError(
+                f"{asked} stores images before they are decoded, but prepare= works on decoded ones: omit "
+                "prepare=, and do this in transform="
+            )
+        self.source = encoded_source(self._request.dataset)
+        self.holds_images = True
+        self.fingerprint = None if self.fingerprint is None else self.fingerprint.of_encoded()
+        example = random_check.read_unnoticed(self.source, 0) if self._num_samples else None
+        if example is not None and not holds_images(example):
+            raise ValueError(
+                f"{asked} needs samples with undecoded images, but {type(self._request.dataset).__name__}[0] "
+                f"is {outline(example)}: return fastload.EncodedImage(path) in place of the decoded array, "
+                "or use fastload.ImageFolder"
+            )
+
+    def open(self, cache: str | SampleCache | Sequence[str | SampleCache] | None) -> SampleCache:
         """The cache, or the tiers of caches, that the user asked for.
 
         Raises:
@@ -84,15 +138,26 @@ class Opener:
             CacheMismatchError: The cache was made from other samples.
             ValueError: `cache` is not a valid description of a cache.
         """
+        if cache is None:
+            return self._open_none()
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
         for index, sample in self.examples.items():
             opened.put(index, sample)
         self._report(opened)
         return opened
 
+    def _open_none(self) -> NoCache:
+        if self._request.prepare is None:
+            self.source = encoded_source(self._request.dataset)
+            self.holds_images = True
+        log.info("cache: none, each access reads the dataset")
+        return NoCache(self._num_samples)
+
     def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
             raise ValueError(f"cache={tiers!r} is not a cache in RAM followed by one on disk: {_USAGE}")
+        if tiers[1] == _ENCODED:
+            return self._open_decoded_and_encoded()
         slow = self._open_one(tiers[1])
         if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
             # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
@@ -104,10 +169,16 @@ class Opener:
             return self._open_lmdb(os.path.expanduser(cache.removeprefix(_LMDB_PREFIX)))
         if cache == "ram":
             return self._open_ram()
+        if cache == _ENCODED:
+            self._use_encoded_source('cache="ram-encoded"')
+            return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
             raise ValueError(f"cache={cache!r} is not a cache: {_USAGE}")
-        if isinstance(cache, StoredSamples) and cache is self._request.dataset:
+        if isinstance(cache, StoredSamples) and self._request.dataset is cache:
+            self.holds_images = cache.cache.codec == SOURCE
             return cache
+        if isinstance(cache, LMDBCache) and cache.codec == SOURCE:
+            self._use_encoded_source(cache.path)
         self._examine()
         if isinstance(cache, LMDBCache):
             check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
@@ -117,6 +188,22 @@ class Opener:
                 f"{self._num_samples}: make a cache for this dataset"
             )
         return cache
+
+    def _open_decoded_and_encoded(self) -> SampleCache:
+        """The tiers of `["ram", "ram-encoded"]`."""
+        decoded = Opener(self._request)
+        self._use_encoded_source('cache=["ram", "ram-encoded"]')
+        self._examine()
+        if self._num_samples:
+            chosen = np.linspace(0, self._num_samples - 1, min(self._num_samples, _MEASURED)).astype(int)
+            samples = [random_check.read_unnoticed(self.source, int(index)) for index in chosen]
+            encoded_bytes = sum(len(encode(sample)) for sample in samples) / len(samples)
+            decoded_bytes = sum(decoded_nbytes(sample) for sample in samples) / len(samples)
+            budgets = split_budget(self._ram_bytes(), self._num_samples, decoded_bytes, encoded_bytes)
+            decoded._allowed_bytes, self._allowed_bytes = budgets
+        decoded.examples = {index: decode_images(sample) for index, sample in self.examples.items()}
+        decoded._is_examined = True
+        return DecodedAndEncodedCache(decoded._open_ram(), self._open_ram())
 
     # --- in RAM -------------------------------------------------------------------------------------------
 
@@ -186,6 +273,8 @@ class Opener:
     # --- on disk ------------------------------------------------------------------------------------------
 
     def _open_lmdb(self, path: str) -> LMDBCache:
+        if os.path.exists(path) and LMDBCache(path).codec == SOURCE:
+            self._use_encoded_source(path)
         if self.fingerprint is None or not os.path.exists(path):
             self._examine()
         builder, said_at_s = "", 0.0

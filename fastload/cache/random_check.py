@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.cache.encoded import DecodedSamples, EncodedSamples
 from fastload.cache.record import decode, encode
 from fastload.errors import RandomDatasetError
 from fastload.nested.tree import first_difference
@@ -42,8 +43,11 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
             if index in rechecked:
                 path = first_difference(samples[index], _read(dataset, index, transforms, _SEEDS[1]))
                 if path is not None:
+                    of_user = (
+                        dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
+                    )
                     raise RandomDatasetError(
-                        f"{type(dataset).__name__}[{index}] gives another sample at each access: {path} "
+                        f"{type(of_user).__name__}[{index}] gives another sample at each access: {path} "
                         "differs. A cache would freeze one draw. Move the random part out of the dataset, "
                         "to CachedDataset(dataset, transform=...), which runs it at every access"
                     )

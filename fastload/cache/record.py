@@ -17,7 +17,8 @@ All numbers are little-endian:
 Payloads: a leaf that the codec applies to is an image file. Other arrays, tensors and NumPy scalars are their
 elements in C order and in the dtype's own byte order. An int is two's complement in 8 bytes or more, a float
 is IEEE 754 binary64, a bool is one byte, a str is UTF-8 (lone surrogates as three bytes each), bytes are
-stored unchanged, and None has no payload. NumPy's str_ and bytes_ are stored like str and bytes.
+stored unchanged, and None has no payload. NumPy's str_ and bytes_ are stored like str and bytes. An encoded
+image is the length of its path in 4 bytes, the path in UTF-8, and the content of the file.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from fastload.cache.encoded import decode_images
 from fastload.cache.sample_cache import BaseCache
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
@@ -50,7 +51,7 @@ class PreparedDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self.dataset[index]
+        sample = decode_images(self.dataset[index])
         # A shallow copy for the note on an error, because `prepare` may modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
         return self._call(before, sample, index)

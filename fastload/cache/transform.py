@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.encoded import decode_images
 from fastload.cache.fingerprint import is_albumentations
+from fastload.cache.pushdown import Pushdown
 from fastload.cache.zero_copy import keeps_read_only
-from fastload.errors import add_note
+from fastload.errors import ImageReadError, add_note
+from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
 from fastload.rng.sample_rng import rewind
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 # NumPy: "assignment destination is read-only", "cannot set WRITEABLE flag"; OpenCV: "NumPy array marked as
 # readonly", "Layout of the output array is incompatible with cv::Mat"; Python: "memoryview is read-only".
 _REFUSAL = re.compile(r"read-?only|writ(e)?able|cv::Mat", re.IGNORECASE)
+_IMAGES = (np.ndarray, EncodedImage)
 _MAX_KEYS = 12  # that an error lists
 _MAX_CHAIN = 16  # errors in one chain; a library wraps an error once or twice
 
@@ -41,16 +45,27 @@ class Call:
     Args:
         role: The name of the function's argument: `"transform"` or `"prepare"`.
         function: An albumentations pipeline, or any callable that takes a sample.
+        decode: How undecoded images in a sample are decoded for a pipeline that begins with a crop, `"exact"`
+            or `"fast"` (see CachedDataset); None: samples hold no undecoded images.
 
     Raises:
         TypeError: The function cannot be called.
     """
 
-    def __init__(self, role: str, function: Callable[..., Any]) -> None:
+    def __init__(self, role: str, function: Callable[..., Any], decode: str | None = None) -> None:
         check_callable(role, function)
         self._role = role
         self._function = function
         self._is_albumentations = is_albumentations(function)
+        self._decode = decode
+        self._pushdown: Pushdown | None = None
+
+    @property
+    def pushdown(self) -> Pushdown | None:
+        """The pipeline that decodes the image itself; None if the function is not of albumentations."""
+        if self._pushdown is None and self._is_albumentations:
+            self._pushdown = Pushdown(self._function, reduces=self._decode == "fast")
+        return self._pushdown
 
     def __call__(self, sample: Any, given: Any, index: int) -> Any:
         """The function's output for `given`.
@@ -63,10 +78,17 @@ class Call:
         Raises:
             Exception: An error of the function, with a note that describes its input.
         """
+        function = self._function
+        if self._decode is not None:
+            image = _image_of(given) if self._is_albumentations else None
+            if type(image) is EncodedImage:
+                given, function = decode_images(given, but=image), self.pushdown or function
+            else:
+                given = decode_images(given)
         try:
-            if self._is_albumentations:
-                return _call_albumentations(self._function, given)
-            return self._function(given)
+            return _call_albumentations(function, given) if self._is_albumentations else function(given)
+        except ImageReadError:
+            raise  # of the image, not of the function
         except Exception as error:
             extent = "the image or the named targets of a" if self._is_albumentations else "the whole"
             add_note(
@@ -81,9 +103,11 @@ class TransformCaller:
 
     Args:
         transform: An albumentations pipeline, or any callable that takes a sample.
+        decode: As of `Call`.
 
     Attributes:
         transform: The same.
+        decode: The same.
         needs_copies: Whether the transform gets private copies. It changes at most once, from False to True,
             so several threads may share a caller.
 
@@ -91,10 +115,18 @@ class TransformCaller:
         TypeError: The transform cannot be called.
     """
 
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        self._call = Call("transform", transform)
+    def __init__(self, transform: Callable[..., Any], decode: str | None = None) -> None:
+        self._call = Call("transform", transform, decode)
         self.transform = transform
+        self.decode = decode
         self.needs_copies = not keeps_read_only(transform)
+
+    def explain_decoding(self) -> str:
+        """What is decoded of an undecoded image, in one clause."""
+        pushdown = self._call.pushdown
+        if pushdown is None:
+            return "whole images are decoded: the transform is not an albumentations pipeline"
+        return pushdown.explain()
 
     def __call__(self, fetch: Callable[[], Any], index: int) -> Any:
         """The transform's output for the sample that `fetch()` returns; it shares no memory with the cache.
@@ -160,7 +192,14 @@ def _is_refusal(error: BaseException) -> bool:
 # --- conventions -----------------------------------------------------------------------------------------
 
 
-def _call_albumentations(transform: Callable[..., Any], sample: Any) -> Any:
+def _image_of(sample: Any) -> Any:
+    """The value that an albumentations transform gets as the image."""
+    if isinstance(sample, dict):
+        return sample.get("image")
+    return sample[0] if isinstance(sample, (tuple, list)) and sample else sample
+
+
+def _call_albumentations(transform: Any, sample: Any) -> Any:
     """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
     Raises:
@@ -175,9 +214,9 @@ def _call_albumentations(transform: Callable[..., Any], sample: Any) -> Any:
                 f"a dict with {_join(sample) or 'no key'}: use those keys for the arrays to be transformed"
             )
         return transform(**sample)
-    if isinstance(sample, np.ndarray):
+    if isinstance(sample, _IMAGES):
         return transform(image=sample)["image"]
-    if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], np.ndarray):
+    if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], _IMAGES):
         raise TypeError(
             f"an albumentations transform takes an image array, a tuple that starts with one, or a dict with "
             f'"image"; the dataset returned {outline(sample)}'

@@ -45,6 +45,7 @@ class Codec(StrEnum):
     JPEG = "jpeg"
     PNG = "png"
     WEBP = "webp"
+    SOURCE = "source"
 
 
 class OnError(StrEnum):
@@ -123,7 +124,8 @@ def build(
     codec: Annotated[
         Codec | None,
         typer.Option(
-            help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels."
+            help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
+            "source stores the files as they are, and each access decodes them."
         ),
     ] = None,
     quality: Annotated[

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
 from fastload.images.decode import DECODE_VERSION, check_size, read_image
+from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -109,6 +110,22 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         """
         path, label = self._sample(index)
         return read_image(path, self.size), label
+
+    def encoded(self, index: int) -> tuple[EncodedImage, int]:
+        """The image before it is decoded, and its label; no file is opened.
+
+        Raises:
+            IndexError: if there is no such sample.
+            ValueError: if `size` is set, because images are then resized while they are decoded.
+        """
+        if self.size is not None:
+            msg = (
+                f"this ImageFolder resizes its images to size={self.size} while it decodes them, so it has "
+                "no undecoded ones: omit size=, and let the transform begin with a crop or a resize"
+            )
+            raise ValueError(msg)
+        path, label = self._sample(index)
+        return EncodedImage(path), label
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, and str_
-   and bytes_, which are NumPy's own. Pickle is never used.
+1. The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, str_ and
+   bytes_, which are NumPy's own, and image, an `EncodedImage`. Pickle is never used.
 2. Type, dtype and shape are restored exactly; restored arrays and tensors are C-contiguous.
 3. Restored arrays are views of the given memory. Restored tensors are always private copies, because torch
    has no read-only memory: an in-place operation on a read-only mapping would end the process.
@@ -22,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fastload.errors import CacheCorruptError, UnsupportedSampleError
+from fastload.images.encoded import EncodedImage
 from fastload.nested.advice import advice
 from fastload.nested.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
 
 Array = npt.NDArray[Any]
 
 TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # these have no fixed length
+IMAGE = "image"
+_PATH_BYTES = struct.Struct("<I")  # before the path, which is before the content of the file
 _FLOAT = struct.Struct("<d")
 _MOST_BYTES = (1 << 63) - 1  # of an array
 _INT_BYTES = 8  # the least that an int takes; larger ints take more
@@ -88,6 +91,8 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         return Leaf(kind.__name__), value
     if value is None:
         return Leaf("none"), value
+    if kind is EncodedImage:
+        return Leaf(IMAGE), value
     if kind is np.str_ or kind is np.bytes_:
         return Leaf(kind.__name__), value
     torch: Any = sys.modules.get("torch")  # if torch is not imported, the value is not a tensor
@@ -122,6 +127,9 @@ def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
         return _FLOAT.pack(value)
     if kind == "bool":
         return b"\x01" if value else b"\x00"
+    if kind == IMAGE:
+        path = b"" if value.path is None else value.path.encode("utf-8", "surrogateescape")
+        return b"".join([_PATH_BYTES.pack(len(path)), path, value.content()])
     if kind in ("str", "str_"):
         return bytes(value.encode("utf-8", "surrogatepass"))  # paths may hold undecodable bytes
     return bytes(value) if kind in ("bytes", "bytes_") else b""
@@ -132,7 +140,7 @@ def _raw(array: Array) -> Array:
 
 
 def fixed_nbytes(leaf: Leaf) -> int | None:
-    """Bytes of the payload if the leaf alone determines them; None for int, str and bytes.
+    """Bytes of the payload if the leaf alone determines them; None for int, str, bytes and images.
 
     Raises:
         ValueError: The leaf's dtype is unknown, or its shape is too large for any array.
@@ -148,7 +156,7 @@ def fixed_nbytes(leaf: Leaf) -> int | None:
 def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     """The value whose payload lies at `memory[offset:offset + nbytes]`.
 
-    Arrays are views of `memory` and keep it alive; everything else is a copy.
+    Arrays and encoded images are views of `memory` and keep it alive; everything else is a copy.
 
     Raises:
         CacheCorruptError: The payload does not belong to this leaf.
@@ -157,6 +165,8 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     if kind in TEXT_KINDS:
         return text_value(kind, bytes(memory[offset : offset + nbytes]))
     try:
+        if kind == IMAGE:
+            return _image(memory[offset : offset + nbytes])
         if kind == "array":
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
         if kind == "tensor":
@@ -175,6 +185,15 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     except (ValueError, TypeError, OverflowError, MemoryError, struct.error) as error:
         raise CacheCorruptError(f"a record's {kind} of {nbytes:,} bytes cannot be read: {error}") from error
     return None
+
+
+def _image(payload: memoryview) -> EncodedImage:
+    (path_bytes,) = _PATH_BYTES.unpack_from(payload)
+    start = _PATH_BYTES.size + path_bytes
+    if start > len(payload):
+        raise ValueError(f"its path has {path_bytes:,} bytes")
+    path = bytes(payload[_PATH_BYTES.size : start]).decode("utf-8", "surrogateescape")
+    return EncodedImage.of(payload[start:], path or None)
 
 
 def text_value(kind: str, payload: bytes) -> Any:

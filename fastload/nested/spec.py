@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
-from fastload.nested.leaves import TEXT_KINDS, Leaf, describe, fixed_nbytes
+from fastload.nested.leaves import IMAGE, TEXT_KINDS, Leaf, describe, fixed_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ Node = tuple[Any, ...]
 
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
-_PLAIN_LEAVES = ("int", "float", "bool", "none", *TEXT_KINDS)
+_PLAIN_LEAVES = ("int", "float", "bool", "none", IMAGE, *TEXT_KINDS)
 _WHERE_TO_CHANGE_IT = (
     "Change it in the dataset, or in a function that you pass as CachedDataset(prepare=function)"
 )

@@ -92,7 +92,7 @@ def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def collates(leaf: Leaf) -> bool:
     """Whether default_collate makes a tensor or list of such leaves; if not, it raises the error itself."""
-    if leaf.kind in ("none", "bytes_"):
+    if leaf.kind in ("none", "bytes_", "image"):
         return False
     if leaf.kind == "tensor":
         return leaf.dtype in TENSOR_DTYPES

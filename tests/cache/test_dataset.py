@@ -201,7 +201,7 @@ def test_other_datasets_are_refused(dataset: Any, message: str) -> None:
         CachedDataset(dataset)
 
 
-@pytest.mark.parametrize("cache", ["disk", "lmdb:", "", 5, None])
+@pytest.mark.parametrize("cache", ["disk", "lmdb:", "", 5, ["ram"], ["ram-encoded", "ram"]])
 def test_other_caches_are_refused(cache: Any) -> None:
     """What names no cache raises ValueError, saying what does."""
     with pytest.raises(ValueError, match='"lmdb:PATH"'):

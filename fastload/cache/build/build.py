@@ -27,7 +27,8 @@ from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.codecs import LOSSY, check_codec
+from fastload.cache.codecs import LOSSY, SOURCE, check_codec
+from fastload.cache.encoded import encoded_source
 from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -74,7 +75,8 @@ def build_lmdb(
         probed: Samples that were already read, by index; they are not read again.
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
             `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel may be a
-            mask, and is encoded as png). None accepts a finished cache of any codec, and builds a raw cache.
+            mask, and is encoded as png); `"source"` stores the files of undecoded images as they are. None
+            accepts a finished cache of any codec, and builds a raw cache.
         quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a finished
             cache of any quality, and builds with 95.
         shards: Number of files of the cache; None accepts any number, and builds one. With several, `path`
@@ -101,6 +103,9 @@ def build_lmdb(
     check_error_budget(error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
+    if codec == SOURCE:
+        dataset = encoded_source(dataset)
+        fingerprint = None if fingerprint is None else fingerprint.of_encoded()
     if not os.path.lexists(path):
         with only_builder(path) as lock:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failed_sample import FailedSample
+from fastload.cache.codecs import SOURCE
+from fastload.cache.encoded import check_headers
 from fastload.cache.lmdb.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.errors import SegmentError, UnsupportedSampleError
@@ -113,7 +115,7 @@ class RecordTasks(Dataset[Answer]):
         dataset: Map-style.
         ranges: Ranges of indices, one per task.
         probed: Samples that were already read, by index.
-        codec: How images are encoded.
+        codec: How images are encoded, one of `codecs.CACHE_CODECS`.
         quality: Of a lossy codec.
         skips: Leave out samples that cannot be read.
         slots: Memory for the values; None to return them in the answer.
@@ -168,6 +170,8 @@ class RecordTasks(Dataset[Answer]):
         for index in self.ranges[order.task]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
+                if self._codec == SOURCE:
+                    check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self._skips:
                     values.append(_failed(index, error))
@@ -175,7 +179,8 @@ class RecordTasks(Dataset[Answer]):
                 values.append(skipped(index, error))
                 continue
             try:
-                parts, _ = record_parts(*flatten(sample), self._codec, self._quality)
+                codec = "raw" if self._codec == SOURCE else self._codec
+                parts, _ = record_parts(*flatten(sample), codec, self._quality)
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 values.append(_failed(index, error))
                 break

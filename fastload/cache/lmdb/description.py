@@ -14,7 +14,7 @@ import reprlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.codecs import BEST_QUALITY, CODECS
+from fastload.cache.codecs import BEST_QUALITY, CACHE_CODECS
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Plan:
         num_shards: Number of files of the cache.
         spec: Structure of sample 0, as JSON; None if the cache is empty or sample 0 could not be read.
         crc32: Checksum of the record of sample 0, before a codec changes it.
-        codec: How images are encoded, one of `codecs.CODECS`.
+        codec: How images are encoded, one of `codecs.CACHE_CODECS`.
         quality: Quality of a lossy codec, else None.
         parts: Parts of the samples' fingerprint; None if the dataset had no fingerprint.
         classes: Names of the dataset's classes, if it has any.
@@ -173,7 +173,7 @@ def parse_plan(fields: Any) -> Plan:
         num_shards=_int(fields, "num_shards", 1, max(1, num_samples) + 1),
         spec=None if fields["spec"] is None else _typed(fields, "spec", str),
         crc32=None if fields["crc32"] is None else _int(fields, "crc32", 0, _32_BITS),
-        codec=_one_of(fields, "codec", CODECS),
+        codec=_one_of(fields, "codec", CACHE_CODECS),
         quality=None if fields["quality"] is None else _int(fields, "quality", 1, BEST_QUALITY + 1),
         parts=None if fields["parts"] is None else _texts_by_name(fields, "parts"),
         classes=None if fields["classes"] is None else _texts(fields, "classes"),

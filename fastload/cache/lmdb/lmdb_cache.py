@@ -116,7 +116,7 @@ class LMDBCache(BaseCache):
 
     @property
     def codec(self) -> str:
-        """How images are encoded: `"raw"`, `"jpeg"`, `"png"` or `"webp"`."""
+        """How images are encoded: `"raw"`, `"jpeg"`, `"png"`, `"webp"`, or `"source"`: as they were."""
         return self.plan.codec
 
     @property

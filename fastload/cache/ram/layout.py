@@ -28,6 +28,7 @@ from fastload.cache.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.dtypes import dtype_name, numpy_dtype
+from fastload.nested.leaves import IMAGE
 from fastload.nested.spec import Spec, flatten
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
@@ -114,6 +115,8 @@ class Layout:
         left = max(0, budget_bytes - columns_at)
         columns: tuple[Column, ...] = ()
         rows, end = 0, columns_at
+        if spec is not None and any(leaf.kind == IMAGE for leaf in spec.leaves):
+            spec = None  # files differ in length
         if spec is not None:
             values = [values for _, values in flat]
             columns, rows, end = plan_columns(spec, values, columns_at, left, num_samples)

@@ -1,0 +1,99 @@
+"""Keeps as many samples decoded in RAM as fit, and the files of the others: `cache=["ram", "ram-encoded"]`.
+
+A sample is decoded and stored in the first cache while that has room; afterwards its files are stored in the
+second one. `split_budget` divides the memory so that all samples fit into one of the two, if they can.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.cache.encoded import decode_images
+from fastload.cache.tiered import TieredCache
+from fastload.nested.tree import read_only
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from fastload.cache.sample_cache import SampleCache
+
+
+# A cache without room for one sample may have room for a smaller one, but decoding costs time.
+_MOST_REFUSED = 16
+
+
+class DecodedAndEncodedCache(TieredCache):
+    """Two caches in RAM of one dataset; each sample is in one of them.
+
+    Args:
+        fast: Stores decoded samples.
+        slow: Stores samples with undecoded images.
+    """
+
+    def __init__(self, fast: SampleCache, slow: SampleCache) -> None:
+        super().__init__(fast, slow)
+        self._num_refused = 0  # samples in a row that the fast cache has refused
+
+    @property
+    def num_cached(self) -> int:
+        """How many samples are stored now, in both caches."""
+        return self.fast.num_cached + self.slow.num_cached
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that both caches take now."""
+        return self.fast.nbytes + self.slow.nbytes
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most memory that both caches take."""
+        return (self.fast.budget_bytes or 0) + (self.slow.budget_bytes or 0)
+
+    @property
+    def layout(self) -> str:
+        """How each cache stores samples, such as `"uniform over encoded"`."""
+        return f"{self.fast.layout} over encoded"
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that neither cache stores, and one of them may accept."""
+        lacking = self.slow.missing()
+        return np.array([index for index in lacking.tolist() if index not in self.fast], np.intp)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self.fast or index in self.slow
+
+    def get(self, index: int) -> Any | None:
+        """The sample from the cache that holds it, or None; images of the slow one are not decoded."""
+        sample = self.fast.get(index)
+        return self.slow.get(index) if sample is None else sample
+
+    def put(self, index: int, sample: Any) -> bool:
+        """Decode the sample and store it, or store it with undecoded images if there is no room."""
+        if self._num_refused < _MOST_REFUSED:
+            if self.fast.put(index, read_only(decode_images(sample))):
+                self._num_refused = 0
+                return True
+            self._num_refused += 1
+        return self.slow.put(index, sample)
+
+
+def split_budget(
+    budget_bytes: int, num_samples: int, decoded_bytes: float, encoded_bytes: float
+) -> tuple[int, int]:
+    """The budgets of the two caches, so that as many samples as possible are decoded and all others fit.
+
+    Args:
+        budget_bytes: For both.
+        num_samples: Of the dataset.
+        decoded_bytes: The mean size of a decoded sample.
+        encoded_bytes: The mean size of a sample with undecoded images.
+    """
+    saved_bytes = decoded_bytes - encoded_bytes
+    spare_bytes = budget_bytes - num_samples * encoded_bytes
+    if saved_bytes <= 0 or num_samples * decoded_bytes <= budget_bytes:
+        return max(1, budget_bytes - 1), 1
+    num_decoded = max(0, int(spare_bytes / saved_bytes))
+    fast_bytes = max(1, int(num_decoded * decoded_bytes))
+    return fast_bytes, max(1, budget_bytes - fast_bytes)

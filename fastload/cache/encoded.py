@@ -1,0 +1,109 @@
+"""Samples with images that are not decoded yet: where they come from, and how they are decoded.
+
+A dataset hands out undecoded images if its samples hold `EncodedImage` values, or if it has a method
+``encoded(index)`` that returns such samples (`ImageFolder` has one).
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from fastload.images.encoded import EncodedImage
+from fastload.nested.tree import leaves, map_leaves
+
+
+class EncodedSamples(Dataset[Any]):
+    """The samples of a dataset's ``encoded(index)``.
+
+    Args:
+        dataset: Has this method.
+
+    Attributes:
+        dataset: As given.
+        classes: The dataset's classes, for a file that is built from this dataset; None if it has none.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.classes = getattr(dataset, "classes", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset.encoded(index)
+
+
+class DecodedSamples(Dataset[Any]):
+    """The samples of a dataset, with decoded images.
+
+    Args:
+        dataset: Its samples may hold undecoded images.
+
+    Attributes:
+        dataset: As given.
+        classes: As of `EncodedSamples`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.classes = getattr(dataset, "classes", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return decode_images(self.dataset[index])
+
+
+def encoded_source(dataset: Any) -> Any:
+    """The dataset whose samples hold undecoded images, as far as this dataset can give them."""
+    if callable(getattr(type(dataset), "encoded", None)):
+        return EncodedSamples(dataset)
+    if type(dataset) is Subset:
+        return Subset(encoded_source(dataset.dataset), dataset.indices)
+    if type(dataset) is ConcatDataset:
+        return ConcatDataset([encoded_source(part) for part in dataset.datasets])
+    return dataset
+
+
+def holds_images(sample: Any) -> bool:
+    """Whether a sample holds an image that is not decoded."""
+    return any(type(leaf) is EncodedImage for leaf in leaves(sample))
+
+
+def check_headers(sample: Any) -> None:
+    """Read the header of each undecoded image.
+
+    Raises:
+        ImageReadError: A file cannot be read, or is no image.
+    """
+    for leaf in leaves(sample):
+        if type(leaf) is EncodedImage:
+            _ = leaf.shape
+
+
+def decoded_nbytes(sample: Any) -> int:
+    """About how many bytes a sample takes with decoded images; only headers are read."""
+    return sum(
+        prod(leaf.shape) if type(leaf) is EncodedImage else getattr(leaf, "nbytes", 8)
+        for leaf in leaves(sample)
+    )
+
+
+def decode_images(sample: Any, *, but: EncodedImage | None = None) -> Any:
+    """The sample with decoded images, `(H, W, 3) uint8` RGB each.
+
+    Args:
+        sample: A nest.
+        but: This image is kept as it is.
+
+    Raises:
+        ImageReadError: An image cannot be decoded.
+    """
+    return map_leaves(
+        sample, lambda leaf: leaf.decode() if type(leaf) is EncodedImage and leaf is not but else leaf
+    )

@@ -1,0 +1,249 @@
+"""Pushes the crop at the start of an albumentations pipeline down into the decoder.
+
+A crop's box follows from the image's height and width, which are in the file's header. So the first transform
+chooses its box before the image is decoded, and only that region is decoded. Rules:
+
+1. albumentations itself draws all parameters, from its own generators and in its own order. Boxes, flips and
+   the transformed masks, bounding boxes and keypoints are bit-identical to those without pushdown.
+2. Only the image's own part of the first transform is replaced; the rest of the pipeline runs as usual.
+3. Only classes of albumentations are pushed down, and only after a trial: the first transform must give the
+   same result for an array with and without pushdown. Everything else is decoded in full, and `explain` gives
+   the reason.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.images.regions import name_of_decoder
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from fastload.images.encoded import EncodedImage
+
+    Pixels = npt.NDArray[np.uint8]
+
+# Transforms that first cut out the box `crop_coords`. They may resize it then, to the size of these
+# attributes, so that a region of reduced size is enough.
+_CROPS: dict[str, tuple[str, ...]] = {
+    "RandomResizedCrop": ("size",),
+    "RandomSizedCrop": ("size",),
+    "RandomSizedBBoxSafeCrop": ("height", "width"),
+    "RandomCrop": (),
+    "CenterCrop": (),
+    "Crop": (),
+    "RandomCropNearBBox": (),
+    "BBoxSafeRandomCrop": (),
+    "AtLeastOneBBoxRandomCrop": (),
+    "CropNonEmptyMaskIfExists": (),
+    "RandomCropFromBorders": (),
+}
+# Transforms that resize the whole image: only `decode="fast"` saves work there.
+_SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
+_INTER_AREA = 3  # of OpenCV
+_TRIAL_SIDE = 640
+
+
+class Pushdown:
+    """An albumentations pipeline that decodes the image of its sample, as far as it needs the pixels.
+
+    Args:
+        pipeline: A Compose, or a single transform.
+        reduces: Whether JPEGs may be decoded at a half, a quarter or an eighth of their size if the first
+            transform makes them smaller anyway.
+
+    Attributes:
+        obstacle: Why images are decoded in full; None if they are not.
+        available_keys: Those of the pipeline.
+    """
+
+    def __init__(self, pipeline: Any, *, reduces: bool) -> None:
+        self._pipeline = pipeline
+        self._reduces = reduces
+        self._is_compose = type(pipeline).__name__ == "Compose"
+        transforms = pipeline.transforms if self._is_compose else [pipeline]
+        self._first: Any = transforms[0] if transforms else None
+        self.obstacle = self._find_obstacle()
+        self.available_keys = getattr(pipeline, "available_keys", ())
+
+    def explain(self) -> str:
+        """What is decoded, in one clause."""
+        if self.obstacle is not None:
+            return f"whole images are decoded: {self.obstacle}"
+        name = type(self._first).__name__
+        decoder = name_of_decoder()
+        ways = [] if decoder is None or name in _SCALINGS else [f"{decoder} decodes the region of {name}"]
+        if self._reduces:
+            ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
+        return "; ".join(ways)
+
+    def __call__(self, **data: Any) -> dict[str, Any]:
+        """The pipeline's output for these targets, of which `image` is an `EncodedImage`.
+
+        Raises:
+            ImageReadError: The image cannot be decoded.
+            Exception: An error of the pipeline.
+        """
+        image = data["image"]
+        if self.obstacle is not None:
+            return dict(self._pipeline(**{**data, "image": image.decode()}))
+        stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
+        first = self._first_with(image)
+        pipeline = first
+        if self._is_compose:
+            pipeline = _shallow_copy(self._pipeline)
+            pipeline.transforms = [first, *self._pipeline.transforms[1:]]
+        output = dict(pipeline(**{**data, "image": stand_in}))
+        self._first.params = first.params
+        if output.get("image") is stand_in:  # the pipeline was not applied
+            output["image"] = image.decode()
+        return output
+
+    def _first_with(self, image: Any) -> Any:
+        """The first transform, applied to this image instead of the image that it is given."""
+        first = _shallow_copy(self._first)
+        apply = functools.partial(self._apply, image)
+        first._key2func = {**first._key2func, "image": apply}
+        return first
+
+    def _apply(self, image: EncodedImage, _: Any, **params: Any) -> Pixels:
+        """The first transform's `apply`, for an image that is not decoded yet."""
+        first = self._first
+        height, width, _channels = image.shape
+        if type(first).__name__ in _SCALINGS:
+            return _scaled(first, image, params)
+        x_min, y_min, x_max, y_max = box = params.get("crop_coords") or (0, 0, 0, 0)
+        is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
+        if not is_inside or params.get("pad_params") is not None:
+            return _pixels(first.apply(image.decode(), **params))
+        least = _target_size(first)
+        if self._reduces and least is not None:
+            region = image.decode_reduced(box, least)
+        else:
+            region = image.decode(box)
+        whole = (0, 0, region.shape[1], region.shape[0])
+        return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
+
+    def _find_obstacle(self) -> str | None:
+        first = self._first
+        if first is None:
+            return "the pipeline is empty"
+        name = type(first).__name__
+        if any(not _is_of_albumentations(part) for part in (self._pipeline, first)):
+            return f"{name} is not a class of albumentations itself"
+        if name in _SCALINGS:
+            if not self._reduces:
+                return f'{name} needs all pixels; decode="fast" may decode JPEGs at a reduced size'
+        elif name not in _CROPS:
+            return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
+        elif name_of_decoder() is None and not (self._reduces and _CROPS[name]):
+            return "no decoder of regions is installed: pip install 'fastload-torch[regions]'"
+        if getattr(first, "p", 0) < 1:
+            return f"{name} has p={first.p}, so that some images are not cropped"
+        if getattr(first, "replay_mode", False) or getattr(first, "deterministic", False):
+            return "the pipeline is replayed"
+        return self._try()
+
+    def _try(self) -> str | None:
+        """Why the trial failed; None if the first transform treats an array as it does without pushdown."""
+        name = type(self._first).__name__
+        array = _pattern(_TRIAL_SIDE)
+        data = _targets_for(self._first, array)
+        try:
+            expected = copy.deepcopy(self._first)(**data)
+            first = copy.deepcopy(self._first)
+            step = Pushdown.__new__(Pushdown)
+            step._first, step._reduces = first, False
+            found = step._first_with(_Array(array))(**{**data, "image": np.empty_like(array)})
+            is_equal = all(np.array_equal(expected[key], found[key]) for key in expected)
+        except Exception as error:  # noqa: BLE001  # a class of another release, or one that needs other targets
+            return f"{name} could not be tried without an image: {type(error).__name__}: {error}"
+        return None if is_equal else f"{name} gives another result in this release of albumentations"
+
+
+class _Array:
+    """An array with the interface of an `EncodedImage`, for the trial."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self._pixels = pixels
+        self.shape = pixels.shape
+
+    def decode(self, box: tuple[int, int, int, int] | None = None) -> Pixels:
+        """The pixels of the box."""
+        x_min, y_min, x_max, y_max = box or (0, 0, self.shape[1], self.shape[0])
+        return self._pixels[y_min:y_max, x_min:x_max].copy()
+
+    def decode_reduced(self, box: tuple[int, int, int, int], least: tuple[int, int]) -> Pixels:
+        """The pixels of the box, at full size."""
+        return self.decode(box)
+
+
+def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:
+    """The image resized as `first` resizes it, from an image of reduced size."""
+    height, width, _ = image.shape
+    scale = params.get("scale")
+    if type(first).__name__ == "Resize" or scale is None:
+        target, interpolation = (first.height, first.width), first.interpolation
+        is_smaller = target[0] < height or target[1] < width
+    else:
+        target = max(1, round(height * scale)), max(1, round(width * scale))
+        interpolation, is_smaller = first.interpolation, scale < 1
+    if is_smaller and getattr(first, "area_for_downscale", None) in ("image", "image_mask"):
+        interpolation = _INTER_AREA
+    region = image.decode_reduced((0, 0, width, height), target)
+    return _pixels(_resize(*target, interpolation).apply(region))
+
+
+@functools.lru_cache(maxsize=4096)
+def _resize(height: int, width: int, interpolation: int) -> Any:
+    return sys.modules["albumentations"].Resize(height, width, interpolation=interpolation)
+
+
+def _target_size(first: Any) -> tuple[int, int] | None:
+    """The height and width to which a crop is resized; None if it keeps its size."""
+    names = _CROPS[type(first).__name__]
+    if not names:
+        return None
+    values = [getattr(first, name) for name in names]
+    height, width = values[0] if len(values) == 1 else values
+    return int(height), int(width)
+
+
+def _pixels(value: Any) -> Pixels:
+    return np.ascontiguousarray(value)
+
+
+def _shallow_copy(transform: Any) -> Any:
+    """A copy with the same attributes; albumentations does not define `__copy__`, and copy.copy is slower."""
+    clone = object.__new__(type(transform))
+    clone.__dict__.update(transform.__dict__)
+    return clone
+
+
+def _is_of_albumentations(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "albumentations"
+
+
+@functools.cache
+def _pattern(side: int) -> Pixels:
+    """An image in which neighbouring pixels and rows differ."""
+    numbers = np.arange(side * side * 3, dtype=np.uint32)
+    return (numbers * 2654435761 >> 24).astype(np.uint8).reshape(side, side, 3)
+
+
+def _targets_for(first: Any, array: Pixels) -> dict[str, Any]:
+    """The targets that a transform needs to choose its box."""
+    targets = {
+        "image": array,
+        "bboxes": np.array([[0.2, 0.3, 0.6, 0.7, 0.0]], np.float32),
+        "mask": (array[:, :, 0] > 127).astype(np.uint8),
+        getattr(first, "cropping_bbox_key", "cropping_bbox"): [100, 120, 300, 400],
+    }
+    known = {*first.available_keys, *getattr(first, "targets_as_params", ())}
+    return {name: target for name, target in targets.items() if name in known}

@@ -1,0 +1,207 @@
+"""EncodedImage: an image file that is decoded when, and as far as, its pixels are needed.
+
+This module imports Pillow only when an image is decoded. Rules:
+
+1. Boxes and shapes are those of the image as a viewer shows it, after its EXIF orientation.
+2. ``image.decode(box)`` has the same pixels as that box of ``image.decode()``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.errors import ImageReadError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from fastload.images.decode import Header
+
+Box = tuple[int, int, int, int]
+
+_SCALES = (8, 4, 2)  # at which a JPEG can be decoded directly
+# At this scale and above, decoding the whole image at that scale is faster than decoding the region.
+_LEAST_SCALE = 4
+# The image as a viewer shows it is the stored image: with its axes swapped or not, then flipped along y, x.
+_TURNS = {
+    1: (False, False, False),
+    2: (False, False, True),
+    3: (False, True, True),
+    4: (False, True, False),
+    5: (True, False, False),
+    6: (True, False, True),
+    7: (True, True, True),
+    8: (True, True, False),
+}
+
+
+class EncodedImage:
+    """An image file that is not decoded yet: a value of a sample, in place of the image's array.
+
+    A `CachedDataset` decodes it. If the first transform of its albumentations pipeline is a crop, only the
+    crop is decoded, which is several times faster for large JPEGs. With ``cache="ram-encoded"`` the file's
+    bytes are cached.
+
+    Args:
+        source: The path of the file, which is read when it is needed; or the content of a file.
+
+    Attributes:
+        path: The path, or None.
+
+    Raises:
+        TypeError: `source` is neither a path nor bytes.
+    """
+
+    __slots__ = ("_content", "_header", "_is_file", "path")
+
+    def __init__(self, source: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
+        self.path: str | None = None
+        self._content: bytes | memoryview | None = None
+        self._header: Header | None = None
+        self._is_file = False
+        if isinstance(source, (bytes, memoryview)):
+            self._content = source
+        elif isinstance(source, bytearray):
+            self._content = bytes(source)
+        elif isinstance(source, (str, os.PathLike)):
+            self.path = os.fsdecode(source)
+            self._is_file = True
+        else:
+            raise TypeError(
+                f"EncodedImage expects the path of an image file, or its content as bytes, got {source!r:.80}"
+            )
+
+    @classmethod
+    def of(cls, content: bytes | memoryview, path: str | None) -> EncodedImage:
+        """The content of a file that was read from this path before."""
+        image = cls(content)
+        image.path = path
+        return image
+
+    def content(self) -> bytes | memoryview:
+        """The bytes of the file; a file is read at the first call and then kept by this object.
+
+        Raises:
+            ImageReadError: The file cannot be read.
+        """
+        if self._content is None:
+            try:
+                with open(self._name, "rb", buffering=0) as file:
+                    self._content = file.readall()
+            except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+                raise ImageReadError(self._name, getattr(error, "strerror", None) or str(error)) from error
+        return self._content
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """`(height, width, 3)` of the decoded image, read from the header.
+
+        Raises:
+            ImageReadError: The file cannot be read, or has no header of an image.
+        """
+        header = self._read_header()
+        return header.height, header.width, 3
+
+    def decode(self, box: Box | None = None) -> npt.NDArray[np.uint8]:
+        """The pixels as C-contiguous `(height, width, 3) uint8` RGB, as `read_image` reads them.
+
+        Args:
+            box: `(x_min, y_min, x_max, y_max)`: only this region, which must lie in the image.
+
+        Returns:
+            A new, writable array that the caller owns.
+
+        Raises:
+            ImageReadError: The file cannot be read or decoded.
+            ValueError: The box is empty or exceeds the image.
+        """
+        from fastload.images.decode import decode
+        from fastload.images.regions import decode_region
+
+        header = self._read_header()
+        box = (0, 0, header.width, header.height) if box is None else box
+        _check_box(box, header)
+        if header.is_jpeg:
+            stored = _stored_box(box, header)
+            region = decode_region(self.content(), stored)
+            if region is not None:
+                return _turned(region, header.orientation)
+        x_min, y_min, x_max, y_max = box
+        return decode(self.content(), self._name)[y_min:y_max, x_min:x_max].copy()
+
+    def decode_reduced(self, box: Box, least: tuple[int, int]) -> npt.NDArray[np.uint8]:
+        """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.
+
+        Only JPEGs are reduced. The borders of a reduced region lie up to one reduced pixel outside the box.
+
+        Args:
+            box: As for `decode`.
+            least: The least height and width of the result, if the box has them.
+
+        Raises:
+            ImageReadError, ValueError: As `decode`.
+        """
+        from fastload.images.decode import decode
+        from fastload.images.regions import name_of_decoder
+
+        header = self._read_header()
+        _check_box(box, header)
+        x_min, y_min, x_max, y_max = box
+        height, width = y_max - y_min, x_max - x_min
+        fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
+        scale = next(fitting, 1) if header.is_jpeg else 1
+        if scale == 1 or (scale < _LEAST_SCALE and name_of_decoder() is not None):
+            return self.decode(box)
+        pixels = decode(self.content(), self._name, scale=scale)
+        rows = slice(y_min // scale, -(-y_max // scale))
+        return pixels[rows, x_min // scale : -(-x_max // scale)].copy()
+
+    @property
+    def _name(self) -> str:
+        return "<bytes>" if self.path is None else self.path
+
+    def _read_header(self) -> Header:
+        if self._header is None:
+            from fastload.images.decode import read_header
+
+            self._header = read_header(self.content(), self._name)
+        return self._header
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._is_file:
+            return EncodedImage, (self.path,)
+        return EncodedImage.of, (bytes(self.content()), self.path)
+
+    def __repr__(self) -> str:
+        return f"EncodedImage({f'{len(self.content()):,} bytes' if self.path is None else repr(self.path)})"
+
+
+def _check_box(box: Box, header: Header) -> None:
+    x_min, y_min, x_max, y_max = box
+    if not (0 <= x_min < x_max <= header.width and 0 <= y_min < y_max <= header.height):
+        raise ValueError(
+            f"the box (x_min, y_min, x_max, y_max) = {box} is empty or exceeds the image of "
+            f"{header.height} x {header.width} pixels (height x width)"
+        )
+
+
+def _stored_box(box: Box, header: Header) -> Box:
+    """The box in the image as it is stored."""
+    x_min, y_min, x_max, y_max = box
+    is_swapped, flips_y, flips_x = _TURNS[header.orientation]
+    if flips_y:
+        y_min, y_max = header.height - y_max, header.height - y_min
+    if flips_x:
+        x_min, x_max = header.width - x_max, header.width - x_min
+    return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
+
+
+def _turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """Stored pixels as a viewer shows them, C-contiguous."""
+    is_swapped, flips_y, flips_x = _TURNS[orientation]
+    if is_swapped:
+        pixels = pixels.swapaxes(0, 1)
+    return np.ascontiguousarray(pixels[:: -1 if flips_y else 1, :: -1 if flips_x else 1])
