@@ -11,12 +11,14 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cli import doctor, main
+from fastload.cli import doctor, main, sizing
 from fastload.device import probe
 from fastload.device.probe import GPUCopies, GPUProcess
 from fastload.errors import SegmentError
@@ -317,3 +319,68 @@ def test_on_a_gpu_memory_capability_and_page_locking_are_found() -> None:
     assert all(gpu.capability for gpu in gpus)
     assert [gpu.page_locking for gpu in gpus] == ["works"] * len(gpus)
     assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
+
+
+def _photos(root: Path, *, num_images: int, side: int) -> Path:
+    """A folder of JPEGs of noise, `side` x `side` pixels."""
+    folder = root / "photos" / "noise"
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    for number in range(num_images):
+        Image.fromarray(noise).save(folder / f"{number}.jpg")
+    return folder.parent
+
+
+def test_a_source_is_sized_up(tmp_path: Path) -> None:
+    """Each way to cache a folder has its bytes; the bytes follow from the images and their files."""
+    root = _photos(tmp_path, num_images=3, side=300)
+    file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
+
+    found = json.loads(run(str(root), "--json").stdout)
+
+    options = {option["name"]: option for option in found["options"]}
+    assert found["num_samples"] == found["num_measured"] == 3
+    assert options["decoded in RAM"]["needed_bytes"] == pytest.approx(3 * 300 * 300 * 3, abs=100)
+    assert options["smaller in RAM"]["needed_bytes"] == pytest.approx(3 * 256 * 256 * 3, abs=100)
+    assert options["files in RAM"]["needed_bytes"] == options["files in LMDB"]["needed_bytes"] == file_bytes
+    assert options["no cache"]["needed_bytes"] == 0
+    assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
+
+
+def test_a_source_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest way that fits is marked."""
+    root = _photos(tmp_path, num_images=2, side=300)
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 400_000)
+
+    lines = run(str(root)).stdout.splitlines()
+
+    assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
+    (best,) = [line for line in lines if line.startswith(">")]
+    assert "decoded in RAM" not in best
+
+
+def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset of arrays has no files to keep."""
+    (tmp_path / "arrays_of_mine.py").write_text(
+        "import numpy as np\n"
+        "class Arrays:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return np.full((260, 300, 3), index, np.uint8), index\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    found = json.loads(run("arrays_of_mine:Arrays", "--json").stdout)
+
+    assert {option["name"] for option in found["options"]} >= {"decoded in RAM", "no cache"}
+    assert not any(option["name"].startswith("files") for option in found["options"])
+
+
+def test_a_source_without_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers alone have no size to compare."""
+    (tmp_path / "numbers_of_mine.py").write_text("NUMBERS = [1, 2, 3]\n")
+    monkeypatch.chdir(tmp_path)
+
+    result = run("numbers_of_mine:NUMBERS")
+
+    assert result.exit_code != 0
+    assert "have no image" in result.stderr

@@ -16,19 +16,12 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Subset
 
 from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb, check_source
 from fastload.cache.codecs import SOURCE
 from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
-from fastload.cache.encoded import (
-    DecodedSamples,
-    decode_images,
-    decoded_nbytes,
-    encoded_source,
-    holds_images,
-)
+from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
 from fastload.cache.fingerprint import fingerprint_of, without_fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
@@ -37,10 +30,9 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.cache.sample_cache import SampleCache
-from fastload.cache.sources import PreparedDataset, StoredSamples
+from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
-from fastload.images.folder import ImageFolder
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_budget
@@ -90,22 +82,11 @@ class Opener:
         self._request = request
         self._allowed_bytes = parse_budget(request.budget)
         self.holds_images = False
-        self.source = self._decoded_source()
+        self.source = decoded_source(dataset, request.prepare)
         self.fingerprint = fingerprint_of(dataset, key=request.key, prepare=request.prepare)
         self.examples: dict[int, Any] = {}
         self._num_samples = len(dataset)
         self._is_examined = False
-
-    def _decoded_source(self) -> Any:
-        """The dataset after its deterministic part, with decoded images."""
-        dataset, prepare = self._request.dataset, self._request.prepare
-        if prepare is not None:
-            return PreparedDataset(dataset, prepare)
-        inner = dataset
-        while type(inner) is Subset:
-            inner = inner.dataset
-        # These never give undecoded images. All others may.
-        return dataset if isinstance(inner, (ImageFolder, StoredSamples)) else DecodedSamples(dataset)
 
     def _use_encoded_source(self, asked: str) -> None:
         """Let the source give undecoded images.
@@ -177,12 +158,14 @@ class Opener:
         if isinstance(cache, StoredSamples) and self._request.dataset is cache:
             self.holds_images = cache.cache.codec == SOURCE
             return cache
-        if isinstance(cache, LMDBCache) and cache.codec == SOURCE:
-            self._use_encoded_source(cache.path)
-        self._examine()
         if isinstance(cache, LMDBCache):
+            if cache.codec == SOURCE:
+                self._use_encoded_source(cache.path)
+            self._examine()
             check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
-        elif cache.num_samples != self._num_samples:
+            return cache
+        self._examine()
+        if cache.num_samples != self._num_samples:
             raise CacheMismatchError(
                 f"the cache was made for {cache.num_samples} samples, but the dataset has "
                 f"{self._num_samples}: make a cache for this dataset"

@@ -9,12 +9,13 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
-from fastload.cache.encoded import decode_images
+from fastload.cache.encoded import DecodedSamples, decode_images
 from fastload.cache.sample_cache import BaseCache
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
+from fastload.images.folder import ImageFolder
 from fastload.nested.tree import private_copy
 
 if TYPE_CHECKING:
@@ -55,6 +56,17 @@ class PreparedDataset(Dataset[Any]):
         # A shallow copy for the note on an error, because `prepare` may modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
         return self._call(before, sample, index)
+
+
+def decoded_source(dataset: Any, prepare: Callable[..., Any] | None = None) -> Any:
+    """The dataset after its deterministic part, with decoded images."""
+    if prepare is not None:
+        return PreparedDataset(dataset, prepare)
+    inner = dataset
+    while type(inner) is Subset:
+        inner = inner.dataset
+    # These never give undecoded images, or are meant to. All others may.
+    return dataset if isinstance(inner, (ImageFolder, StoredSamples)) else DecodedSamples(dataset)
 
 
 class StoredSamples(Dataset[Any], BaseCache):

@@ -79,7 +79,9 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         options: Arguments for `build_lmdb`.
     """
     from fastload.cache.build.build import build_lmdb
+    from fastload.cache.codecs import SOURCE
     from fastload.cache.fingerprint import fingerprint_of
+    from fastload.cache.sources import decoded_source
 
     _check_directory(os.path.dirname(path))
     try:
@@ -89,13 +91,29 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         with warnings.catch_warnings():
             # The user chose the number of workers, or it is the number of cores.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            return build_lmdb(dataset, path, fingerprint=fingerprint_of(dataset), **options)
+            fingerprint = fingerprint_of(dataset)
+            if options["codec"] != SOURCE:
+                dataset = decoded_source(dataset)
+            return build_lmdb(dataset, path, fingerprint=fingerprint, **options)
     except SystemExit as error:
         raise code_ended(source, error) from error
     except (CacheCorruptError, CacheMismatchError) as error:
         if _is_foreign(path):
             error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
         raise
+
+
+def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
+    """Which cache fits SOURCE: as plain data, and as text."""
+    from fastload.cli.sizing import size_up
+
+    try:
+        found = size_up(open_source(source, None))
+    except SystemExit as error:
+        raise code_ended(source, error) from error
+    except ValueError as error:
+        raise CommandError(f"{source}: {error}") from error
+    return found.as_dict(), found.lines()
 
 
 def _check_directory(directory: str) -> None:

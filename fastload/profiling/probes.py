@@ -46,6 +46,7 @@ _FUNCTIONS = (
     ("imageio.v3", "imread", DECODE, True),
     ("simplejpeg", "decode_jpeg", DECODE, True),
     ("tifffile", "imread", DECODE, True),
+    ("fastload.images.regions", "decode_region", DECODE, True),
     ("soundfile", "read", DECODE, False),
     ("torchaudio", "load", DECODE, False),
     ("fcntl", "flock", LOCK, False),

@@ -32,6 +32,13 @@ _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
 _STORED_MARGIN = 1.15  # images are stored a little larger than their crops: 256 for 224
+# Crops that the decoder can take over, and the share of a full decode's time that their regions take in
+# images of up to so many pixels: benchmarks/NOTES.md, "Decoding a region of a JPEG", beside OpenCV.
+_CROPS = frozenset(
+    ("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "RandomSizedBBoxSafeCrop")
+)
+_REGION_DECODER = "decode_region"
+_REGION_SHARES = ((300_000, 0.86), (1_500_000, 0.77), (6_000_000, 0.67), (float("inf"), 0.4))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
 
 STAGE_NAMES = {
@@ -170,6 +177,7 @@ def suggest(
     model = Model.of(timeline)
     found = [
         *_caches(timeline, model, available_bytes),
+        *_regions(timeline, model),
         *_workers(timeline, model),
         *_persistent_workers(timeline),
         *_device_transform(timeline, model),
@@ -261,6 +269,28 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
         "lmdb",
         f'keep {what} on disk: {how[:-1]}, cache="lmdb", codec="jpeg"), because they need {sizes}',
         _without(timeline, model, *reads, *(smaller if num_pixels > 500_000 else [])),
+    )
+
+
+def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+    """Decode only the region that a crop keeps."""
+    images = [part for part in timeline.stages if part.stage == probes.DECODE and part.num_pixels]
+    crops = [part for part in timeline.stages if part.stage == probes.TRANSFORM and part.name in _CROPS]
+    if timeline.facts["is_iterable"] or not images or not crops:
+        return
+    largest = max(images, key=lambda part: part.num_pixels)
+    if largest.name.endswith(_REGION_DECODER):
+        return  # done already
+    left = next(share for most, share in _REGION_SHARES if largest.num_pixels <= most)
+    spared = [
+        replace(part, wall_s=part.wall_s * (1 - left), cpu_s=part.cpu_s * (1 - left)) for part in images
+    ]
+    yield Suggestion(
+        "regions",
+        f"decode only what {crops[0].name} keeps, if it is the first transform: return "
+        "fastload.EncodedImage(path) from the dataset, without the transform, and use "
+        'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed',
+        _without(timeline, model, *spared),
     )
 
 

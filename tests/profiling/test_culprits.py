@@ -75,6 +75,14 @@ class TestPlanted:
         assert re.search(r"SlowBlur is \d\d%", report.bottleneck)
         assert any(one.change == "transform" and "SlowBlur" in one.text for one in report.suggestions)
 
+    def test_decoding_before_a_crop_suggests_regions(self, kind: str, num_workers: int) -> None:
+        """Decoding is named, and so is the crop whose region would be enough."""
+        report = profiled(make(kind, zoo.DecodedAndCropped(), num_workers))
+
+        assert report.culprit == "decode"
+        text = next(one.text for one in report.suggestions if one.change == "regions")
+        assert "RandomResizedCrop" in text
+
     def test_a_plain_function_is_named(self, kind: str, num_workers: int) -> None:
         """A function in the attribute `transform`."""
         dataset = zoo.SlowFunction()

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import albumentations as A
+import cv2
 import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate, get_worker_info
@@ -89,6 +90,20 @@ class SlowTransform(Quick):
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(image=self.images[index % 8])["image"], index
+
+
+class DecodedAndCropped(Quick):
+    """JPEGs that are decoded in full, and of which a crop is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        noise = np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8)
+        self.file = cv2.imencode(".jpg", noise)[1]
+        self.transform = A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()])
+
+    def __getitem__(self, index: int) -> Any:
+        image = cv2.imdecode(self.file, cv2.IMREAD_COLOR_RGB)
+        return self.transform(image=image)["image"], index
 
 
 def plain_transform(image: Any) -> Any:
