@@ -30,6 +30,7 @@ import fastload
 from fastload.profiling import recording, session
 from fastload.profiling.probes import _open
 from fastload.profiling.spans import Spans, here
+from tests.kit.batches import stop_workers
 from tests.profiling import zoo
 from tests.profiling.test_culprits import LOADERS, make
 from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does
@@ -55,7 +56,7 @@ def stop(loader: Any) -> None:
     if isinstance(loader, fastload.DataLoader):
         loader.close()
     else:
-        loader._iterator._shutdown_workers()
+        stop_workers(loader._iterator)
 
 
 def stage_names(report: fastload.LoaderReport) -> set[str]:
