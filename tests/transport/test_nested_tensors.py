@@ -80,7 +80,7 @@ def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> N
     """The batches are those of torch's loader, also without automatic batching."""
     options: Any = {"num_workers": num_workers}
     samples = datasets.Made(ragged, 4)
-    torch.nested.nested_tensor([torch.ones(1)], layout=layout)  # imports torch's compiler, for the workers too
+    Nest(layout)([torch.ones(1)])  # the first tensor imports torch's compiler; workers inherit it
     ours, theirs = (
         kind(samples, 2, collate_fn=Nest(layout), **options) for kind in (DataLoader, tud.DataLoader)
     )
