@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
+# The suite starts hundreds of interpreters: without bytecode files each compiles the package and the tests anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-fast soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
