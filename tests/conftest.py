@@ -107,3 +107,17 @@ def interpreter() -> Iterator[Interpreter]:
     """Runs programs in processes of their own, in which nothing but torch has been imported."""
     with Interpreter("import torch") as interpreter:
         yield interpreter
+
+
+@pytest.fixture(scope="session")
+def ready_interpreter() -> Iterator[Interpreter]:
+    """Runs scripts in processes of their own, in which the slow imports of training scripts are done.
+
+    A warning of these imports is an error, as it is in the scripts. An optimizer imports torch's compiler.
+    """
+    with Interpreter(
+        "import warnings\n"
+        "warnings.filterwarnings('error', category=UserWarning)\n"
+        "import albumentations, torch, torch._dynamo, fastload.cache.dataset, fastload.cli.main"
+    ) as interpreter:
+        yield interpreter
