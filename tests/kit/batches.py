@@ -91,7 +91,7 @@ def read_epoch(loader: Any) -> list[Any]:
             break
         except Exception as error:  # noqa: BLE001  # errors are compared too
             got.append(error.with_traceback(None))
-    if not loader.persistent_workers:
+    if not getattr(loader, "persistent_workers", False):
         stop_workers(iterator)
     return got
 
