@@ -94,6 +94,7 @@ def flip_a_bit(path: Path, index: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 class TestImports:
     @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])
     def test_caches_on_disk_are_managed_without_torch(self, tmp_path: Path, words: list[str]) -> None:
@@ -139,6 +140,7 @@ class TestHelp:
         assert result.stdout == ""
         assert result.stderr == CliRunner().invoke(main.app, [*words, "--help"]).stdout
 
+    @pytest.mark.slow
     def test_the_module_without_a_command_prints_its_help(self) -> None:
         """`python -m fastload` does so, too."""
         done = subprocess.run(
@@ -149,6 +151,7 @@ class TestHelp:
         assert done.stderr.startswith("Usage: python -m fastload [OPTIONS] COMMAND [ARGS]...\n")
         assert "\n  cache    Caches of decoded samples" in done.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "build", "--help"]])
     def test_help_and_version_need_neither_torch_nor_rich(self, words: list[str]) -> None:
         """The modules of the command line import nothing heavy themselves."""
@@ -673,6 +676,7 @@ class TestRm:
         assert "--yes" in result.stderr
         assert (tmp_path / "cache").exists()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
     def test_on_a_terminal_it_asks(self, answer: bytes, code: int, tmp_path: Path) -> None:
         """Only yes is yes; the question goes to standard error."""
