@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 INTERPRETERS = {"spawn", "forkserver"}  # start methods
 MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
-# What training scripts import; an optimizer imports torch's compiler. A warning is an error, as in the scripts.
+# What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.
 READY = """
 import os, warnings
