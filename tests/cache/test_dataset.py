@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import multiprocessing
 import pickle
 import re
 import types
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import fastload
 from fastload.cache import open_cache
@@ -26,37 +25,21 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
-from tests.cache.zoo import BareImages, Everything, Images, MixedImages, RaggedImages
-from tests.kit.batches import assert_same_samples
+from tests.cache.zoo import (
+    BareImages,
+    Everything,
+    Images,
+    MixedImages,
+    OneAtATime,
+    RaggedImages,
+    as_array,
+)
+from tests.kit.batches import assert_same_samples, stop_workers
 
 pytestmark = pytest.mark.usefixtures("registry")
 
 
-def as_array(sample: Any) -> Any:
-    """Run in workers: lists of samples of any shape are batches."""
-    return sample
-
-
 # --- decode once -----------------------------------------------------------------------------------------
-
-
-class OneAtATime(Dataset[Any]):
-    """Samples of another dataset, which only one process reads at any moment.
-
-    Ragged space is taken under a lock, and a process that finds the lock held leaves its sample uncached.
-    With this dataset no process finds it held.
-    """
-
-    def __init__(self, dataset: CachedDataset, start_method: str) -> None:
-        self.dataset = dataset
-        self.lock = multiprocessing.get_context(start_method).Lock()
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        with self.lock:
-            return self.dataset[index]
 
 
 @pytest.mark.parametrize(
@@ -81,10 +64,12 @@ def test_each_sample_is_decoded_once(kind: type[Images], method: str, tmp_path: 
         num_workers=2,
         collate_fn=as_array,
         multiprocessing_context=method,
+        persistent_workers=method == "spawn",  # each of them imports torch
     )
     for _ in range(2):
         batches = list(loader)
         assert sum(map(len, batches)) == 200
+    stop_workers(loader._iterator)
 
     assert min(dataset.reads) == 1
     assert sum(dataset.reads) == 202  # the constructor looks at some samples
