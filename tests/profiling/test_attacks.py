@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -62,6 +63,26 @@ def stop(loader: Any) -> None:
 def stage_names(report: fastload.LoaderReport) -> set[str]:
     """The names of all stages."""
     return {stage.name for stage in report.stages}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes in sleeps, and by a microsecond at each look at a clock, however busy the machine is."""
+    now_ns = 0
+
+    def look() -> int:
+        nonlocal now_ns
+        now_ns += 1000
+        return now_ns
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_ns
+        now_ns += round(seconds * 1e9)
+
+    for name in ("perf_counter_ns", "thread_time_ns", "process_time_ns"):
+        monkeypatch.setattr(time, name, look)
+    monkeypatch.setattr(time, "perf_counter", lambda: look() / 1e9)
+    monkeypatch.setattr(time, "sleep", sleep)
 
 
 # Several loaders at once
@@ -145,6 +166,7 @@ def test_a_loader_inside_a_dataset(kind: str, num_workers: int) -> None:
     assert all(row.num_samples == zoo.BATCH for rows in timeline.rows.values() for row in rows)
 
 
+@pytest.mark.usefixtures("clock")
 def test_nested_loops() -> None:
     """The inner loop is computing of the outer one."""
     outer = make("torch", zoo.Quick(), 0)
@@ -375,6 +397,7 @@ def test_a_profile_that_begins_in_mid_epoch() -> None:
     assert profile.report().loaders[0].num_batches == 1
 
 
+@pytest.mark.usefixtures("clock")
 def test_more_batches_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times per batch do not grow with the batches whose rows were overwritten."""
     monkeypatch.setattr(recording, "MAX_ROWS", 8)
@@ -389,6 +412,7 @@ def test_more_batches_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(stage.ms_per_batch for stage in report.stages) < 2 * report.make_ms
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_very_fast_loader() -> None:
     """Few batches are measured in detail, and the report is sane."""
     images = TensorDataset(torch.zeros(256 * 40, 3, 8, 8), torch.zeros(256 * 40))
