@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -63,26 +62,6 @@ def stop(loader: Any) -> None:
 def stage_names(report: fastload.LoaderReport) -> set[str]:
     """The names of all stages."""
     return {stage.name for stage in report.stages}
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time passes in sleeps, and by a microsecond at each look at a clock, however busy the machine is."""
-    now_ns = 0
-
-    def look() -> int:
-        nonlocal now_ns
-        now_ns += 1000
-        return now_ns
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_ns
-        now_ns += round(seconds * 1e9)
-
-    for name in ("perf_counter_ns", "thread_time_ns", "process_time_ns"):
-        monkeypatch.setattr(time, name, look)
-    monkeypatch.setattr(time, "perf_counter", lambda: look() / 1e9)
-    monkeypatch.setattr(time, "sleep", sleep)
 
 
 # Several loaders at once
