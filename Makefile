@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PHOTOS := build/photos
 
+# The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-fast soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml

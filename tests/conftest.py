@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 TESTS = Path(__file__).parent
 INTERPRETERS = {"spawn", "forkserver"}  # start methods
 MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
+# What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
+# One thread computes: threads that wait for each other take longer than small models do.
+READY = """
+import os, warnings
+os.environ["OMP_NUM_THREADS"] = "1"
+warnings.filterwarnings("error", category=UserWarning)
+import albumentations, torch, torch._dynamo, skimage.data, skimage.io
+import fastload.cache.dataset, fastload.cli.main, fastload.epochs.with_workers
+"""
 # Imported once by the fork server, before it forks workers; with torch's loader each would import torch.
 PRELOADED = (
     "__main__",
@@ -106,4 +115,11 @@ def gate() -> Iterator[Gate]:
 def interpreter() -> Iterator[Interpreter]:
     """Runs programs in processes of their own, in which nothing but torch has been imported."""
     with Interpreter("import torch") as interpreter:
+        yield interpreter
+
+
+@pytest.fixture(scope="session")
+def ready_interpreter() -> Iterator[Interpreter]:
+    """Runs scripts in processes of their own, in which the slow imports of training scripts are done."""
+    with Interpreter(READY) as interpreter:
         yield interpreter

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -26,6 +26,9 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import main
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
+
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
 COMMANDS = ("build", "info", "verify", "ls", "rm")
 
@@ -35,16 +38,10 @@ def run(*words: Any) -> Any:
     return CliRunner().invoke(main.app, ["cache", *map(str, words)])
 
 
-def start(*words: Any, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `fastload cache ...` in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "fastload", "cache", *map(str, words)],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+def start(interpreter: Interpreter, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `fastload cache ...` in a process of its own, which has torch."""
+    module = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
+    return interpreter.run(module, "cache", *map(str, words), environment=environment, limit_s=90)
 
 
 def imported_by(*words: Any) -> set[str]:
@@ -94,6 +91,7 @@ def flip_a_bit(path: Path, index: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 class TestImports:
     @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])
     def test_caches_on_disk_are_managed_without_torch(self, tmp_path: Path, words: list[str]) -> None:
@@ -139,6 +137,7 @@ class TestHelp:
         assert result.stdout == ""
         assert result.stderr == CliRunner().invoke(main.app, [*words, "--help"]).stdout
 
+    @pytest.mark.slow
     def test_the_module_without_a_command_prints_its_help(self) -> None:
         """`python -m fastload` does so, too."""
         done = subprocess.run(
@@ -149,6 +148,7 @@ class TestHelp:
         assert done.stderr.startswith("Usage: python -m fastload [OPTIONS] COMMAND [ARGS]...\n")
         assert "\n  cache    Caches of decoded samples" in done.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "build", "--help"]])
     def test_help_and_version_need_neither_torch_nor_rich(self, words: list[str]) -> None:
         """The modules of the command line import nothing heavy themselves."""
@@ -257,9 +257,9 @@ class TestBuild:
         assert run("build", "tests.cli_zoo:factory", dest).exit_code == 0
 
     @pytest.mark.slow
-    def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path) -> None:
+    def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path, interpreter: Interpreter) -> None:
         """The user asked for them; torch's warning speaks of a DataLoader that is not the user's."""
-        result = start("build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "9")
+        result = start(interpreter, "build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "9")
 
         assert result.returncode == 0
         assert "Warning" not in result.stderr
@@ -408,11 +408,13 @@ class TestUsage:
 class TestInterruption:
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_ctrl_c_says_what_is_kept_and_how_to_go_on(self, workers: str, tmp_path: Path) -> None:
+    def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
+        self, workers: str, tmp_path: Path, interpreter: Interpreter
+    ) -> None:
         """Exit code 130, one line, no traceback; the next run finishes the same cache."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--json")
 
-        stopped = start(*words, CLI_ZOO_SIGNAL="SIGINT")
+        stopped = start(interpreter, *words, CLI_ZOO_SIGNAL="SIGINT")
         resumed = run(*words)
 
         assert stopped.returncode == 130, stopped.stderr
@@ -426,16 +428,28 @@ class TestInterruption:
     @pytest.mark.slow
     def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(self, tmp_path: Path) -> None:
         """CPython would end the process by the signal, though the command has handled it."""
-        stopped = start("build", "tests.cli_zoo:InterruptedInText", tmp_path / "cache", "--workers", "0")
+        stopped = subprocess.run(
+            [
+                *(sys.executable, "-m", "fastload", "cache", "build"),
+                *("tests.cli_zoo:InterruptedInText", str(tmp_path / "cache"), "--workers", "0"),
+            ],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
 
         assert stopped.returncode == 130, stopped.stderr
 
     @pytest.mark.slow
-    def test_a_killed_build_is_listed_and_gone_on_with(self, tmp_path: Path) -> None:
+    def test_a_killed_build_is_listed_and_gone_on_with(
+        self, tmp_path: Path, interpreter: Interpreter
+    ) -> None:
         """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
 
-        killed = start(*words, "--shards", "5", CLI_ZOO_SIGNAL="SIGKILL")
+        killed = start(interpreter, *words, "--shards", "5", CLI_ZOO_SIGNAL="SIGKILL")
         listed = json.loads(run("ls", tmp_path, "--json").stdout)["caches"]
         resumed = run(*words, "--shards", "5")
 
@@ -474,11 +488,13 @@ class TestInterruption:
 class TestOutput:
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_json_is_alone_on_standard_output(self, workers: str, tmp_path: Path) -> None:
+    def test_json_is_alone_on_standard_output(
+        self, workers: str, tmp_path: Path, interpreter: Interpreter
+    ) -> None:
         """Whatever a dataset prints, in Python or below it, in workers too, goes to standard error."""
         words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
 
-        result = start(*words)
+        result = start(interpreter, *words)
 
         assert result.returncode == 0, result.stderr
         assert result.stdout.count("\n") == 1
@@ -673,6 +689,7 @@ class TestRm:
         assert "--yes" in result.stderr
         assert (tmp_path / "cache").exists()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
     def test_on_a_terminal_it_asks(self, answer: bytes, code: int, tmp_path: Path) -> None:
         """Only yes is yes; the question goes to standard error."""

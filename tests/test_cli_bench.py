@@ -194,6 +194,11 @@ class TestWhole:
 
 
 class TestImpossible:
+    @pytest.fixture(autouse=True)
+    def short_epochs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """No test of this class is about a rate; the processes that measure inherit this."""
+        monkeypatch.setattr(measure, "LATER_S", 0.01)
+
     def test_a_random_dataset_is_measured_without_a_cache(self) -> None:
         """The rows of caches say why they have no figures."""
         result = run("tests.cli_zoo:Random", *QUICK, "--json")

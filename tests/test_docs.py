@@ -11,8 +11,6 @@ import inspect
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +20,7 @@ import torch.utils.data as tud
 from PIL import Image
 
 import fastload
+from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
@@ -37,13 +36,12 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-# Runs page.py as `python -W error::UserWarning page.py` does, after torch has been imported.
-AS_A_SCRIPT = """
-import os, runpy, sys, warnings
-sys.path.insert(0, os.getcwd())
-sys.warnoptions.append("error::UserWarning")
-warnings.filterwarnings("error", category=UserWarning)
-names = runpy.run_path(os.path.abspath("page.py"), run_name="__main__")
+# Runs `python -m fastload`. Epochs of a benchmark are repeated for as long as a figure needs, not a command.
+COMMAND = """
+import runpy
+from fastload.bench import measure
+measure.LATER_S = 0.01
+runpy.run_module("fastload", run_name="__main__", alter_sys=True)
 """
 
 
@@ -99,13 +97,14 @@ def _hugging_face(folder: Path) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
-    page: Path, folder: Path, interpreter: Interpreter
+    page: Path, folder: Path, ready_interpreter: Interpreter
 ) -> None:
     """All Python blocks of the page, in order, are one program."""
     (folder / "page.py").write_text(_script(page))
 
-    done = interpreter.run(
+    done = ready_interpreter.run(
         AS_A_SCRIPT,
+        str(folder / "page.py"),
         cwd=folder,
         environment={
             **_registry(folder),
@@ -129,7 +128,7 @@ def test_code_that_is_not_run_compiles(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_command_line_page_succeed(folder: Path) -> None:
+def test_the_commands_of_the_command_line_page_succeed(folder: Path, ready_interpreter: Interpreter) -> None:
     """Each `$ fastload ...`, in order, in one folder."""
     (folder / "my_data.py").write_text(
         "import fastload\ntrain_set = fastload.ImageFolder('photos', size=32)\n"
@@ -142,14 +141,8 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path) -> None:
 
     assert len(commands) >= 6
     for command in commands:
-        done = subprocess.run(
-            [sys.executable, "-m", "fastload", *shlex.split(command)],
-            cwd=folder,
-            env=os.environ | _registry(folder),
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
+        done = ready_interpreter.run(
+            COMMAND, *shlex.split(command), cwd=folder, environment=_registry(folder), limit_s=100
         )
         assert done.returncode == 0, (command, done.stderr)
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.kit.processes import AS_A_SCRIPT
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -47,26 +52,17 @@ PACKAGES = {
 }
 
 
-def _run(script: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", str(script)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-
-
 @pytest.mark.slow
-def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(tmp_path: Path) -> None:
+def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
+    tmp_path: Path, ready_interpreter: Interpreter
+) -> None:
     """All Python blocks of the README, in order, are one program whose output is the README's."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
 
-    done = _run(script, tmp_path)
+    done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(shown)
@@ -74,9 +70,11 @@ def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example_ends_with_what_it_shows(example: Path, tmp_path: Path) -> None:
+def test_example_ends_with_what_it_shows(
+    example: Path, tmp_path: Path, ready_interpreter: Interpreter
+) -> None:
     """Each example trains on the drawn photographs, and its last lines are those of the table above."""
-    done = _run(example, tmp_path)
+    done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100)
 
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){LAST_LINES[example.stem]}\n$", done.stdout), done.stdout

@@ -181,7 +181,7 @@ class LMDBStates(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-TestLMDBStates = LMDBStates.TestCase
+TestLMDBStates = pytest.mark.slow(LMDBStates.TestCase)
 TestLMDBStates.settings = settings(
     max_examples=60, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -9,6 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -158,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.held.clear()
 
 
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)
 TestCacheMachine.settings = settings(
     max_examples=40,
     stateful_step_count=25,

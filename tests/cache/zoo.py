@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections import namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.utils.data
 
 
 class Pair(NamedTuple):
@@ -150,3 +152,27 @@ class Triples(Images):
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)[:2]
         return Triple(image, label, index)
+
+
+class OneAtATime(torch.utils.data.Dataset[Any]):
+    """Samples of another dataset, which only one process reads at any moment.
+
+    Ragged space is taken under a lock, and a process that finds the lock held leaves its sample uncached.
+    With this dataset no process finds it held.
+    """
+
+    def __init__(self, dataset: Any, start_method: str) -> None:
+        self.dataset = dataset
+        self.lock = multiprocessing.get_context(start_method).Lock()
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            return self.dataset[index]
+
+
+def as_array(sample: Any) -> Any:
+    """Run in workers: lists of samples of any shape are batches."""
+    return sample

@@ -325,6 +325,7 @@ class TestPickles:
             assert twin.rng == "sample"
             assert [len(labels) for _, labels in twin] == [4, 4, 4]
 
+    @pytest.mark.slow
     def test_a_spawned_process_gets_one(self) -> None:
         """A process in which nothing was installed iterates over the loader that it was sent."""
         fastload.install()

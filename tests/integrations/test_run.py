@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+METHODS = ["fork", "spawn", "forkserver"]
 pytestmark = pytest.mark.slow  # an interpreter each
 
+# Under each start method from the same seed: the digest of all batches, and the random state after them.
 TRAIN = """
 import argparse, hashlib, subprocess, sys
 
@@ -21,25 +24,31 @@ from torch.utils.data import DataLoader
 import helper
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int)
-    parser.add_argument("--method")
-    parser.add_argument("--rng")
-    arguments = parser.parse_args()
+def train(method):
     torch.manual_seed(3)
     digest, kinds = hashlib.sha256(), set()
-    options = {"num_workers": arguments.workers, "multiprocessing_context": arguments.method}
+    options = {"num_workers": 2, "multiprocessing_context": method} if method else {}
     for make, more in ((DataLoader, {}), (helper.make, options)):
         loader = make(helper.Noise(), batch_size=4, shuffle=True, **more)
         assert isinstance(loader, DataLoader)
         for images, kinds_in_workers in loader:
             digest.update(images.numpy().tobytes())
         kinds |= set(kinds_in_workers)
-    print(digest.hexdigest(), torch.rand(1).item())
-    print("in this process:", helper.kind(), "in the dataset:", *kinds, file=sys.stderr)
-    child = [sys.executable, "-c", "import helper, sys; print('in a child:', helper.kind(), file=sys.stderr)"]
-    subprocess.run(child, check=True)
+    print(method, digest.hexdigest(), torch.rand(1).item())
+    print(method, "in this process:", helper.kind(), "in the dataset:", *kinds, file=sys.stderr)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--methods", nargs="*")
+    parser.add_argument("--child", action="store_true")
+    parser.add_argument("--rng")
+    arguments = parser.parse_args()
+    for method in [None, *arguments.methods]:
+        train(method)
+    if arguments.child:
+        code = "import helper, sys; print('in a child:', helper.kind(), file=sys.stderr)"
+        subprocess.run([sys.executable, "-c", code], check=True)
 
 
 if __name__ == "__main__":
@@ -88,30 +97,39 @@ def run(folder: Path, *words: str, plain: bool = False) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def plain_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, subprocess.CompletedProcess[str]]:
-    """The script under plain python, by its number of workers; the start method changes nothing."""
-    folder = tmp_path_factory.mktemp("plain")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[subprocess.CompletedProcess[str]]:
+    """The script under plain python, where the start method changes nothing, and under `fastload run`."""
+    folder = tmp_path_factory.mktemp("runs")
     (folder / "train.py").write_text(TRAIN)
     (folder / "helper.py").write_text(HELPER)
-    return {number: run(folder, "train.py", "--workers", number, plain=True) for number in ("0", "2")}
+    plain = run(folder, "train.py", "--methods", "fork", plain=True)
+    return [plain, run(folder, "train.py", "--child", "--methods", *METHODS)]
 
 
-@pytest.mark.parametrize("words", ["0", "2 --method fork", "2 --method spawn", "2 --method forkserver"])
+@pytest.mark.parametrize("method", ["None", *METHODS])
 def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(
-    folder: Path, plain_runs: dict[str, subprocess.CompletedProcess[str]], words: str
+    runs: list[subprocess.CompletedProcess[str]], method: str
 ) -> None:
-    """Bit by bit, with the same random state after it; by any name, in worker processes and in a child."""
-    plain = plain_runs[words[0]]
-    ours = run(folder, "train.py", "--workers", *words.split())
-
+    """Bit by bit, with the same random state after it; by any name, and in worker processes."""
+    plain, ours = runs
     assert (plain.returncode, ours.returncode) == (0, 0), plain.stderr + ours.stderr
-    assert ours.stdout == plain.stdout != ""
-    assert "in this process: torch in the dataset: torch" in plain.stderr
-    assert "in this process: fastload in the dataset: fastload" in ours.stderr
+    expected = re.findall(rf"^{'None' if method == 'None' else 'fork'} (.*)", plain.stdout, re.MULTILINE)
+    assert re.findall(rf"^{method} (.*)", ours.stdout, re.MULTILINE) == expected
+    assert len(expected) == 1
+    assert f"{method} in this process: fastload in the dataset: fastload\n" in ours.stderr
+    assert "None in this process: torch in the dataset: torch\n" in plain.stderr
+
+
+def test_each_process_of_the_script_s_own_says_how_many_loaders_were_replaced(
+    runs: list[subprocess.CompletedProcess[str]],
+) -> None:
+    """A child gets our loader too, and adds its line; no worker process adds one."""
+    _, ours = runs
+    # A loop makes two loaders and `kind()` one; each sample that is read in this process makes one more.
+    number = (3 + 2 * 11) + len(METHODS) * (3 + 11)
+    child, last = [line for line in ours.stderr.splitlines() if line.startswith("fastload: ")]
+
     assert "in a child: fastload" in ours.stderr
-    number = 3 + 11 * (2 if words == "0" else 1)  # each sample that is read in this process makes one
-    lines = [line for line in ours.stderr.splitlines() if line.startswith("fastload: ")]
-    child, last = lines  # no worker process adds a line
     assert child.startswith("fastload: 1 loader of torch was replaced in process ")
     assert last.startswith(f"fastload: {number} loaders of torch were replaced in process ")
 
@@ -165,7 +183,7 @@ def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path) -
 
 def test_datasets_that_are_not_cached_are_named_once(folder: Path) -> None:
     """`--cache ram` says why not, and the script works."""
-    done = run(folder, "--cache", "ram", "train.py", "--workers", "0")
+    done = run(folder, "--cache", "ram", "train.py", "--methods")
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1

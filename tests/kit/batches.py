@@ -91,11 +91,19 @@ def read_epoch(loader: Any) -> list[Any]:
             break
         except Exception as error:  # noqa: BLE001  # errors are compared too
             got.append(error.with_traceback(None))
-    if isinstance(iterator, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
-        # An iterator that the dataset's StopIteration ended is kept by its own traceback, and the garbage
-        # collector, which takes its queues first, waits five seconds for each worker.
-        iterator._shutdown_workers()
+    if not getattr(loader, "persistent_workers", False):
+        stop_workers(iterator)
     return got
+
+
+def stop_workers(iterator: Any) -> None:
+    """End the workers of an iterator of torch's; other iterators end theirs in time.
+
+    An error keeps the iterator in its traceback, and a persistent iterator is part of a cycle. The garbage
+    collector takes the queues of such an iterator first, and then waits five seconds for its workers.
+    """
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        iterator._shutdown_workers()
 
 
 def _run(loader_class: Any, make: Any, epochs: int) -> tuple[list[Any], list[Any]]:

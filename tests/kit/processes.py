@@ -75,6 +75,17 @@ if program:
 """
 
 
+# Runs the file in sys.argv[1] as `python -W error::UserWarning FILE` does.
+AS_A_SCRIPT = """
+import os, runpy, sys, warnings
+sys.argv[:] = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+sys.warnoptions.append("error::UserWarning")
+warnings.filterwarnings("error", category=UserWarning)
+names = runpy.run_path(sys.argv[0], run_name="__main__")  # its globals live until the interpreter exits
+"""
+
+
 class Interpreter:
     """An interpreter that runs programs, each in a child of its own.
 

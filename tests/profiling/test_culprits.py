@@ -49,6 +49,13 @@ def make(kind: str, dataset: Any, num_workers: int, **settings: Any) -> Any:
     return LOADERS[kind](dataset, batch_size=zoo.BATCH, num_workers=num_workers, **settings)
 
 
+@pytest.fixture
+def clock_of_one_process(num_workers: int, request: pytest.FixtureRequest) -> None:
+    """Without workers all times are those of a clock that the machine's load does not move."""
+    if num_workers == 0:
+        request.getfixturevalue("clock")
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", list(LOADERS))
 class TestPlanted:
@@ -83,6 +90,7 @@ class TestPlanted:
         text = next(one.text for one in report.suggestions if one.change == "regions")
         assert "RandomResizedCrop" in text
 
+    @pytest.mark.usefixtures("clock_of_one_process")
     def test_a_plain_function_is_named(self, kind: str, num_workers: int) -> None:
         """A function in the attribute `transform`."""
         dataset = zoo.SlowFunction()
@@ -93,6 +101,7 @@ class TestPlanted:
         assert "plain_transform" in report.bottleneck
         assert dataset.transform is zoo.plain_transform  # put back
 
+    @pytest.mark.usefixtures("clock_of_one_process")
     def test_a_slow_collate_fn_is_named(self, kind: str, num_workers: int) -> None:
         """The user's collate_fn, by its name."""
         report = profiled(make(kind, zoo.Quick(), num_workers, collate_fn=zoo.slow_collate))
@@ -100,6 +109,7 @@ class TestPlanted:
         assert report.culprit == "collate"
         assert "slow_collate" in report.bottleneck
 
+    @pytest.mark.usefixtures("clock_of_one_process")
     def test_a_slow_consumer_is_not_a_data_problem(self, kind: str, num_workers: int) -> None:
         """No culprit, no suggestion."""
         report = profiled(make(kind, zoo.Quick(), num_workers), compute_s=0.2, num_steps=8)

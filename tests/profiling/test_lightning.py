@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.utils.data
@@ -13,32 +12,25 @@ import fastload
 from tests.profiling import zoo
 
 
-class Model(L.LightningModule):
-    """Learns nothing."""
+def fit(*args: Any, with_module: bool = False) -> None:
+    """Two epochs of a model that learns nothing; the loader is given, or made by a data module."""
+    import lightning as L  # two seconds, which only this test needs
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+    class Model(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
 
-    def training_step(self, batch: Any, _batch_idx: int) -> Any:
-        """One step."""
-        return self.layer(batch[1].float()[:, None]).sum()
+        def training_step(self, batch: Any, _batch_idx: int) -> Any:
+            return self.layer(batch[1].float()[:, None]).sum()
 
-    def configure_optimizers(self) -> Any:
-        """SGD."""
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
 
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
 
-class Data(L.LightningDataModule):
-    """Makes its loader when it is asked."""
-
-    def train_dataloader(self) -> Any:
-        """The loader."""
-        return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
-
-
-def fit(*args: Any, **options: Any) -> None:
-    """Two epochs."""
     trainer = L.Trainer(
         max_epochs=2,
         logger=False,
@@ -47,7 +39,7 @@ def fit(*args: Any, **options: Any) -> None:
         enable_progress_bar=False,
         accelerator="cpu",
     )
-    trainer.fit(Model(), *args, **options)
+    trainer.fit(Model(), *args, datamodule=Data() if with_module else None)
 
 
 @pytest.mark.slow
@@ -57,7 +49,7 @@ def test_a_trainer() -> None:
     training_data = torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
     with fastload.profile() as profile:
         fit(training_data)
-        fit(datamodule=Data())
+        fit(with_module=True)
 
     reports = profile.report().loaders
     assert [(report.name, report.num_epochs, report.num_batches) for report in reports] == [

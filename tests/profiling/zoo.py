@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from typing import Any
 
@@ -10,23 +9,11 @@ import albumentations as A
 import cv2
 import numpy as np
 import torch
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
-NUM_SAMPLES, BATCH = 96, 4
-PLANTED_S = 0.003  # per sample
+from tests.profiling.quick_zoo import BATCH, NUM_SAMPLES, PLANTED_S, Locked, Quick
 
-
-class Quick(Dataset[Any]):
-    """Small images that cost next to nothing."""
-
-    def __init__(self) -> None:
-        self.images = np.zeros((8, 32, 32, 3), np.uint8)
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return self.images[index % 8].copy(), index
+__all__ = ["BATCH", "NUM_SAMPLES", "PLANTED_S", "Locked", "Quick"]
 
 
 class SlowRead(Quick):
@@ -131,19 +118,6 @@ class SlowWorker(Quick):
     def __getitem__(self, index: int) -> Any:
         info = get_worker_info()
         time.sleep(5 * PLANTED_S if info is not None and info.id == 1 else PLANTED_S / 10)
-        return super().__getitem__(index)
-
-
-class Locked(Quick):
-    """All workers wait for one lock."""
-
-    def __init__(self, start_method: str) -> None:
-        super().__init__()
-        self.lock = multiprocessing.get_context(start_method).Lock()
-
-    def __getitem__(self, index: int) -> Any:
-        with self.lock:
-            time.sleep(PLANTED_S)
         return super().__getitem__(index)
 
 

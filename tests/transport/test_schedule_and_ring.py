@@ -417,5 +417,5 @@ class Transport(RuleBasedStateMachine):
         assert (self.ring.nbytes, self.ring.slots) == (0, [])
 
 
-TestTransport = Transport.TestCase
+TestTransport = pytest.mark.slow(Transport.TestCase)
 TestTransport.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
