@@ -16,6 +16,7 @@ sample. Rules:
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,10 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
         _begin_dataset_states(loader, epoch, state)
     if state is not None and state.is_within_epoch:
         _return_to(loader, epoch, state)
+    elif state is not None and obstacle is None and _has_persistent_workers(loader, state, iterator_kind):
+        # Without an interruption, the workers of the epoch before would go on: torch would draw no base seed.
+        epoch.iterator_kind = "again"
+        epoch._replayed = dataclasses.replace(state, num_yielded=0, checksum=(0, 0))
     epoch.sample_seed = sample_seed_of(loader)
     if getattr(loader, "rng", "worker") == "sample":
         epoch._stream_counter = StreamCounter(
@@ -129,6 +134,12 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     progress.next_number = epoch.number + 1
     progress.current = epoch
     return epoch
+
+
+def _has_persistent_workers(loader: DataLoader[Any], state: SavedState, iterator_kind: str) -> bool:
+    """Whether a state between two epochs was saved while workers waited for the next epoch."""
+    had_workers = state.is_finished and state.iterator_kind in ("workers", "again")
+    return had_workers and iterator_kind == "workers" and loader.persistent_workers
 
 
 def obstacle(loader: DataLoader[Any]) -> str | None:

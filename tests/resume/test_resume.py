@@ -463,3 +463,23 @@ def test_keys_are_told_apart_by_their_text(before: list[Any], after: list[Any], 
 
     with pytest.raises(ResumeError, match="gave other indices") if is_refused else contextlib.nullcontext():
         assert len(list(resumed)) == 1
+
+
+@pytest.mark.parametrize("kind", list(SAMPLERS))
+def test_persistent_workers_resume_between_epochs(kind: str) -> None:
+    """The next epoch has the batches that it has without an interruption, though the workers are new."""
+    with make(kind, 2, persistent=True) as loader:
+        torch.manual_seed(11)
+        list(loader)
+        state, default = through_json(loader.state_dict()), torch.get_rng_state()
+        expected = labels(loader)
+        after = torch.get_rng_state()
+        last = labels(loader)
+
+    with make(kind, 2, persistent=True) as fresh:
+        fresh.load_state_dict(state)
+        torch.set_rng_state(default)
+        found = labels(fresh)
+        assert torch.equal(torch.get_rng_state(), after)
+
+        assert (found, labels(fresh)) == (expected, last)
