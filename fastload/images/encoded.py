@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 Box = tuple[int, int, int, int]
 
-_SCALES = (8, 4, 2)  # at which a JPEG can be decoded directly
-# At this scale and above, decoding the whole image at that scale is faster than decoding the region.
-_LEAST_SCALE = 4
+# The scales at which Pillow decodes a whole JPEG directly, and how long that takes: a share of the time that
+# decoding the whole image at full size takes the decoder of regions. A region takes a share of its lower edge
+# and a share of its area (benchmarks/NOTES.md, "Region or reduced size").
+_SCALES = {8: 0.5, 4: 0.6, 2: 0.75}
+_EDGE_SHARE, _AREA_SHARE = 0.45, 0.6
 # The image as a viewer shows it is the stored image: with its axes swapped or not, then flipped along y, x.
 _TURNS = {
     1: (False, False, False),
@@ -153,7 +155,11 @@ class EncodedImage:
         height, width = y_max - y_min, x_max - x_min
         fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
-        if scale == 1 or (scale < _LEAST_SCALE and name_of_decoder() is not None):
+        if scale == 1:
+            return self.decode(box)
+        area = height * width / (header.height * header.width)
+        region_share = _EDGE_SHARE * y_max / header.height + _AREA_SHARE * area
+        if name_of_decoder() is not None and region_share < _SCALES[scale]:
             return self.decode(box)
         pixels = decode(self.content(), self._name, scale=scale)
         rows = slice(y_min // scale, -(-y_max // scale))
