@@ -15,15 +15,12 @@ from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves, map_leaves
 
 
-class EncodedSamples(Dataset[Any]):
-    """The samples of a dataset's ``encoded(index)``.
-
-    Args:
-        dataset: Has this method.
+class _Samples(Dataset[Any]):
+    """A dataset whose samples are those of another dataset in another form.
 
     Attributes:
-        dataset: As given.
-        classes: The dataset's classes, for a file that is built from this dataset; None if it has none.
+        dataset: The other dataset.
+        classes: Its classes, for a file that is built from this dataset; None if it has none.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -32,28 +29,17 @@ class EncodedSamples(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+class EncodedSamples(_Samples):
+    """The samples of a dataset that has ``encoded(index)``, with undecoded images."""
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset.encoded(index)
 
 
-class DecodedSamples(Dataset[Any]):
-    """The samples of a dataset, with decoded images.
-
-    Args:
-        dataset: Its samples may hold undecoded images.
-
-    Attributes:
-        dataset: As given.
-        classes: As of `EncodedSamples`.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-        self.classes = getattr(dataset, "classes", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+class DecodedSamples(_Samples):
+    """The samples of a dataset that may give undecoded images, with decoded ones."""
 
     def __getitem__(self, index: int) -> Any:
         return decode_images(self.dataset[index])
