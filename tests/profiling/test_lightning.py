@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.utils.data
 
 import fastload
 from tests.profiling import zoo
+
+L = pytest.importorskip("lightning")
 
 
 class Model(L.LightningModule):
