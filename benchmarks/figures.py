@@ -176,9 +176,8 @@ def tested() -> str:
         if row["failed"]:
             some = ", ".join(f"`{test}`" for test in row["failures"][:MOST_FAILURES])
             others = row["failed"] - MOST_FAILURES
-            notes.append(
-                f"Failed on {name} with {row['torch']}: {some}{f' and {others} others' if others > 0 else ''}."
-            )
+            rest = f" and {others} others" if others > 0 else ""
+            notes.append(f"Failed on {name} with {row['torch']}: {some}{rest}.")
         if row["not_installed"]:
             left_out = ", ".join(requirement.partition("==")[0] for requirement in row["not_installed"])
             notes.append(
