@@ -6,7 +6,7 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast soak test-emulated lint docs bench bench-peers mutants photos clean
+.PHONY: demo test test-fast test-matrix soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -30,6 +30,14 @@ test: $(BIN)/.ready
 # What to run at each edit: under a minute on two cores.
 test-fast: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow and not matrix"
+
+# The tests of test-fast on other releases of Python, PyTorch and NumPy, each in an environment of its own below
+# build/matrix that is removed afterwards (up to 3 GB). Interpreters are python3.11 to python3.14, python3.13t and
+# python3.14t on PATH, or those of PYTHONS="PATH PATH". MATRIX_ARGS='--only "3.13, torch newest"' runs one row.
+PYTHONS ?=
+MATRIX_ARGS ?=
+test-matrix:
+	$(PYTHON) tests/compatibility/run.py --pythons "$(PYTHONS)" $(MATRIX_ARGS)
 
 # Random cases until the time is over, from any seed on, or from SEED.
 MINUTES ?= 30

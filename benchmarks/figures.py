@@ -30,6 +30,10 @@ SHOWN = {
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
+    "workers_free_threaded": (
+        "The same without the GIL. Compare the ratios and not the rates: this interpreter is a pre-release, "
+        "compiled without optimization by profiles."
+    ),
     "reproducibility": "What is added to a sample, and how long a resumed loader takes to its next batch.",
     "profiling": (
         "Epochs with `fastload.profile` and without, above 1 is slower; and predicted gains of cures divided "
@@ -38,6 +42,7 @@ SHOWN = {
     "stats": "Microseconds of a batch before `loader.stats()` counted anything, and now.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
+MOST_FAILURES = 5  # that the README names
 MOST_ROWS = 20  # a question with more has its ratios alone in the table
 
 INTRODUCTION = """# Benchmarks
@@ -154,6 +159,42 @@ def peers() -> str:
     )
 
 
+def tested() -> str:
+    """The releases that `make test-matrix` has run the tests on, and those that it could not run."""
+    results = json.loads((RESULTS / "compatibility.json").read_text())
+    lines = ["| Python | PyTorch | NumPy | tests that passed | failed |", "|---|---|---|---|---|"]
+    missing: dict[str, list[str]] = {}
+    notes = []
+    for row in results["rows"]:
+        python, torch, libraries = row["asked"]
+        if "not_available" in row:
+            missing.setdefault(row["not_available"], []).append(f"Python {python} with torch {torch}")
+            continue
+        name = row["python"] + (", without the GIL" if python.endswith("t") else "")
+        numpy = row["numpy"] + (", all libraries at their lower bounds" if libraries == "oldest" else "")
+        lines.append(f"| {name} | {row['torch']} | {numpy} | {row['passed']:,} | {row['failed']} |")
+        if row["failed"]:
+            some = ", ".join(f"`{test}`" for test in row["failures"][:MOST_FAILURES])
+            others = row["failed"] - MOST_FAILURES
+            rest = f" and {others} others" if others > 0 else ""
+            notes.append(f"Failed on {name} with {row['torch']}: {some}{rest}.")
+        if row["not_installed"]:
+            left_out = ", ".join(requirement.partition("==")[0] for requirement in row["not_installed"])
+            notes.append(
+                f"For {name}, the package index has no wheels of {left_out}; {len(row['not_run'])} tests, or "
+                "files of tests, that import them did not run."
+            )
+    notes += [f"Not run: {', '.join(rows)} ({reason})." for reason, rows in missing.items()]
+    dates = sorted({row["date"] for row in results["rows"]})
+    return (
+        "`make test-matrix` runs the tests of `make test-fast` on these releases "
+        f"({dates[-1]}, Linux on x86-64, no GPU):\n\n"
+        + "\n".join(lines)
+        + "\n"
+        + "".join(f"\n- {note}" for note in notes)
+    )
+
+
 def loader_of(label: str) -> str:
     """Whose row this is: a loader has several, and ours count apart where images are kept."""
     name, *rest = label.split(", ")
@@ -178,7 +219,7 @@ def main() -> None:
     (ROOT / "benchmarks" / "README.md").write_text(tables().rstrip("\n") + "\n")
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, content in (("headline", headline()), ("peers", peers())):
+    for name, content in (("headline", headline()), ("tested", tested()), ("peers", peers())):
         before, rest = text.split(f"<!-- {name} -->\n")
         text = f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{rest.split(f'<!-- /{name} -->')[1]}"
     readme.write_text(text)

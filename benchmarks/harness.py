@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,11 @@ def cpu_model() -> str:
     return "unknown"
 
 
+def has_gil() -> bool:
+    """Whether this interpreter runs one thread at a time; a free-threaded build may not."""
+    return not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     return {
@@ -107,7 +113,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "kernel": platform.release().split("-")[0],
-        "python": platform.python_version(),
+        "python": platform.python_version() + ("" if has_gil() else " without the GIL"),
         "torch": torch.__version__,
     }
 

@@ -5,19 +5,21 @@ Question: which `worker_method` for which dataset? Four datasets: JPEG files who
 the GIL throughout. Each with 1 and 2 workers, persistent, one epoch before measuring.
 
 Command: python benchmarks/workers.py build/photos [--runs 5] [--save]   (`make photos` makes the folder)
+
+A free-threaded build of Python runs it without the GIL under PYTHON_GIL=0; its results have a file of their
+own. The question about albumentations is left out where albumentations is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import os
 from typing import Any
 
-import albumentations as A
 import numpy as np
-from harness import best, contender, interleave, report, save
-from throughput import filled
+from harness import best, contender, has_gil, interleave, report, save
 from torch.utils.data import Dataset, Subset
 
 import fastload
@@ -65,6 +67,21 @@ class Blank(Dataset):
         return np.full((64, 64, 3), index % 256, np.uint8), index
 
 
+def filled(dataset: Any) -> fastload.CachedDataset:
+    """The dataset behind a RAM cache in which every sample is present."""
+    cached = fastload.CachedDataset(dataset, cache="ram")
+    for index in range(len(cached)):
+        cached.view(index)
+    return cached
+
+
+def crop_and_flip(photos: str) -> Photos:
+    """The photos with a pipeline of albumentations."""
+    import albumentations as A
+
+    return Photos(photos, A.Compose([A.RandomResizedCrop((224, 224)), A.HorizontalFlip(p=0.5)]))
+
+
 def make(dataset: Any, batch_size: int, num_workers: int, method: Any) -> fastload.DataLoader:
     """A shuffling loader whose workers persist."""
     return fastload.DataLoader(
@@ -98,17 +115,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("photos", help="a folder of images, one folder a class")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/workers.json")
+    parser.add_argument("--save", action="store_true", help="write the results file")
     args = parser.parse_args()
-    crop = A.Compose([A.RandomResizedCrop((224, 224)), A.HorizontalFlip(p=0.5)])
-    answers = [
-        question("decode and resize JPEGs, batch 32", Photos(args.photos), 32, args.runs),
-        question("decode, resize, crop and flip, batch 32", Photos(args.photos, crop), 32, args.runs),
+    answers = [question("decode and resize JPEGs, batch 32", Photos(args.photos), 32, args.runs)]
+    if importlib.util.find_spec("albumentations") is not None:
+        title = "decode, resize, crop and flip, batch 32"
+        answers.append(question(title, crop_and_flip(args.photos), 32, args.runs))
+    answers += [
         question("cached 64 x 64 x 3, batch 256", filled(Blank()), 256, args.runs),
         question("pure Python, 1-2 ms a sample, batch 32", Python(), 32, args.runs),
     ]
     if args.save:
-        save("workers", f"python benchmarks/workers.py build/photos --runs {args.runs} --save", answers)
+        command = f"python benchmarks/workers.py build/photos --runs {args.runs} --save"
+        if has_gil():
+            save("workers", command, answers)
+        else:
+            save("workers_free_threaded", f"PYTHON_GIL=0 {command}", answers)
 
 
 if __name__ == "__main__":

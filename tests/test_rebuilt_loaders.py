@@ -69,6 +69,8 @@ def warned(loader: Any) -> tuple[list[Any], list[str]]:
     """The batches, and the texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # Python 3.12 and later, of a fork beside the threads of pytest-xdist.
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         return list(loader), [str(warning.message) for warning in caught]
 
 

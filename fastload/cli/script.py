@@ -36,7 +36,9 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
             the caller, and ends with the exit code, or by the signal, of plain python.
     """
     main = types.ModuleType("__main__")
-    vars(main).update(__builtins__=builtins, __annotations__={})
+    vars(main)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):  # later, the code itself makes its annotations, which an entry would hide
+        vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     sys.argv[:] = [target, *args]
     try:

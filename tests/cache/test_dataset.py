@@ -8,7 +8,7 @@ import logging
 import pickle
 import re
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,6 +35,9 @@ from tests.cache.zoo import (
     as_array,
 )
 from tests.kit.batches import assert_same_samples, stop_workers
+
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -548,3 +551,23 @@ def test_cache_info() -> None:
 
     assert info == CacheInfo(20, 7, info.nbytes, 10**6, "uniform")
     assert 7 * 2304 < info.nbytes < 10**6
+
+
+def test_a_cache_in_ram_needs_no_lmdb(interpreter: Interpreter) -> None:
+    """Free-threaded builds of Python have no wheels of lmdb; only building a cache on disk imports it."""
+    program = (
+        "import sys\n"
+        "sys.modules['lmdb'] = None\n"
+        "import fastload\n"
+        "from tests.cache.zoo import Images\n"
+        "dataset = fastload.CachedDataset(Images(8), cache='ram')\n"
+        "print(len(list(fastload.DataLoader(dataset, 4))), dataset.cache_info().num_cached)\n"
+        "try:\n"
+        "    fastload.CachedDataset(Images(8), cache='lmdb:nowhere')\n"
+        "except ImportError as error:\n"
+        "    print(error.name)\n"
+    )
+    done = interpreter.run(program)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 8\nlmdb\n"

@@ -10,6 +10,7 @@ import os
 import pickle
 import platform
 import resource
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +278,28 @@ def test_private_caches_leave_memory_free(monkeypatch: pytest.MonkeyPatch, caplo
     (record,) = caplog.records
     assert "stops growing" in record.getMessage()
     assert "25.2 MB" in record.getMessage()
+
+
+def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
+    monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 0)
+    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
+    cache = PrivateCache(800, budget=MB)
+    begin = threading.Barrier(4)
+
+    def fill(first: int) -> None:
+        begin.wait()
+        for index in range(first, 800, 4):
+            cache.put(index, index)
+
+    threads = [threading.Thread(target=fill, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert cache.num_cached == 800
+    assert cache.nbytes == sum(len(encode(index)) for index in range(800))
 
 
 def test_a_private_cache_that_gets_no_memory_stops_growing(

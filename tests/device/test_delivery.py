@@ -145,7 +145,8 @@ def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> No
 @quietly
 def test_pin_memory_adds_no_thread_and_no_copy(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """With device= the copies ahead see to pinned memory alone, also where there is an accelerator."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for module in (torch.accelerator, torch.cuda):  # torch 2.6 asks the latter
+        monkeypatch.setattr(module, "is_available", lambda: True)
     loader = DataLoader(IMAGES, 4, num_workers=1, device="cuda", pin_memory=True)
     iterator = iter(loader)
     next(iterator)
@@ -164,7 +165,8 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
         names.append(threading.current_thread().name)
         return batch
 
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for module in (torch.accelerator, torch.cuda):  # torch 2.6 asks the latter
+        monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(with_workers, "_accelerator_index", lambda: None)
     monkeypatch.setattr(with_workers, "pin_batch", pin)
     options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread", "pin_memory": True}

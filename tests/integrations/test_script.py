@@ -63,7 +63,9 @@ PROGRAMS = {
         "begun.set()\n"
     ),
     "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",
-    "annotations": "count: int = 3\nprint(__annotations__, list.__module__)\n",
+    "annotations": (
+        "import sys\ncount: int = 3\nprint(sys.modules['__main__'].__annotations__, list.__module__)\n"
+    ),
     "encoding": "# -*- coding: latin-1 -*-\nprint(len('\xe9'))\n",
     "no future": "def f(a: int): pass\nprint(f.__annotations__)\n",
 }

@@ -11,6 +11,8 @@ import torch.utils.data
 import fastload
 from tests.profiling import zoo
 
+L = pytest.importorskip("lightning")
+
 
 def fit(*args: Any, with_module: bool = False) -> None:
     """Two epochs of a model that learns nothing; the loader is given, or made by a data module."""

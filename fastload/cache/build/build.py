@@ -16,7 +16,6 @@ import time
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import lmdb
 import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
@@ -245,6 +244,8 @@ class _Build:
 
     def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
         """Choose the plan and where to start; returns a clause about a resumed build, or an empty string."""
+        import lmdb
+
         spec, crc32 = self._read_first()
         classes = getattr(self._dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)

@@ -6,6 +6,8 @@ Rules:
    meets a full map is lost, and the memory of its values may already be reused for other values.
 2. Commits are not synced: committed values survive the process, but not the machine (see `unfinished`). A
    finished file is synced to the disk once, at its end.
+3. The functions import lmdb themselves: it has no wheels for free-threaded builds of Python, where caches in
+   RAM work without it. Reading a cache on disk never needs it.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 from typing import TYPE_CHECKING, Any
-
-import lmdb
 
 from fastload.cache.lmdb.format import pack_key, write_description
 from fastload.errors import CacheError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from fastload.cache.lmdb.description import Description
 
-_PY_LMDB_MAJOR = int(lmdb.__version__.partition(".")[0])
 _KEY_BYTES = 8
 _FIRST_MAP_BYTES = 64 << 20  # at least doubled whenever it is too small
 _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks during a commit
@@ -45,8 +44,10 @@ class ShardWriter:
     """
 
     def __init__(self, path: str) -> None:
+        import lmdb
+
         options: dict[str, Any] = {}
-        if _PY_LMDB_MAJOR >= 3:
+        if int(lmdb.__version__.partition(".")[0]) >= 3:
             options["lib_version"] = 0  # the data format of LMDB 0.9, which every release reads
         self._path = path
         self._map_bytes = max(_FIRST_MAP_BYTES, os.path.getsize(path) if os.path.exists(path) else 0)
@@ -120,6 +121,8 @@ class ShardWriter:
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
     """Raise errors of writing as a CacheError that names the file."""
+    import lmdb
+
     try:
         yield
     except (lmdb.Error, OSError) as error:

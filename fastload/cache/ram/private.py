@@ -8,6 +8,7 @@ decoding in every worker; a warning says so.
 from __future__ import annotations
 
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class PrivateCache(BaseCache):
         self._records: dict[int, bytes] = {}
         self._is_full = False
         self._checked_bytes = 0
+        self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, (self.num_samples, self.budget_bytes, self.reason)
@@ -88,6 +90,13 @@ class PrivateCache(BaseCache):
             record = encode(sample)
         except MemoryError:  # the budget does not know all limits of this process
             return self._stop_growing("this process gets no more memory")
+        # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
+        with self._locks.setdefault(os.getpid(), threading.Lock()):
+            return self._add(index, record)
+
+    def _add(self, index: int, record: bytes) -> bool:
+        if index in self._records:  # another thread was faster
+            return True
         nbytes = self.nbytes + len(record)
         if nbytes > self.budget_bytes:
             return False
