@@ -90,7 +90,9 @@ def tables() -> str:
         ]
         for question in results["questions"]:
             lines += section(question)
-    return "\n".join(lines)
+    return "\n".join(
+        [*lines, "## compatibility\n", f"`make test-matrix`; the README has the table.\n\n{tested()[1]}"]
+    )
 
 
 def section(question: dict[str, Any]) -> list[str]:
@@ -159,8 +161,8 @@ def peers() -> str:
     )
 
 
-def tested() -> str:
-    """The releases that `make test-matrix` has run the tests on, and those that it could not run."""
+def tested() -> tuple[str, str]:
+    """The releases that `make test-matrix` has run the tests on: a table; and what failed or did not run."""
     results = json.loads((RESULTS / "compatibility.json").read_text())
     lines = ["| Python | PyTorch | NumPy | tests that passed | failed |", "|---|---|---|---|---|"]
     missing: dict[str, list[str]] = {}
@@ -186,13 +188,11 @@ def tested() -> str:
             )
     notes += [f"Not run: {', '.join(rows)} ({reason})." for reason, rows in missing.items()]
     dates = sorted({row["date"] for row in results["rows"]})
-    return (
+    introduction = (
         "`make test-matrix` runs the tests of `make test-fast` on these releases "
-        f"({dates[-1]}, Linux on x86-64, no GPU):\n\n"
-        + "\n".join(lines)
-        + "\n"
-        + "".join(f"\n- {note}" for note in notes)
+        f"({dates[-1]}, Linux on x86-64, no GPU; [what failed](benchmarks/README.md#compatibility)):"
     )
+    return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 
 
 def loader_of(label: str) -> str:
@@ -219,7 +219,7 @@ def main() -> None:
     (ROOT / "benchmarks" / "README.md").write_text(tables().rstrip("\n") + "\n")
     readme = ROOT / "README.md"
     text = readme.read_text()
-    for name, content in (("headline", headline()), ("tested", tested()), ("peers", peers())):
+    for name, content in (("headline", headline()), ("tested", tested()[0]), ("peers", peers())):
         before, rest = text.split(f"<!-- {name} -->\n")
         text = f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{rest.split(f'<!-- /{name} -->')[1]}"
     readme.write_text(text)

@@ -11,8 +11,8 @@ interpreter or its wheels are missing, is written there with the reason.
 
 This program needs only the standard library of Python 3.11 or later. It installs packages with pip. If pip
 finds only a CUDA build of torch, it compiles small libraries in the place of 3 GB of CUDA libraries
-(cuda_stand_ins.py); this needs gcc and binutils. `--torch-index https://download.pytorch.org/whl/cpu` takes
-PyTorch's CPU builds instead.
+(cuda_stand_ins.py); this needs gcc and binutils. `--torch-index URL` takes
+torch from another index instead, such as one of CPU builds.
 """
 
 from __future__ import annotations
