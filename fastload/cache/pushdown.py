@@ -47,7 +47,7 @@ _CROPS: dict[str, tuple[str, ...]] = {
 # Transforms that resize the whole image: only `decode="fast"` saves work there.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 _INTER_AREA = 3  # of OpenCV
-_TRIAL_SIDE = 640
+_LEAST_TRIAL_SIDE, _MOST_TRIAL_SIDE = 640, 4096
 
 
 class Pushdown:
@@ -153,7 +153,7 @@ class Pushdown:
     def _try(self) -> str | None:
         """Why the trial failed; None if the first transform treats an array as it does without pushdown."""
         name = type(self._first).__name__
-        array = _pattern(_TRIAL_SIDE)
+        array = _pattern(_trial_side(self._first))
         data = _targets_for(self._first, array)
         try:
             expected = copy.deepcopy(self._first)(**data)
@@ -230,7 +230,14 @@ def _is_of_albumentations(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "albumentations"
 
 
-@functools.cache
+def _trial_side(first: Any) -> int:
+    """The height and width of an image that is large enough for the crop."""
+    size = getattr(first, "size", ())
+    sides = [getattr(first, name, 0) for name in ("height", "width", "x_max", "y_max")]
+    sides += size if isinstance(size, (tuple, list)) else []
+    return min(_MOST_TRIAL_SIDE, max([_LEAST_TRIAL_SIDE, *(s for s in sides if isinstance(s, int))]))
+
+
 def _pattern(side: int) -> Pixels:
     """An image in which neighbouring pixels and rows differ."""
     numbers = np.arange(side * side * 3, dtype=np.uint32)
