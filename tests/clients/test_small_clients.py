@@ -117,6 +117,7 @@ class TestSkorch(contract.Batches):
 
 FASTAI = """
 import torch
+from fastai.callback import progress
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch.utils.data import DataLoader
