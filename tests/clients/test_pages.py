@@ -103,7 +103,11 @@ def step(engine, batch):
     "MONAI": ("", SEES_BATCHES),
     "skorch": ("from skorch import NeuralNetClassifier\n", ""),
     "fastai": (
-        "from fastai.callback import progress\nfrom fastai.data.core import DataLoaders\nfrom fastai.learner import Learner\n",
+        """
+from fastai.callback import progress
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+""",
         "with learner.no_bar(), learner.no_logging():\n    learner.fit(1, 0.05)\n",
     ),
     "torchmetrics and kornia": (

@@ -59,3 +59,11 @@ class TestInThePlaceOfStatefulDataLoader(contract.Batches, contract.Ranks, contr
         )
     }
     ways = ("fastload",)
+
+
+class TestStatefulDataLoaderItself(contract.Batches, contract.Resume):
+    """It derives from fastload's loader after `install()`, and keeps its own iterators and states."""
+
+    script = SCRIPT
+    ways = ("install",)
+    num_ranks = (1,)
