@@ -37,6 +37,11 @@ if importlib.util.find_spec("torchvision"):
         _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+# Samples draw from these in this process if there are no workers, and not every client seeds them.
+random.seed(1)
+np.random.seed(1)
+
+
 def rank() -> int:
     """The rank of this process."""
     return int(os.environ.get("RANK", "0"))
@@ -74,11 +79,21 @@ def _parts(value: Any) -> Any:
         yield repr(value).encode()
 
 
-def sample(index: int) -> tuple[torch.Tensor, int]:
-    """A (3, 8, 8) float32 image with random parts of torch, NumPy and Python; its number is the label."""
+def check(index: int) -> None:
+    """Raise for the sample that the test has broken."""
     if os.environ.get("CLIENT_BROKEN_SAMPLE") == str(index):
         raise ValueError(f"sample {index} is broken")
-    image = torch.full((3, 8, 8), float(index)) / NUM_SAMPLES
+
+
+def image_of(index: int) -> torch.Tensor:
+    """The (3, 8, 8) float32 image of a sample, without its random parts."""
+    return torch.full((3, 8, 8), float(index)) / NUM_SAMPLES
+
+
+def sample(index: int) -> tuple[torch.Tensor, int]:
+    """A (3, 8, 8) float32 image with random parts of torch, NumPy and Python; its number is the label."""
+    check(index)
+    image = image_of(index)
     if os.environ.get("CLIENT_IS_PLAIN"):
         return image, index
     drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])

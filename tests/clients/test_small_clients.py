@@ -42,9 +42,10 @@ class TestIgnite(contract.Batches, contract.Ranks):
     replacements: ClassVar[dict[str, str]] = {
         "idist.auto_dataloader(Photos(), batch_size=2 * RANKS, shuffle=True, num_workers=NUM_WORKERS)": (
             "fastload.DataLoader(Photos(), batch_size=2, shuffle=sampler is None, sampler=sampler, "
-            "num_workers=NUM_WORKERS)"
+            "num_workers=math.ceil(NUM_WORKERS / RANKS))"  # as auto_dataloader divides them
         ),
         "    manual_seed(1)\n": (
+            "    import math\n"
             "    import fastload\n"
             "    manual_seed(1)\n"
             "    sampler = torch.utils.data.DistributedSampler(Photos()) if RANKS > 1 else None\n"

@@ -13,14 +13,15 @@ import torch.distributed as dist
 import webdataset as wds
 from torch.utils.data import DataLoader
 
-from tests.clients.in_rank import FOLDER, NUM_SAMPLES, NUM_WORKERS, RANKS, Model, num_epochs, rank, sample
+from tests.clients.in_rank import FOLDER, NUM_SAMPLES, NUM_WORKERS, RANKS, Model
+from tests.clients.in_rank import check, image_of, num_epochs, rank
 
 shards = FOLDER / f"shards-{rank()}"  # each rank writes the same ones
 shards.mkdir()
 for shard in range(4):
     with wds.TarWriter(str(shards / f"{shard:04d}.tar")) as writer:
         for number in range(shard, NUM_SAMPLES, 4):
-            pixels = (255 * sample(number)[0].clamp(0, 1)).byte().permute(1, 2, 0).numpy()
+            pixels = (255 * image_of(number)).byte().permute(1, 2, 0).numpy()
             writer.write({"__key__": f"{number:06d}", "png": pixels, "cls": number})
 torch.manual_seed(1)
 model = Model()
@@ -31,7 +32,7 @@ if RANKS > 1:
 
 def checked(pair):
     image, label = pair
-    sample(label)  # raises for a broken sample
+    check(label)
     return image, label
 
 
@@ -78,13 +79,13 @@ import torch
 from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.writer import BinaryWriter
 
-from tests.clients.in_rank import FOLDER, NUM_SAMPLES, NUM_WORKERS, record, sample
+from tests.clients.in_rank import FOLDER, NUM_SAMPLES, NUM_WORKERS, check, image_of, record
 
 NUM_BEFORE_STOP = 3
 what, state = (sys.argv[1:] + ["train", None])[:2]
 writer = BinaryWriter(str(FOLDER / "chunks"), chunk_size=4)
 for number in range(NUM_SAMPLES):
-    writer[number] = {"image": sample(number)[0], "label": number}
+    writer[number] = {"image": image_of(number), "label": number}
 writer.done()
 writer.merge()
 
@@ -92,7 +93,7 @@ writer.merge()
 class Samples(StreamingDataset):
     def __getitem__(self, index):
         row = super().__getitem__(index)
-        sample(row["label"])
+        check(row["label"])
         return row
 
 
@@ -127,16 +128,17 @@ from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader
 
-from tests.clients.in_rank import NUM_SAMPLES, NUM_WORKERS, RANKS, Model, num_epochs, rank, record, sample
+from tests.clients.in_rank import NUM_SAMPLES, NUM_WORKERS, RANKS, Model
+from tests.clients.in_rank import check, image_of, num_epochs, rank, record
 
 torch.manual_seed(1)
-images = np.stack([sample(number)[0].numpy() for number in range(NUM_SAMPLES)])
+images = np.stack([image_of(number).numpy() for number in range(NUM_SAMPLES)])
 rows = Dataset.from_dict({"image": images, "label": list(range(NUM_SAMPLES))}).with_format("torch")
 
 
 def noisy(batch):
     for number in batch["label"]:
-        sample(int(number))  # raises for a broken sample
+        check(int(number))
     images = [torch.as_tensor(image) + torch.rand(()) for image in batch["image"]]
     return {"image": images, "label": batch["label"]}
 
