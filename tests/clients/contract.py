@@ -93,7 +93,6 @@ class Ranks(Client):
 
         assert ended.left_behind == []
         assert all((tmp_path / f"ready-{number}").exists() for number in range(2)), ended.ranks
-        assert all(rank.returncode != 0 for rank in ended.ranks)
 
 
 class Resume(Client):

@@ -21,7 +21,8 @@ import importlib.metadata
 import albumentations as A
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
 
 from tests.clients.in_rank import NUM_WORKERS, digest, record
 
@@ -93,14 +94,17 @@ class Plain(Photos):
         return PIXELS, index
 
 
-def augment(sample):
-    return np.ascontiguousarray(photos.augment(image=sample[0])["image"]), sample[1]
+class Augment:  # in an attribute, so that each thread can have its own
+    def __init__(self):
+        self.pipeline = Photos().augment
+
+    def __call__(self, sample):
+        return np.ascontiguousarray(self.pipeline(image=sample[0])["image"]), sample[1]
 
 
-photos = Photos()
 found = []
 ways = [{}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}]
-for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=augment, cache="ram")):
+for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), cache="ram")):
     for way in ways:
         generator = torch.Generator().manual_seed(3)
         loader = fastload.DataLoader(dataset, 4, shuffle=True, rng="sample", generator=generator, **way)
