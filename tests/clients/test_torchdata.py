@@ -51,13 +51,16 @@ if RANKS > 1:
 """
 
 
+OF_TORCHDATA = "from torchdata.stateful_dataloader import StatefulDataLoader"
+OF_TORCH = "from torch.utils.data import DataLoader as StatefulDataLoader"
+OF_FASTLOAD = "from fastload import DataLoader as StatefulDataLoader"
+
+
 class TestInThePlaceOfStatefulDataLoader(contract.Batches, contract.Ranks, contract.Resume):
-    script = SCRIPT
-    replacements: ClassVar[dict[str, str]] = {
-        "from torchdata.stateful_dataloader import StatefulDataLoader": (
-            "from fastload import DataLoader as StatefulDataLoader"
-        )
-    }
+    """Batches are those of torch's loader; torchdata's shuffles and seeds its workers in another way."""
+
+    script = SCRIPT.replace(OF_TORCHDATA, OF_TORCH)
+    replacements: ClassVar[dict[str, str]] = {OF_TORCH: OF_FASTLOAD}
     ways = ("fastload",)
 
 
