@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,12 +11,24 @@ if TYPE_CHECKING:
     from tests.clients.contract import Client
 
 
+LIMIT_S = 500  # of a test: it starts up to three runs, each of which has a limit of its own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test time for all of its runs to be ended by the harness, which leaves no process behind."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each client's class says in which ways it is used, and with how many ranks it resumes."""
+    """Each client's class says in which ways it is used, with how many workers, and how it resumes."""
     if metafunc.cls is not None and "way" in metafunc.fixturenames:
         metafunc.parametrize("way", metafunc.cls.ways)
     if metafunc.cls is not None and "ranks" in metafunc.fixturenames:
         metafunc.parametrize("ranks", metafunc.cls.num_ranks)
+    if metafunc.cls is not None and "num_workers" in metafunc.fixturenames:
+        metafunc.parametrize("num_workers", metafunc.cls.worker_numbers)
 
 
 class Torchs:

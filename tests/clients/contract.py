@@ -8,8 +8,6 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import pytest
-
 from tests.clients.harness import OURS, Run, Started, changed, run
 
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ class Client:
         environment: The name of the client's environment.
         replacements: What a user of fastload changes in the script; by default, the import.
         ways: The ways of OURS that apply.
+        worker_numbers: The numbers of workers that apply.
         num_ranks: With how many ranks the script resumes.
     """
 
@@ -34,6 +33,7 @@ class Client:
     environment: ClassVar[str] = "shared"
     replacements: ClassVar[Mapping[str, str] | None] = None
     ways: ClassVar[tuple[str, ...]] = OURS
+    worker_numbers: ClassVar[tuple[int, ...]] = (0, 2)
     num_ranks: ClassVar[tuple[int, ...]] = (1, 2)
 
     def run(self, folder: Path, way: str, **options: Any) -> Run:
@@ -49,7 +49,6 @@ class Client:
 
 
 class Batches(Client):
-    @pytest.mark.parametrize("num_workers", [0, 2])
     def test_batches_are_torchs(self, way: str, num_workers: int, tmp_path: Path, torchs: Torchs) -> None:
         """One rank gets the same batches and lengths, in order, with the same random numbers in samples."""
         ours = self.run(tmp_path, way, num_workers=num_workers).check(way)
@@ -67,7 +66,6 @@ class Ranks(Client):
         first, second = ours.named()
         assert first != second
 
-    @pytest.mark.parametrize("num_workers", [0, 2])
     def test_a_broken_sample_ends_both_ranks(self, way: str, num_workers: int, tmp_path: Path) -> None:
         """One rank raises the sample's error; the other one ends as well, and nothing is left behind."""
         broken = {"CLIENT_BROKEN_SAMPLE": "13"}

@@ -75,6 +75,15 @@ for epoch in range(2):
 
 class TestMonai(contract.Batches):
     script = MONAI
+    ways = ("install",)
+
+
+class TestMonaiWithALoaderOfFastload(contract.Batches):
+    """Without workers, MONAI's loader seeds the transforms in its constructor; fastload's does not."""
+
+    script = MONAI
+    ways = ("fastload",)
+    worker_numbers = (2,)
     replacements: ClassVar[dict[str, str]] = {
         "from monai.data import DataLoader, Dataset": (
             "from fastload import DataLoader\n"
