@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from tests.clients import contract
+from tests.clients.harness import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WEBDATASET = """
 import random
@@ -118,6 +122,29 @@ class TestLitData(contract.Batches):
             "from fastload import DataLoader as StreamingDataLoader\nfrom litdata import StreamingDataset"
         )
     }
+
+
+def test_litdata_is_not_resumed_in_mid_epoch_by_fastload(tmp_path: Path) -> None:
+    """The state of its dataset needs arguments: the error says so, and no sample is lost in silence."""
+    script = (
+        LITDATA.partition("loader = ")[0]
+        + """
+import fastload
+
+loader = fastload.DataLoader(dataset, batch_size=2, num_workers=NUM_WORKERS)
+next(iter(loader))
+try:
+    fresh = fastload.DataLoader(dataset, batch_size=2, num_workers=NUM_WORKERS)
+    fresh.load_state_dict(loader.state_dict())
+    next(iter(fresh))
+except fastload.errors.ResumeError as error:
+    record("error", str(error))
+"""
+    )
+    ended = run(script, tmp_path, "torch", num_workers=2).check_end()
+
+    (error,) = ended.ranks[0].got("error")
+    assert "a state that fastload cannot save or load" in error
 
 
 ROWS = """
