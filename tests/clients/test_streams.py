@@ -115,13 +115,26 @@ for epoch in range(1 if what != "train" else 2):
 """
 
 
+OF_LITDATA = "from litdata import StreamingDataLoader, StreamingDataset\n"
+OF_TORCH = (
+    "from litdata import StreamingDataset\nfrom torch.utils.data import DataLoader as StreamingDataLoader\n"
+)
+OF_FASTLOAD = "from litdata import StreamingDataset\nfrom fastload import DataLoader as StreamingDataLoader\n"
+
+
 class TestLitData(contract.Batches):
+    """LitData's loader, which derives from fastload's after `install()`, and keeps its own iterators."""
+
     script = LITDATA
-    replacements: ClassVar[dict[str, str]] = {
-        "from litdata import StreamingDataLoader, StreamingDataset": (
-            "from fastload import DataLoader as StreamingDataLoader\nfrom litdata import StreamingDataset"
-        )
-    }
+    ways = ("install",)
+
+
+class TestLitDataInAnotherLoader(contract.Batches):
+    """Batches are those of torch's loader; LitData's own tells its dataset the size of batches."""
+
+    script = LITDATA.replace(OF_LITDATA, OF_TORCH)
+    replacements: ClassVar[dict[str, str]] = {OF_TORCH: OF_FASTLOAD}
+    ways = ("fastload",)
 
 
 def test_litdata_is_not_resumed_in_mid_epoch_by_fastload(tmp_path: Path) -> None:
