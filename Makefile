@@ -6,7 +6,7 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-matrix soak test-emulated lint docs bench bench-peers mutants photos clean
+.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench bench-peers mutants photos clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -53,6 +53,26 @@ build/cuda/.ready: pyproject.toml
 
 test-emulated: build/cuda/.ready
 	build/cuda/bin/python -m tests.emulated_cuda -m pytest -m gpu tests/device
+
+# Scripts of other libraries over both loaders, in environments of pinned releases below build/clients; 5 GB, and
+# a quarter of an hour. One client: make test-clients CLIENTS_ARGS="-k Lightning"
+CLIENTS := build/clients
+CLIENTS_ENVIRONMENTS := $(foreach name,shared albumentationsx,$(CLIENTS)/$(name)/.ready)
+CLIENTS_PINS := tests/clients/requirements
+CLIENTS_ARGS ?=
+
+$(CLIENTS)/%/.ready: $(CLIENTS_PINS)/%.txt $(CLIENTS_PINS)/torch.txt
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $(CLIENTS_PINS)/torch.txt
+	$(@D)/bin/pip install --quiet --no-deps --requirement $<
+	touch $@
+
+test-clients: $(BIN)/.ready $(CLIENTS_ENVIRONMENTS)
+	$(BIN)/pytest tests/clients --numprocesses 2 --dist load $(CLIENTS_ARGS)
+
+# All that can be tested without a GPU; the environments take 10 GB.
+test-all: test test-clients test-emulated
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

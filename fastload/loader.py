@@ -25,7 +25,7 @@ from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
 from fastload.epochs import resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
-from fastload.epochs.stats import Clock, LoaderStats, recorder_of
+from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder_of
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
@@ -333,7 +333,10 @@ class DataLoader(LoaderSettings):
                 persistent.close()
                 self._iterator = None
         iterator = resume.make_iterator(self, super().__iter__)
-        iterator.clock = Clock(recorder_of(self), iterator.num_measured_workers, self._auto_workers, began_ns)
+        # A subclass may make iterators of its own, as LitData's loader does; they are not measured.
+        if isinstance(iterator, MeasuredIterator):
+            num_workers = iterator.num_measured_workers
+            iterator.clock = Clock(recorder_of(self), num_workers, self._auto_workers, began_ns)
         return iterator
 
     def _get_iterator(self) -> Any:

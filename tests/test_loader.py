@@ -15,6 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data as tud
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 import fastload
 from tests.kit import datasets
@@ -114,6 +119,27 @@ def test_the_iterator_is_kept_only_while_workers_persist() -> None:
     assert iter(lasting) is first
     lasting.close()
     assert lasting._iterator is None
+
+
+class _OwnIterators(fastload.DataLoader[Any]):
+    """Makes its iterators by itself, as LitData's loader does, which derives from ours after `install()`."""
+
+    def _get_iterator(self) -> Any:
+        return (_MultiProcessingDataLoaderIter if self.num_workers else _SingleProcessDataLoaderIter)(self)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
+    """Its batches are those of its iterators, which fastload does not measure."""
+    loader = _OwnIterators(IMAGES, 4, num_workers=num_workers)
+    persistent = _OwnIterators(IMAGES, 4, num_workers=1, persistent_workers=True)
+
+    assert isinstance(iter(loader), _BaseDataLoaderIter)
+    for one in (loader, persistent):
+        for _ in range(2):
+            assert [labels.tolist() for _, labels in one] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert one.stats().num_batches == 0
+    persistent._iterator._shutdown_workers()
 
 
 def test_attributes_are_read_again_at_the_next_epoch() -> None:

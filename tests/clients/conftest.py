@@ -1,0 +1,52 @@
+"""What torch's loader gives in each client, for all tests of a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.clients.contract import Client
+
+
+LIMIT_S = 500  # of a test: it starts up to three runs, each of which has a limit of its own
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each test time for all of its runs to be ended by the harness, which leaves no process behind."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each client's class says in which ways it is used, with how many workers, and how it resumes."""
+    if metafunc.cls is not None and "way" in metafunc.fixturenames:
+        metafunc.parametrize("way", metafunc.cls.ways)
+    if metafunc.cls is not None and "ranks" in metafunc.fixturenames:
+        metafunc.parametrize("ranks", metafunc.cls.num_ranks)
+    if metafunc.cls is not None and "num_workers" in metafunc.fixturenames:
+        metafunc.parametrize("num_workers", metafunc.cls.worker_numbers)
+
+
+class Torchs:
+    """Calls with a client and options give the records of all ranks with torch's loader; runs it once."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self._folders = folders
+        self._known: dict[Any, list[list[tuple[str, Any]]]] = {}
+
+    def __call__(self, client: Client, **options: Any) -> list[list[tuple[str, Any]]]:
+        key = (type(client), *sorted(options.items()))
+        if key not in self._known:
+            folder = self._folders.mktemp("torch")
+            self._known[key] = client.run(folder, "torch", **options).check("torch").named()
+        return self._known[key]
+
+
+@pytest.fixture(scope="session")
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> Torchs:
+    """The records of runs with torch's loader."""
+    return Torchs(tmp_path_factory)

@@ -1,0 +1,181 @@
+"""What the scripts of the clients import: samples, a model, and the record of the batches that a rank got.
+
+The harness sets the environment variables. This file runs in the environment of a client, so that it imports
+only torch and what the standard library has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+NUM_SAMPLES = 24
+NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))
+RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+FOLDER = Path(os.environ.get("CLIENT_FOLDER", "."))
+_RECORDS = FOLDER / f"records-{os.environ.get('RANK', '0')}.jsonl"
+_PAUSE_S = 0.05  # between the steps of a script that goes on until a signal ends it
+
+# torchvision's wheel is built for CUDA, and its compiled operators cannot be loaded beside torch's build for
+# the CPU. Its datasets and transforms are Python, and can be imported once two operators are declared.
+if importlib.util.find_spec("torchvision"):
+    _OPERATORS = torch.library.Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+# Samples draw from these in this process if there are no workers, and not every client seeds them.
+random.seed(1)
+np.random.seed(1)
+
+
+def rank() -> int:
+    """The rank of this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def record(name: str, value: Any) -> None:
+    """Note what this rank got: a number, a string or a batch, of which a digest is noted."""
+    with _RECORDS.open("a") as file:
+        file.write(json.dumps([name, value if isinstance(value, int | str) else digest(value)]) + "\n")
+
+
+def digest(batch: Any) -> str:
+    """A digest of all values of a nest of tensors, arrays, strings and numbers, with dtypes and shapes."""
+    found = hashlib.sha256()
+    for part in _parts(batch):
+        found.update(part)
+    return found.hexdigest()[:16]
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        array = value.detach().cpu().as_subclass(torch.Tensor).numpy() if torch.is_tensor(value) else value
+        yield f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+    elif isinstance(value, dict) or hasattr(value, "items"):
+        for name, part in sorted(value.items()):
+            yield str(name).encode()
+            yield from _parts(part)
+    elif isinstance(value, list | tuple):
+        yield f"{len(value)} parts".encode()
+        for part in value:
+            yield from _parts(part)
+    elif hasattr(value, "to_dict"):  # a graph
+        yield from _parts(value.to_dict())
+    else:
+        yield repr(value).encode()
+
+
+def check(index: int) -> None:
+    """Raise for the sample that the test has broken."""
+    if os.environ.get("CLIENT_BROKEN_SAMPLE") == str(index):
+        raise ValueError(f"sample {index} is broken")
+
+
+def image_of(index: int) -> torch.Tensor:
+    """The (3, 8, 8) float32 image of a sample, without its random parts."""
+    return torch.full((3, 8, 8), float(index)) / NUM_SAMPLES
+
+
+def sample(index: int) -> tuple[torch.Tensor, int]:
+    """A (3, 8, 8) float32 image with random parts of torch, NumPy and Python; its number is the label."""
+    check(index)
+    image = image_of(index)
+    if os.environ.get("CLIENT_IS_PLAIN"):
+        return image, index
+    drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+    return image + drawn[:, None, None], index
+
+
+class Photos(Dataset[Any]):
+    """A map-style dataset whose samples draw random numbers, as augmentations do."""
+
+    def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return sample(int(index))
+
+
+class Rows(Photos):
+    """The same samples as dicts, as Trainer and MONAI expect them."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = sample(int(index))
+        return {"image": image, "labels": label}
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples as an iterable-style dataset."""
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        first, step = (info.id, info.num_workers) if info else (0, 1)
+        return (sample(index) for index in range(first, NUM_SAMPLES, step))
+
+
+class Model(nn.Module):
+    """A classifier that notes each batch it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3 * 8 * 8, NUM_SAMPLES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        record("train" if self.training else "eval", images)
+        linger()
+        return self.layer(images.flatten(1))
+
+
+def linger() -> None:
+    """In a script that a signal shall end: say that batches arrive, and take some time."""
+    if os.environ.get("CLIENT_IS_ENDLESS"):
+        (FOLDER / f"ready-{rank()}").touch()
+        threading.Event().wait(_PAUSE_S)
+
+
+def num_epochs(usual: int) -> int:
+    """How many epochs to train; a script that a signal shall end trains for ever."""
+    return 1_000_000 if os.environ.get("CLIENT_IS_ENDLESS") else usual
+
+
+_iterated = {"torch": 0, "fastload": 0}
+
+
+def _count_epochs() -> None:
+    """Count the epochs of torch's loaders and of fastload's; the latter call the method of the former."""
+    iterate = DataLoader.__iter__
+
+    @functools.wraps(iterate)
+    def counting(self: Any) -> Any:
+        kinds = {base.__module__.partition(".")[0] for base in type(self).__mro__}
+        _iterated["fastload" if "fastload" in kinds else "torch"] += 1
+        return iterate(self)
+
+    DataLoader.__iter__ = counting  # type: ignore[method-assign]
+
+
+def _report(pid: int) -> None:
+    if os.getpid() == pid:
+        for name, number in _iterated.items():
+            record(f"epochs of {name}", number)
+
+
+_count_epochs()
+atexit.register(_report, os.getpid())

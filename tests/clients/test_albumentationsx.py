@@ -1,0 +1,175 @@
+"""AlbumentationsX, by duck typing: its own seeding is respected; in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from typing import TYPE_CHECKING
+
+from tests.clients import contract
+from tests.clients.harness import ENVIRONMENTS, ROOT, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PHOTOS = """
+import importlib.metadata
+
+import albumentations as A
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset
+
+from tests.clients.in_rank import NUM_WORKERS, digest, record
+
+assert importlib.metadata.version("albumentationsx")
+PIXELS = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)  # crops show what was drawn
+record("transforms", A.RandomCrop.__module__)
+
+
+class Photos(Dataset):
+    def __init__(self):
+        self.augment = A.Compose([A.RandomCrop(8, 8), A.RandomBrightnessContrast(p=0.5)], SEED)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return np.ascontiguousarray(self.augment(image=PIXELS)["image"]), index
+"""
+TRAIN = """
+torch.manual_seed(1)
+loader = DataLoader(Photos(), batch_size=2, shuffle=True, num_workers=NUM_WORKERS)
+record("number of batches", len(loader))
+for epoch in range(2):
+    for images, labels in loader:
+        record("labels", labels)
+        if NUM_WORKERS or IS_SEEDED:  # without workers and without a seed, it draws from the system's entropy
+            record("train", images)
+"""
+
+
+class TestWithoutSeed(contract.Batches):
+    script = PHOTOS.replace("SEED", "seed=None") + TRAIN.replace("IS_SEEDED", "False")
+    environment = "albumentationsx"
+
+
+class TestWithSeed(contract.Batches):
+    script = PHOTOS.replace("SEED", "seed=7") + TRAIN.replace("IS_SEEDED", "True")
+    environment = "albumentationsx"
+
+
+def test_workers_and_epochs_differ(tmp_path: Path) -> None:
+    """Each worker draws crops of its own, and each epoch draws others."""
+    script = (
+        PHOTOS.replace("SEED", "seed=None")
+        + """
+import fastload
+
+torch.manual_seed(1)
+loader = fastload.DataLoader(Photos(), batch_size=12, num_workers=2)  # one batch for each worker
+digests = [digest(images) for epoch in range(2) for images, labels in loader]
+record("distinct batches", len(set(digests)))
+"""
+    )
+    ended = run(script, tmp_path, "torch", environment="albumentationsx").check_end()
+
+    assert ended.ranks[0].got("distinct batches") == [4]
+
+
+def test_pixels_of_a_sample_do_not_depend_on_workers(tmp_path: Path) -> None:
+    """With `rng="sample"`: for 0, 1 and 2 workers and for threads, with a cache and without one."""
+    script = (
+        PHOTOS.replace("SEED", "seed=None")
+        + """
+import fastload
+
+
+class Plain(Photos):
+    def __getitem__(self, index):
+        return PIXELS, index
+
+
+class Augment:  # in an attribute, so that each thread can have its own
+    def __init__(self):
+        self.pipeline = Photos().augment
+
+    def __call__(self, sample):
+        return np.ascontiguousarray(self.pipeline(image=sample[0])["image"]), sample[1]
+
+
+found = []
+ways = [{}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}]
+for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), cache="ram")):
+    for way in ways:
+        generator = torch.Generator().manual_seed(3)
+        loader = fastload.DataLoader(dataset, 4, shuffle=True, rng="sample", generator=generator, **way)
+        found.append(tuple(digest(batch) for epoch in range(2) for batch in loader))
+record("plain", len(set(found[:4])))
+record("cached", len(set(found[4:])))
+"""
+    )
+    ended = run(script, tmp_path, "torch", environment="albumentationsx").check_end()
+
+    assert ended.ranks[0].got("plain", "cached") == [1, 1]
+
+
+# The tests of tests/rng, written for albumentations 2.0.8, whose claims are other ones for AlbumentationsX.
+OTHER_CLAIMS = {
+    'with rng="worker" it seeds itself, and fastload sets none of its generators': """
+        test_claims.py::test_pipelines_draw_the_same_without_workers_as_with_one
+        test_collate_pipelines.py::TestStreams::test_a_resumed_epoch_begins_its_streams_anew
+        test_collate_pipelines.py::TestStreams::test_no_worker_draws_what_one_worker_draws
+        test_collate_pipelines.py::TestStreams::test_no_worker_through_torch_s_iterator
+        test_collate_pipelines.py::TestStreams::test_threads_draw_what_processes_draw
+        test_collate_pipelines.py::TestTheDatasetsStreams::test_a_pipeline_of_both_draws_as_the_dataset_s
+        test_collate_pipelines.py::TestTheDatasetsStreams::test_they_are_fixed
+        test_collate_pipelines.py::TestTheUsersOwn::test_after_an_error
+        test_collate_pipelines.py::TestTheUsersOwn::test_between_batches_and_after_them
+        test_collate_pipelines.py::TestThreads::test_a_method_of_the_dataset_uses_its_thread_s_dataset
+        test_local_pipelines.py::TestStreams::test_a_resumed_epoch_begins_its_streams_anew
+        test_local_pipelines.py::TestStreams::test_datapipes_too
+        test_local_pipelines.py::TestStreams::test_no_worker_draws_what_one_worker_draws
+        test_local_pipelines.py::TestStreams::test_seed_everything_is_enough
+        test_local_pipelines.py::TestStreams::test_the_loader_s_seed_decides
+        test_local_pipelines.py::TestTheUsersOwn::test_a_dataset_that_iterates_a_loader_over_itself
+        test_local_pipelines.py::TestTheUsersOwn::test_after_a_pipeline_that_cannot_be_set
+        test_local_pipelines.py::TestTheUsersOwn::test_after_an_error
+        test_local_pipelines.py::TestTheUsersOwn::test_between_batches_and_after_them
+        test_local_pipelines.py::TestTheUsersOwn::test_two_iterators_at_once
+    """,
+    "they state what albumentations 2.0.8 does in torch's loader, or where it keeps its generators": """
+        test_seeding.py::test_no_part_keeps_a_generator_elsewhere
+        test_seeding.py::test_torchs_loader_repeats_crops_across_workers
+        test_seeding.py::test_two_flips_always_agree_after_set_random_seed
+    """,
+    "a flip at the end returns a view with negative strides, which torch's default_collate refuses": """
+        test_sample_rng.py::TestCaches::test_a_refused_call_draws_again_from_the_beginning
+        test_views.py::test_views_are_the_same_for_any_number_of_workers
+        test_views.py::test_views_of_one_pipeline_differ
+    """,
+}
+
+
+def test_all_other_claims_about_random_numbers_hold() -> None:
+    """Of tests/rng, those tests fail in its environment that are listed here with a reason, and no other."""
+    done = subprocess.run(
+        [
+            str(ENVIRONMENTS / "albumentationsx" / "bin" / "python"),
+            *("-m", "pytest", "tests/rng", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider"),
+            *("--numprocesses", "2", "--dist", "loadfile"),
+        ],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+        capture_output=True,
+        text=True,
+        timeout=390,
+        check=False,
+    )
+    failed = set(re.findall(r"^FAILED tests/rng/([\w.:]+)", done.stdout, re.MULTILINE))
+    listed = {name for names in OTHER_CLAIMS.values() for name in names.split()}
+
+    assert failed == listed, done.stdout
+    assert re.search(r"\d{3} passed", done.stdout), done.stdout

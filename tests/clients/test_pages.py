@@ -1,0 +1,185 @@
+"""The blocks of docs/ that need a client run in the client's environment."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.clients.harness import ROOT, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CLIENTS = ROOT / "docs" / "howto" / "clients.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# What the blocks of the page take for granted.
+COMMON = """
+import torch
+
+import fastload
+from tests.clients.in_rank import FOLDER, Model, Photos, record
+
+dataset, model = Photos(), Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+SEES_BATCHES = """
+record("batches", len([record("batch", batch) for batch in loader]))
+"""
+# By heading: what comes before the block, and what comes after it. Each records batches.
+PARTS: dict[str, tuple[str, str]] = {
+    "Lightning": (
+        """
+import lightning as L
+
+
+class Module(L.LightningModule):
+    def training_step(self, batch, batch_idx):
+        record("batch", batch)
+
+    def configure_optimizers(self):
+        return None
+
+
+module = Module()
+trainer = L.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+""",
+        "",
+    ),
+    "Accelerate": (
+        "from accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n",
+        SEES_BATCHES + "accelerator.end_training()\n",
+    ),
+    "Trainer of transformers": (
+        """
+import transformers
+
+from tests.clients.in_rank import Rows
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Model()
+
+    def forward(self, image, labels):
+        return {"loss": torch.nn.functional.cross_entropy(self.inner(image), labels)}
+
+
+dataset, model = Rows(), Classifier()
+arguments = transformers.TrainingArguments(
+    str(FOLDER / "out"),
+    use_cpu=True, num_train_epochs=1, remove_unused_columns=False, report_to=[], save_strategy="no"
+)
+""",
+        "",
+    ),
+    "torchdata": ("", SEES_BATCHES),
+    "timm": (
+        """
+import numpy as np
+import timm.data
+from PIL import Image
+
+for number in range(16):
+    (FOLDER / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+    path = FOLDER / "photos" / "ab"[number % 2] / f"{number}.png"
+    Image.fromarray(np.full((40, 48, 3), number, np.uint8)).save(path)
+dataset = timm.data.ImageDataset(str(FOLDER / "photos"))
+""",
+        SEES_BATCHES,
+    ),
+    "ignite": (
+        """
+from ignite.engine import Engine
+
+
+def step(engine, batch):
+    record("batch", batch)
+""",
+        "",
+    ),
+    "MONAI": ("", SEES_BATCHES),
+    "skorch": ("from skorch import NeuralNetClassifier\n", ""),
+    "fastai": (
+        """
+from fastai.callback import progress
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+""",
+        "with learner.no_bar(), learner.no_logging():\n    learner.fit(1, 0.05)\n",
+    ),
+    "torchmetrics and kornia": (
+        """
+import kornia.augmentation as K
+from torchmetrics.classification import MulticlassAccuracy
+
+accuracy, augment = MulticlassAccuracy(24), K.RandomHorizontalFlip(p=0.5)
+""",
+        "",
+    ),
+    "PyTorch Geometric": (
+        """
+from torch_geometric.data import Data
+
+graphs = [Data(x=torch.ones(n % 3 + 1, 2), edge_index=torch.zeros(2, 1, dtype=torch.long)) for n in range(24)]
+""",
+        SEES_BATCHES,
+    ),
+    "LitData": (
+        """
+import litdata
+from litdata.streaming.writer import BinaryWriter
+
+writer = BinaryWriter("chunks", chunk_size=4)
+for number in range(24):
+    writer[number] = {"label": number}
+writer.done()
+writer.merge()
+""",
+        SEES_BATCHES,
+    ),
+}
+
+
+def _sections(page: Path) -> dict[str, str]:
+    """The Python of each section of a page, by the section's heading."""
+    parts = re.split(r"^## (.+)\n", page.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        heading: "\n".join(BLOCK.findall(text))
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+        if BLOCK.search(text)
+    }
+
+
+@pytest.mark.parametrize("heading", _sections(CLIENTS))
+def test_the_block_of_a_client_runs(heading: str, tmp_path: Path) -> None:
+    """The lines that a user writes give batches, through fastload's loader alone."""
+    before, after = PARTS[heading]
+    ended = run(COMMON + before + _sections(CLIENTS)[heading] + after, tmp_path, "torch").check_end()
+
+    assert ended.ranks[0].got()
+    assert ended.ranks[0].got("epochs of torch") == [0]
+    assert ended.ranks[0].got("epochs of fastload") != [0]
+
+
+def test_the_page_of_accelerate_runs(tmp_path: Path) -> None:
+    """Its first program, over a folder of photographs."""
+    photos = """
+import numpy as np
+from PIL import Image
+
+for number in range(16):
+    (FOLDER / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+    path = FOLDER / "photos" / "ab"[number % 2] / f"{number}.png"
+    Image.fromarray(np.full((64, 64, 3), number, np.uint8)).save(path)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+"""
+    block = BLOCK.findall((ROOT / "docs" / "howto" / "accelerate.md").read_text())[0]
+    block = block.replace("accelerator = Accelerator()", "accelerator = Accelerator(cpu=True)")
+    ended = run(COMMON + photos + block + 'record("size", len(images))\n', tmp_path, "torch").check_end()
+
+    assert ended.ranks[0].got("size") == [8]
+    assert ended.ranks[0].got("epochs of torch") == [0]
