@@ -104,8 +104,8 @@ class Opener:
         inner = dataset
         while type(inner) is Subset:
             inner = inner.dataset
-        # These never give undecoded images. All others may.
-        return dataset if isinstance(inner, (ImageFolder, StoredSamples)) else DecodedSamples(dataset)
+        # These never give undecoded images. All others may, and so may a subclass.
+        return dataset if type(inner) in (ImageFolder, StoredSamples) else DecodedSamples(dataset)
 
     def _use_encoded_source(self, asked: str) -> None:
         """Let the source give undecoded images.

@@ -47,7 +47,9 @@ _CROPS: dict[str, tuple[str, ...]] = {
 # Transforms that resize the whole image: only `decode="fast"` saves work there.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 _INTER_AREA = 3  # of OpenCV
-_TRIAL_SIDE = 640
+_TRIAL_SIDE = 640  # at least; a crop needs an image that is larger than itself
+_MOST_TRIAL_SIDE = 4096
+_SIDES = ("height", "width", "x_max", "y_max")  # attributes that say how large an image a crop needs
 
 
 class Pushdown:
@@ -153,7 +155,7 @@ class Pushdown:
     def _try(self) -> str | None:
         """Why the trial failed; None if the first transform treats an array as it does without pushdown."""
         name = type(self._first).__name__
-        array = _pattern(_TRIAL_SIDE)
+        array = _pattern(_trial_side(self._first))
         data = _targets_for(self._first, array)
         try:
             expected = copy.deepcopy(self._first)(**data)
@@ -230,7 +232,14 @@ def _is_of_albumentations(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] == "albumentations"
 
 
-@functools.cache
+def _trial_side(first: Any) -> int:
+    """The height and width of an image of which the crop takes a part, if that is not too large."""
+    sides = [getattr(first, name, None) for name in _SIDES]
+    largest = max((int(side) for side in sides if isinstance(side, (int, float))), default=0)
+    return min(max(_TRIAL_SIDE, largest + largest // 4), _MOST_TRIAL_SIDE)
+
+
+@functools.lru_cache(maxsize=1)
 def _pattern(side: int) -> Pixels:
     """An image in which neighbouring pixels and rows differ."""
     numbers = np.arange(side * side * 3, dtype=np.uint32)

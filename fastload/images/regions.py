@@ -41,6 +41,8 @@ class _Decoders(threading.local):
 
 
 _decoders = _Decoders()
+# Two imports at the same time would each take the other's file for standard error.
+_importing = threading.Lock()
 
 
 def name_of_decoder() -> str | None:
@@ -82,11 +84,21 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     return pixels if pixels.shape == (y_max - y_min, x_max - x_min, 3) else None
 
 
+def _renew_lock() -> None:
+    """In a forked child: a thread that held the lock does not exist there."""
+    global _importing
+    _importing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 @functools.cache
 def _codec() -> Any:
     """The module nvidia.nvimgcodec, or None."""
     try:
-        return _import_quietly("nvidia.nvimgcodec")
+        with _importing:
+            return _import_quietly("nvidia.nvimgcodec")
     except ImportError as error:
         log.debug("regions of JPEGs cannot be decoded: %s", error)
         return None
@@ -102,7 +114,8 @@ def _import_quietly(name: str) -> Any:
     """Import a module that writes to the descriptor of standard error, without what it writes about GPUs."""
     if name in sys.modules:
         return sys.modules[name]
-    sys.stderr.flush()
+    if sys.stderr is not None:  # as in a process without a terminal
+        sys.stderr.flush()
     try:
         kept = os.dup(2)
     except OSError:  # standard error is closed
