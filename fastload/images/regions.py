@@ -2,8 +2,9 @@
 
 nvImageCodec (the extra ``regions``) decodes on the CPU with libjpeg-turbo, as Pillow does. Rules:
 
-1. A region has exactly the pixels that the same region of Pillow's full decode has, for all files that
-   `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
+1. A region has exactly the pixels that the same region of Pillow's full decode has, for all intact files
+   that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs). Of a file
+   with wrong bytes inside, both decoders make up pixels, and these may differ.
 2. A file that nvImageCodec refuses, and a file without an end, which is cut short, is left to Pillow: both
    decoders therefore raise the same errors.
 3. Each thread of each process has a decoder of its own, because a decoder serves one thread at a time.
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _END = b"\xff\xd9"
+# At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
+# interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
+_LEAST_WIDTH = 4
 _TAIL_BYTES = 64  # some cameras pad files with zeros
 # What the import writes to standard error, because it also looks for codecs of GPUs.
 _NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
@@ -61,8 +65,13 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     Returns:
         A new array that the caller owns; None if there is no decoder, or if Pillow has to decode this file.
     """
+    x_min, y_min, x_max, y_max = box
     codec = _codec()
-    if codec is None or not bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(_END):
+    if (
+        codec is None
+        or x_max - x_min < _LEAST_WIDTH
+        or not bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(_END)
+    ):
         return None
     if _decoders.pid != os.getpid():
         _decoders.decoder = codec.Decoder(
@@ -71,7 +80,6 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
             max_num_cpu_threads=1,
         )
         _decoders.pid = os.getpid()
-    x_min, y_min, x_max, y_max = box
     try:
         stream = codec.CodeStream(np.frombuffer(data, np.uint8))
         part = stream.get_sub_code_stream(region=codec.Region(y_min, x_min, y_max, x_max))

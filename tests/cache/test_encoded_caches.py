@@ -344,7 +344,7 @@ def test_refusals(cache: Any, photos: Path) -> None:
         CachedDataset(ImageFolder(photos), cache=cache, prepare=A.Compose([A.Resize(9, 9)]))
     with pytest.raises(ValueError, match="omit size="):
         CachedDataset(ImageFolder(photos, size=20), cache=cache)
-    with pytest.raises(ValueError, match="return fastload.EncodedImage"):
+    with pytest.raises(ValueError, match=r"return fastload\.EncodedImage"):
         CachedDataset(Own(photos, "tuple", is_decoded=True), cache=cache)
     with pytest.raises(ValueError, match='decode should be "exact" or "fast"'):
         CachedDataset(ImageFolder(photos), cache=cache, decode="quick")  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ CROPS: dict[str, Callable[[], Any]] = {
     "CenterCrop": lambda: A.CenterCrop(60, 70),
     "CenterCrop, padded": lambda: A.CenterCrop(200, 300, pad_if_needed=True),
     "Crop": lambda: A.Crop(10, 20, 200, 100),
-    "Crop, padded": lambda: A.Crop(-5, 20, 300, 100, pad_if_needed=True),
+    "Crop, padded": lambda: A.Crop(5, 20, 300, 100, pad_if_needed=True),
     "RandomCropNearBBox": lambda: A.RandomCropNearBBox(0.3),
     "BBoxSafeRandomCrop": lambda: A.BBoxSafeRandomCrop(0.1),
     "AtLeastOneBBoxRandomCrop": lambda: A.AtLeastOneBBoxRandomCrop(60, 70),

@@ -104,6 +104,24 @@ class TestBoxes:
                 pixel = EncodedImage(content).decode((x, y, x + 1, y + 1))
                 np.testing.assert_array_equal(pixel, whole[y : y + 1, x : x + 1])
 
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("width", [64, 65, 66])
+    def test_narrow_and_flat_boxes(self, kind: str, width: int) -> None:
+        """Boxes of one to five columns or rows, at every place, have the pixels of the whole image."""
+        content = image_file(kind, 40, width)
+        whole = decode(content, "whole")
+        image = EncodedImage(content)
+        rng = np.random.default_rng(2)
+        for side in range(1, 6):
+            for x in range(width - side + 1):
+                y = int(rng.integers(0, 40))
+                part = image.decode((x, y, x + side, 40))
+                np.testing.assert_array_equal(part, whole[y:, x : x + side], err_msg=f"column {x}, {side}")
+            for y in range(40 - side + 1):
+                x = int(rng.integers(0, width))
+                part = image.decode((x, y, width, y + side))
+                np.testing.assert_array_equal(part, whole[y : y + side, x:], err_msg=f"row {y}, {side}")
+
     def test_exif_behind_the_frame_turns_the_image(self) -> None:
         """EXIF between the frame's segment and the compressed data is applied, as read_image applies it."""
         plain, turned = image_file("4:2:0"), image_file("4:2:0", orientation=6)
