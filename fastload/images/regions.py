@@ -3,8 +3,8 @@
 nvImageCodec (the extra ``regions``) decodes on the CPU with libjpeg-turbo, as Pillow does. Rules:
 
 1. A region has exactly the pixels that the same region of Pillow's full decode has, for all intact files
-   that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs). Of a file
-   with wrong bytes inside, both decoders make up pixels, and these may differ.
+   that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
+   Of a file with wrong bytes inside, both decoders make up pixels, and these may differ.
 2. A file that nvImageCodec refuses, and a file without an end, which is cut short, is left to Pillow: both
    decoders therefore raise the same errors.
 3. Each thread of each process has a decoder of its own, because a decoder serves one thread at a time.
