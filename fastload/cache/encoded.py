@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastload.images.encoded import EncodedImage
+from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import leaves, map_leaves
 
 
@@ -47,13 +48,26 @@ class DecodedSamples(_Samples):
 
 def encoded_source(dataset: Any) -> Any:
     """The dataset whose samples hold undecoded images, as far as this dataset can give them."""
-    if callable(getattr(type(dataset), "encoded", None)):
+    if _has_encoded(type(dataset)):
         return EncodedSamples(dataset)
     if type(dataset) is Subset:
         return Subset(encoded_source(dataset.dataset), dataset.indices)
     if type(dataset) is ConcatDataset:
         return ConcatDataset([encoded_source(part) for part in dataset.datasets])
     return dataset
+
+
+def _has_encoded(cls: type) -> bool:
+    """Whether a class has a method `encoded` that gives the samples of its `__getitem__`.
+
+    A subclass that overrides only `__getitem__`, such as one that changes labels, has not.
+    """
+    for part in cls.__mro__:
+        if callable(part.__dict__.get("encoded")):
+            return True
+        if "__getitem__" in part.__dict__:
+            return False
+    return False
 
 
 def holds_images(sample: Any) -> bool:
@@ -80,16 +94,30 @@ def decoded_nbytes(sample: Any) -> int:
     )
 
 
-def decode_images(sample: Any, *, but: EncodedImage | None = None) -> Any:
+def decode_images(sample: Any) -> Any:
     """The sample with decoded images, `(H, W, 3) uint8` RGB each.
-
-    Args:
-        sample: A nest.
-        but: This image is kept as it is.
 
     Raises:
         ImageReadError: An image cannot be decoded.
     """
-    return map_leaves(
-        sample, lambda leaf: leaf.decode() if type(leaf) is EncodedImage and leaf is not but else leaf
-    )
+    return map_leaves(sample, lambda leaf: leaf.decode() if type(leaf) is EncodedImage else leaf)
+
+
+def decode_others(sample: Any) -> Any:
+    """The sample with decoded images, but for the image of an albumentations pipeline.
+
+    This is the value of `"image"` in a dict, the first one in a tuple or list, or the sample itself.
+
+    Raises:
+        ImageReadError: An image cannot be decoded.
+    """
+    if isinstance(sample, EncodedImage):
+        return sample
+    others = {**sample, "image": None} if isinstance(sample, dict) else [None, *sample[1:]]
+    decoded = decode_images(others)
+    if isinstance(sample, dict):
+        return {**decoded, "image": sample["image"]}
+    values = [sample[0], *decoded[1:]]
+    if is_namedtuple(sample):
+        return type(sample)._make(values)
+    return tuple(values) if isinstance(sample, tuple) else values

@@ -47,7 +47,9 @@ _CROPS: dict[str, tuple[str, ...]] = {
 # Transforms that resize the whole image: only `decode="fast"` saves work there.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 _INTER_AREA = 3  # of OpenCV
-_LEAST_TRIAL_SIDE, _MOST_TRIAL_SIDE = 640, 4096
+_TRIAL_SIDE = 640  # at least; a crop needs an image that is larger than itself
+_MOST_TRIAL_SIDE = 4096
+_SIDES = ("height", "width", "x_max", "y_max")  # attributes that say how large an image a crop needs
 
 
 class Pushdown:
@@ -231,13 +233,13 @@ def _is_of_albumentations(value: Any) -> bool:
 
 
 def _trial_side(first: Any) -> int:
-    """The height and width of an image that is large enough for the crop."""
-    size = getattr(first, "size", ())
-    sides = [getattr(first, name, 0) for name in ("height", "width", "x_max", "y_max")]
-    sides += size if isinstance(size, (tuple, list)) else []
-    return min(_MOST_TRIAL_SIDE, max([_LEAST_TRIAL_SIDE, *(s for s in sides if isinstance(s, int))]))
+    """The height and width of an image of which the crop takes a part, if that is not too large."""
+    sides = [getattr(first, name, None) for name in _SIDES]
+    largest = max((int(side) for side in sides if isinstance(side, (int, float))), default=0)
+    return min(max(_TRIAL_SIDE, largest + largest // 4), _MOST_TRIAL_SIDE)
 
 
+@functools.lru_cache(maxsize=1)
 def _pattern(side: int) -> Pixels:
     """An image in which neighbouring pixels and rows differ."""
     numbers = np.arange(side * side * 3, dtype=np.uint32)

@@ -65,8 +65,8 @@ def decoded_source(dataset: Any, prepare: Callable[..., Any] | None = None) -> A
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    # These never give undecoded images, or are meant to. All others may.
-    return dataset if isinstance(inner, (ImageFolder, StoredSamples)) else DecodedSamples(dataset)
+    # These never give undecoded images, or are meant to. All others may, and so may a subclass.
+    return dataset if type(inner) in (ImageFolder, StoredSamples) else DecodedSamples(dataset)
 
 
 class StoredSamples(Dataset[Any], BaseCache):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.encoded import decode_images
+from fastload.cache.encoded import decode_images, decode_others
 from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.zero_copy import keeps_read_only
@@ -82,7 +82,7 @@ class Call:
         if self._decode is not None:
             image = _image_of(given) if self._is_albumentations else None
             if type(image) is EncodedImage:
-                given, function = decode_images(given, but=image), self.pushdown or function
+                given, function = decode_others(given), self.pushdown or function
             else:
                 given = decode_images(given)
         try:

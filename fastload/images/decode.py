@@ -50,6 +50,7 @@ _JPEG_START = b"\xff\xd8"
 _MARKER = 0xFF
 _FRAME = struct.Struct(">BBHBHHB")
 _FRAME_KINDS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
+_SCAN_KIND = 0xDA  # the compressed data follow
 # Tables, the restart interval, comments, and APPn; but APP1 may have an orientation, as EXIF or XMP.
 _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)}
 _MOST_PLAIN_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
@@ -146,19 +147,23 @@ def _jpeg_header(data: memoryview) -> Header | None:
     """The header of an ordinary JPEG, in a tenth of the time that Pillow takes; None: Pillow must read it.
 
     Pillow reads images with EXIF or XMP, which may turn them, very large ones, and everything that is unusual
-    or damaged.
+    or damaged. All segments up to the compressed data are looked at, because EXIF may follow the frame's.
     """
     at = 2
+    header: Header | None = None
     if data[:at] != _JPEG_START:
         return None
     while at + _FRAME.size <= len(data):
         marker, kind, nbytes, precision, height, width, components = _FRAME.unpack_from(data, at)
         if marker != _MARKER:
             return None
-        if kind in _FRAME_KINDS:
-            is_plain = precision == 8 and components in (1, 3) and 0 < height * width < _MOST_PLAIN_PIXELS
-            return Header(height, width, 1, True) if is_plain else None
-        if kind not in _SKIPPED_KINDS:
+        if kind == _SCAN_KIND:
+            return header
+        if kind in _FRAME_KINDS and header is None:
+            if precision != 8 or components not in (1, 3) or not 0 < height * width < _MOST_PLAIN_PIXELS:
+                return None
+            header = Header(height, width, 1, True)
+        elif kind not in _SKIPPED_KINDS:
             return None
         at += 2 + nbytes
     return None
@@ -225,7 +230,8 @@ def _quieten() -> None:
 def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) -> npt.NDArray[np.uint8]:
     target = box = None
     if scale > 1 and isinstance(image, JpegImageFile):
-        image.draft(None, (-(-image.width // scale), -(-image.height // scale)))
+        # Rounded down: for sides rounded up, Pillow chooses the next larger size.
+        image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
     if size is not None and isinstance(image, JpegImageFile):
         # Only JPEGs can be decoded directly to a smaller size, which is also faster.
         target = width, height = _stored_size(image, size)

@@ -162,8 +162,10 @@ class EncodedImage:
         if name_of_decoder() is not None and region_share < _SCALES[scale]:
             return self.decode(box)
         pixels = decode(self.content(), self._name, scale=scale)
-        rows = slice(y_min // scale, -(-y_max // scale))
-        return pixels[rows, x_min // scale : -(-x_max // scale)].copy()
+        _, flips_y, flips_x = _TURNS[header.orientation]
+        rows = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
+        columns = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
+        return pixels[rows, columns].copy()
 
     @property
     def _name(self) -> str:
@@ -203,6 +205,18 @@ def _stored_box(box: Box, header: Header) -> Box:
     if flips_x:
         x_min, x_max = header.width - x_max, header.width - x_min
     return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
+
+
+def _reduced_span(start: int, stop: int, length: int, scale: int, *, flips: bool) -> slice:
+    """The reduced pixels that cover pixels `start` to `stop` of an axis.
+
+    The last reduced pixel of the stored image may cover fewer pixels than the others; in a flipped axis, this
+    is the first one.
+    """
+    if not flips:
+        return slice(start // scale, -(-stop // scale))
+    reduced = -(-length // scale)
+    return slice(reduced - -(-(length - start) // scale), reduced - (length - stop) // scale)
 
 
 def _turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:

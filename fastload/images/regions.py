@@ -2,8 +2,9 @@
 
 nvImageCodec (the extra ``regions``) decodes on the CPU with libjpeg-turbo, as Pillow does. Rules:
 
-1. A region has exactly the pixels that the same region of Pillow's full decode has, for all files that
-   `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
+1. A region has exactly the pixels that the same region of Pillow's full decode has, for all intact files
+   that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
+   Of a file with wrong bytes inside, both decoders make up pixels, and these may differ.
 2. A file that nvImageCodec refuses, and a file without an end, which is cut short, is left to Pillow: both
    decoders therefore raise the same errors.
 3. Each thread of each process has a decoder of its own, because a decoder serves one thread at a time.
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _END = b"\xff\xd9"
+# At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
+# interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
+_LEAST_WIDTH = 4
 _TAIL_BYTES = 64  # some cameras pad files with zeros
 # What the import writes to standard error, because it also looks for codecs of GPUs.
 _NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
@@ -41,6 +45,8 @@ class _Decoders(threading.local):
 
 
 _decoders = _Decoders()
+# Two imports at the same time would each take the other's file for standard error.
+_importing = threading.Lock()
 
 
 def name_of_decoder() -> str | None:
@@ -59,8 +65,13 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     Returns:
         A new array that the caller owns; None if there is no decoder, or if Pillow has to decode this file.
     """
+    x_min, y_min, x_max, y_max = box
     codec = _codec()
-    if codec is None or not bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(_END):
+    if (
+        codec is None
+        or x_max - x_min < _LEAST_WIDTH
+        or not bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(_END)
+    ):
         return None
     if _decoders.pid != os.getpid():
         _decoders.decoder = codec.Decoder(
@@ -69,7 +80,6 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
             max_num_cpu_threads=1,
         )
         _decoders.pid = os.getpid()
-    x_min, y_min, x_max, y_max = box
     try:
         stream = codec.CodeStream(np.frombuffer(data, np.uint8))
         part = stream.get_sub_code_stream(region=codec.Region(y_min, x_min, y_max, x_max))
@@ -82,11 +92,21 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     return pixels if pixels.shape == (y_max - y_min, x_max - x_min, 3) else None
 
 
+def _renew_lock() -> None:
+    """In a forked child: a thread that held the lock does not exist there."""
+    global _importing
+    _importing = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
 @functools.cache
 def _codec() -> Any:
     """The module nvidia.nvimgcodec, or None."""
     try:
-        return _import_quietly("nvidia.nvimgcodec")
+        with _importing:
+            return _import_quietly("nvidia.nvimgcodec")
     except ImportError as error:
         log.debug("regions of JPEGs cannot be decoded: %s", error)
         return None
@@ -102,7 +122,8 @@ def _import_quietly(name: str) -> Any:
     """Import a module that writes to the descriptor of standard error, without what it writes about GPUs."""
     if name in sys.modules:
         return sys.modules[name]
-    sys.stderr.flush()
+    if sys.stderr is not None:  # as in a process without a terminal
+        sys.stderr.flush()
     try:
         kept = os.dup(2)
     except OSError:  # standard error is closed

@@ -252,6 +252,9 @@ _OTHER_MAKERS = (
     "torch",
     "numpy",
     "albumentations",
+    # A class of these lists the finalizers of all objects in the process, with other loaders' pipelines.
+    "weakref",
+    "multiprocessing",
 )  # classes of these packages, and the globals of their functions, hold no pipelines of users
 
 

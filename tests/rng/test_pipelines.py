@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import multiprocessing.util
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,6 +253,26 @@ def test_the_library_s_own_code_is_not_walked(monkeypatch: pytest.MonkeyPatch) -
 
     assert count_visits(monkeypatch, CachedDataset([0, 1], A.NoOp())) < 300
     assert find_pipelines(Cached([0, 1])) == [Cached.on_class]
+
+
+def test_finalizers_of_other_objects_are_not_walked() -> None:
+    """A finalizer leads only to its own callback, not to the pipelines of the finalizers of other objects."""
+
+    class Owner:
+        """An object that can be referred to weakly."""
+
+    owner, other = Owner(), Owner()
+    pipeline = A.Compose([A.HorizontalFlip()])
+    finalizers = (
+        weakref.finalize(other, print, pipeline),
+        multiprocessing.util.Finalize(None, print, (pipeline,), exitpriority=1),
+    )
+    holder = [weakref.finalize(owner, print), multiprocessing.util.Finalize(None, print, exitpriority=1)]
+    try:
+        assert find_pipelines(holder) == []
+    finally:
+        finalizers[0].detach(), holder[0].detach()
+        finalizers[1].cancel(), holder[1].cancel()
 
 
 def test_datasets_with_a_pipeline_each_are_all_found() -> None:

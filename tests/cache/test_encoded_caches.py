@@ -1,0 +1,435 @@
+"""Caches of undecoded images: the same batches from each cache, and errors that name the file."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+from PIL import Image
+from typer.testing import CliRunner
+
+import fastload
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cli import main
+from fastload.errors import CacheMismatchError, ImageReadError
+from fastload.images.encoded import EncodedImage
+from fastload.images.folder import ImageFolder
+from tests.images.test_encoded import noise
+from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+NUM_IMAGES = 12
+SIDE = 32  # of the crops
+# About half of the decoded images.
+SMALL_BUDGET = 200_000
+CACHES: dict[str, Any] = {
+    "ram": "ram",
+    "ram-encoded": "ram-encoded",
+    "none": None,
+    "both": ["ram", "ram-encoded"],
+    "part of both": ["ram", "ram-encoded"],
+    "lmdb": "lmdb",
+    "ram over lmdb": "lmdb",
+}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve JPEGs of two classes, of different sizes; some of them are turned by EXIF."""
+    root = tmp_path_factory.mktemp("photos")
+    for index in range(NUM_IMAGES):
+        folder = root / ("even", "odd")[index % 2]
+        folder.mkdir(exist_ok=True)
+        exif = Image.Exif()
+        exif[0x0112] = index % 9 or 1
+        pixels = np.roll(noise(80 + index, 130 - index), 5 * index, axis=1)
+        Image.fromarray(pixels).save(folder / f"{index:02}.jpg", exif=exif)
+    return root
+
+
+def pipeline() -> Any:
+    return A.Compose([A.RandomCrop(SIDE, SIDE), A.HorizontalFlip(), A.RandomBrightnessContrast()])
+
+
+def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: Any) -> CachedDataset:
+    """A CachedDataset with the cache of this name."""
+    cache = CACHES[name]
+    if cache == "lmdb":
+        path = tmp_path / "source.lmdb"
+        if not path.exists():
+            encoded = fastload.cache.encoded.encoded_source(dataset)
+            build_lmdb(encoded, path, codec="source", num_workers=0).close()
+        return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
+    budget = SMALL_BUDGET if name == "part of both" else 1 << 24
+    return CachedDataset(dataset, transform, cache=cache, budget=budget, **options)
+
+
+def batches_of(dataset: Any, **options: Any) -> list[Any]:
+    """Two shuffled epochs."""
+    generator = torch.Generator().manual_seed(3)
+    loader = fastload.DataLoader(
+        dataset, batch_size=5, shuffle=True, rng="sample", generator=generator, **options
+    )
+    with loader:
+        return [[part.clone() for part in batch] for _ in range(2) for batch in loader]
+
+
+def assert_same_batches(found: list[Any], expected: list[Any]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "no workers": {"num_workers": 0},
+    "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
+    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "persistent": {
+        "num_workers": 1,
+        "multiprocessing_context": "fork",
+        "persistent_workers": True,
+        "pin_memory": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("way", ["no workers", "fork", "threads"])
+def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, tmp_path: Path) -> None:
+    """Each cache gives, over two shuffled epochs, the batches of the dataset without fastload's decoding."""
+    expected = batches_of(CachedDataset(ImageFolder(photos), pipeline(), cache="ram"), num_workers=0)
+
+    assert_same_batches(
+        batches_of(opened(name, ImageFolder(photos), pipeline(), tmp_path), **WAYS[way]), expected
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "ram-encoded", "part of both", "lmdb"])
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_batches_of_started_workers(name: str, method: str, photos: Path, tmp_path: Path) -> None:
+    """Workers of an interpreter of their own give the same batches."""
+    expected = batches_of(CachedDataset(ImageFolder(photos), pipeline(), cache="ram"), num_workers=0)
+    options = {"num_workers": 2, "multiprocessing_context": method}
+
+    assert_same_batches(
+        batches_of(opened(name, ImageFolder(photos), pipeline(), tmp_path), **options), expected
+    )
+
+
+@pytest.mark.parametrize("name", ["none", "ram-encoded", "part of both", "lmdb"])
+def test_torchs_loader(name: str, photos: Path, tmp_path: Path) -> None:
+    """Torch's own DataLoader reads these datasets, with persistent workers."""
+    fixed = A.Compose([A.CenterCrop(SIDE, SIDE)])
+    ds = opened(name, ImageFolder(photos), fixed, tmp_path)
+    folder = ImageFolder(photos)
+    loader = tud.DataLoader(
+        ds, batch_size=4, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    )
+    for _ in range(2):
+        images = torch.cat([batch[0] for batch in loader])
+        for index in range(NUM_IMAGES):
+            np.testing.assert_array_equal(images[index], fixed(image=folder[index][0])["image"])
+    del loader
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("transform", [None, dict, lambda sample: sample], ids=["none", "dict", "same"])
+def test_whole_images(name: str, transform: Any, photos: Path, tmp_path: Path) -> None:
+    """Without a pipeline of albumentations, samples hold the decoded images; they are writable."""
+    folder = ImageFolder(photos)
+    function = None if transform is None else (lambda sample: sample)
+    ds = opened(name, folder, function, tmp_path)
+    for _ in range(2):
+        for index in range(NUM_IMAGES):
+            found = ds[index]
+
+            assert_same_samples(found, folder[index])
+            found[0][:] = 0
+
+
+# --- datasets of users -----------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: int
+
+
+class Own:
+    """Undecoded images of a folder in samples of one form.
+
+    Args:
+        root: Of the folder.
+        form: The name of the form.
+        is_decoded: Whether images are decoded instead.
+    """
+
+    def __init__(self, root: Path, form: str, *, is_decoded: bool = False) -> None:
+        self.folder = ImageFolder(root)
+        self.form = form
+        self.is_decoded = is_decoded
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> Any:
+        path, label = self.folder.samples[index]
+        image: Any = EncodedImage(path)
+        if self.is_decoded:
+            image = image.decode()
+        return {
+            "alone": lambda: image,
+            "tuple": lambda: (image, label, "text"),
+            "list": lambda: [image, label],
+            "namedtuple": lambda: Pair(image, label),
+            "dict": lambda: {"image": image, "mask": image, "label": label},
+            "nested": lambda: {"image": image, "more": [{"again": (image, label)}]},
+        }[self.form]()
+
+
+@pytest.mark.parametrize("form", ["alone", "tuple", "list", "namedtuple", "dict", "nested"])
+@pytest.mark.parametrize("name", ["ram", "ram-encoded", "none", "both", "part of both", "lmdb"])
+def test_samples_of_every_form(form: str, name: str, photos: Path, tmp_path: Path) -> None:
+    """EncodedImage values anywhere in a sample are decoded, with and without a transform."""
+    decoded = Own(photos, form, is_decoded=True)
+    plain = opened(name, Own(photos, form), None, tmp_path)
+    transform = A.Compose([A.CenterCrop(SIDE, SIDE)])
+    cropped = opened(name, Own(photos, form), transform, tmp_path)
+    expected = CachedDataset(decoded, transform)
+    for _ in range(2):
+        for index in (0, 3, NUM_IMAGES - 1):
+            assert_same_samples(plain[index], decoded[index])
+            assert_same_samples(cropped[index], expected[index])
+
+
+class Relabelled(ImageFolder):
+    """A subclass with other samples than the folder's."""
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return 255 - image, 10 + label
+
+
+class Undecoded(ImageFolder):
+    """A subclass that gives undecoded images."""
+
+    def __getitem__(self, index: int) -> Any:
+        return self.encoded(index)
+
+
+def test_a_subclass_with_samples_of_its_own(photos: Path) -> None:
+    """A subclass of ImageFolder that overrides only __getitem__ is read through __getitem__."""
+    dataset = Relabelled(photos)
+    assert_same_samples(CachedDataset(dataset, cache=None)[3], dataset[3])
+    with pytest.raises(ValueError, match="needs samples with undecoded images, but Relabelled"):
+        CachedDataset(dataset, cache="ram-encoded")
+
+
+@pytest.mark.parametrize("name", ["ram", "ram-encoded", "none", "both"])
+def test_a_subclass_that_gives_undecoded_images(name: str, photos: Path, tmp_path: Path) -> None:
+    """A subclass of ImageFolder may return undecoded images; they are decoded."""
+    assert_same_samples(opened(name, Undecoded(photos), None, tmp_path)[3], ImageFolder(photos)[3])
+
+
+@pytest.mark.parametrize("name", ["ram", "ram-encoded", "none", "both"])
+def test_subsets_and_chains(name: str, photos: Path, tmp_path: Path) -> None:
+    """Torch's Subset and ConcatDataset of ImageFolder give undecoded images, too."""
+    folder = ImageFolder(photos)
+    for dataset in (tud.Subset(tud.Subset(folder, range(1, 9)), [5, 2, 0]), tud.ConcatDataset([folder] * 2)):
+        ds = opened(name, dataset, None, tmp_path)
+        for index in range(len(dataset)):
+            assert_same_samples(ds[index], dataset[index])
+
+
+def test_a_cache_of_a_cache(photos: Path) -> None:
+    """A CachedDataset over another one caches its decoded samples."""
+    inner = CachedDataset(ImageFolder(photos), A.Compose([A.CenterCrop(SIDE, SIDE)]), cache="ram-encoded")
+    outer = CachedDataset(inner)
+
+    assert_same_samples(outer[4], inner[4])
+    with pytest.raises(ValueError, match="needs samples with undecoded images, but CachedDataset"):
+        CachedDataset(inner, cache="ram-encoded")
+
+
+# --- the caches ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, "photos-1"])
+def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path) -> None:
+    """Decoded and undecoded caches of one dataset are found by equal caches, and only by them."""
+    folder = ImageFolder(photos)
+    decoded, encoded = (CachedDataset(folder, key=key, cache=cache) for cache in ("ram", "ram-encoded"))
+    decoded.fill(0, progress=False), encoded.fill(0, progress=False)
+    again = CachedDataset(folder, key=key, cache="ram-encoded")
+    decoded_again = CachedDataset(folder, key=key, cache="ram")
+    both = CachedDataset(folder, key=key, cache=["ram", "ram-encoded"])
+
+    assert again.cache_info().num_cached == decoded_again.cache_info().num_cached == NUM_IMAGES
+    for ds in (decoded, encoded, again, decoded_again, both):
+        assert_same_samples(ds[5], folder[5])
+    assert type(again.view(5)[0]) is EncodedImage
+    assert type(decoded_again.view(5)[0]) is np.ndarray
+
+
+def test_memory_of_files(photos: Path) -> None:
+    """fill() stores all files, which take about their own bytes."""
+    ds = CachedDataset(ImageFolder(photos), cache="ram-encoded", budget=1 << 24)
+    info = ds.fill(0, progress=False)
+    file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
+
+    assert info.num_cached == NUM_IMAGES
+    assert file_bytes <= info.nbytes < 1.2 * file_bytes + 4096 * NUM_IMAGES
+
+
+def test_a_part_is_kept_decoded(photos: Path) -> None:
+    """With a small budget some samples are decoded and all others are kept as files."""
+    ds = CachedDataset(ImageFolder(photos), cache=["ram", "ram-encoded"], budget=SMALL_BUDGET)
+    info = ds.fill(0, progress=False)
+    kinds = [type(ds.view(index)[0]) for index in range(NUM_IMAGES)]
+
+    assert info.num_cached == NUM_IMAGES
+    assert 0 < kinds.count(np.ndarray) < NUM_IMAGES
+    assert info.layout.endswith("over encoded")
+    assert info.budget_bytes is not None
+    assert info.budget_bytes <= SMALL_BUDGET
+
+
+def test_without_a_cache(photos: Path) -> None:
+    """cache=None stores nothing, and reads a file again after it was changed."""
+    ds = CachedDataset(ImageFolder(photos), cache=None)
+    ds[0], ds[0]
+
+    assert ds.fill(progress=False) == fastload.CacheInfo(NUM_IMAGES, 0, 0, None, "none")
+    assert "each access reads the dataset" in ds.explain()
+
+
+class RandomOwn(Own):
+    """A random label."""
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index)[0], random.random(), float(np.random.rand())
+
+
+def test_random_datasets_without_a_cache(photos: Path) -> None:
+    """With cache=None a dataset may be random, and draws from the generators as without fastload."""
+    dataset = RandomOwn(photos, "tuple")
+    ds = CachedDataset(dataset, cache=None)
+    numbers = []
+    for source in (dataset, ds):
+        random.seed(1), np.random.seed(1)
+        numbers.append([source[index][1:] for index in (0, 0, 1)])
+
+    assert numbers[0] == numbers[1]
+    assert numbers[0][0] != numbers[0][1]
+
+
+# --- what is refused, and damage -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache", ["ram-encoded", ["ram", "ram-encoded"]])
+def test_refusals(cache: Any, photos: Path) -> None:
+    """prepare=, ImageFolder(size=) and datasets without undecoded images are refused with advice."""
+    with pytest.raises(ValueError, match="omit prepare="):
+        CachedDataset(ImageFolder(photos), cache=cache, prepare=A.Compose([A.Resize(9, 9)]))
+    with pytest.raises(ValueError, match="omit size="):
+        CachedDataset(ImageFolder(photos, size=20), cache=cache)
+    with pytest.raises(ValueError, match=r"return fastload\.EncodedImage"):
+        CachedDataset(Own(photos, "tuple", is_decoded=True), cache=cache)
+    with pytest.raises(ValueError, match='decode should be "exact" or "fast"'):
+        CachedDataset(ImageFolder(photos), cache=cache, decode="quick")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    """Eight images; one of them is cut short, behind its header."""
+    folder = tmp_path / "damaged" / "a"
+    folder.mkdir(parents=True)
+    for index in range(8):
+        Image.fromarray(noise(60 + index, 70)).save(folder / f"{index}.jpg")
+    content = (folder / "5.jpg").read_bytes()
+    (folder / "5.jpg").write_bytes(content[: len(content) // 2])
+    return folder.parent
+
+
+@pytest.mark.parametrize("name", ["ram-encoded", "none", "lmdb", "both"])
+def test_a_damaged_file_names_its_path(name: str, damaged: Path, tmp_path: Path) -> None:
+    """A file that cannot be decoded raises ImageReadError with its path, from each cache."""
+    ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)
+    for _ in range(2):
+        with pytest.raises(ImageReadError, match=r"damaged/a/5\.jpg"):
+            ds[5]
+    assert ds[4][0].shape == (SIDE, SIDE, 3)
+
+
+@pytest.mark.parametrize("name", ["ram", "ram-encoded", "none", "lmdb", "both"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_damaged_files_are_replaced(name: str, num_workers: int, damaged: Path, tmp_path: Path) -> None:
+    """on_error="replace" of the loader puts another sample in the place of a damaged one."""
+    ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)
+    loader = fastload.DataLoader(
+        ds, batch_size=4, on_error="replace", error_budget=4, num_workers=num_workers, rng="sample"
+    )
+    with loader:
+        assert [len(images) for images, _ in loader] == [4, 4]
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def test_the_command_line(photos: Path, tmp_path: Path) -> None:
+    """`cache build --codec source`, `info`, `verify` and `ls` work; samples are the folder's."""
+    dest = tmp_path / "photos.lmdb"
+
+    def run(*words: Any) -> str:
+        result = CliRunner().invoke(main.app, ["cache", *map(str, words)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    run("build", photos, dest, "--codec", "source", "--workers", "0", "--quiet")
+    assert "source" in run("info", dest)
+    run("verify", dest)
+    assert "photos.lmdb" in run("ls", tmp_path)
+
+    folder = ImageFolder(photos)
+    ds = CachedDataset.from_cache(dest)
+    assert ds.classes == folder.classes
+    for index in range(NUM_IMAGES):
+        assert_same_samples(ds[index], folder[index])
+    assert dest.stat().st_size < 3 * sum(path.stat().st_size for path in photos.glob("*/*")) + (1 << 17)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_of_sources_belongs_to_its_dataset(num_workers: int, photos: Path, tmp_path: Path) -> None:
+    """cache="lmdb:PATH" opens such a file for the dataset that it was built from."""
+    path = tmp_path / "cache"
+    folder = ImageFolder(photos)
+    words = ["cache", "build", "--quiet", "--codec", "source", "--workers"]
+    result = CliRunner().invoke(main.app, [*words, str(num_workers), str(photos), str(path)])
+    assert result.exit_code == 0, result.output
+    ds = CachedDataset(folder, pipeline(), cache=f"lmdb:{path}")
+
+    assert ds.cache_info().num_cached == NUM_IMAGES
+    assert type(ds.view(2)[0]) is EncodedImage
+    with pytest.raises(CacheMismatchError):
+        CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{path}")
+
+
+def test_damaged_headers_are_left_out(damaged: Path, tmp_path: Path) -> None:
+    """A build with on_error="skip" leaves out files whose header cannot be read."""
+    (damaged / "a" / "2.jpg").write_bytes(b"no image")
+    source = fastload.cache.encoded.encoded_source(ImageFolder(damaged))
+    path = tmp_path / "skipped.lmdb"
+    build_lmdb(source, path, codec="source", num_workers=0, on_error="skip").close()
+
+    assert LMDBCache(path).num_cached == 7

@@ -1,0 +1,356 @@
+"""A crop that is pushed down into the decoder: the outputs and random numbers of the whole pipeline stay."""
+
+from __future__ import annotations
+
+import io
+import random
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.pushdown import Pushdown
+from fastload.images import regions
+from fastload.images.encoded import EncodedImage
+from tests.images.test_encoded import image_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.skipif(regions.name_of_decoder() is None, reason="needs the extra regions")
+
+HEIGHT, WIDTH = 181, 243
+MASK = (np.indices((HEIGHT, WIDTH)).sum(0) % 251 > 120).astype(np.uint8)
+
+CROPS: dict[str, Callable[[], Any]] = {
+    "RandomResizedCrop": lambda: A.RandomResizedCrop((40, 56)),
+    "RandomResizedCrop, area": lambda: A.RandomResizedCrop((40, 56), area_for_downscale="image_mask"),
+    "RandomSizedCrop": lambda: A.RandomSizedCrop((50, 150), (40, 56)),
+    "RandomSizedBBoxSafeCrop": lambda: A.RandomSizedBBoxSafeCrop(40, 56),
+    "RandomCrop": lambda: A.RandomCrop(60, 70),
+    "RandomCrop, padded": lambda: A.RandomCrop(200, 100, pad_if_needed=True),
+    "CenterCrop": lambda: A.CenterCrop(60, 70),
+    "CenterCrop, padded": lambda: A.CenterCrop(200, 300, pad_if_needed=True),
+    "Crop": lambda: A.Crop(10, 20, 200, 100),
+    "Crop, padded": lambda: A.Crop(5, 20, 300, 100, pad_if_needed=True),
+    "RandomCropNearBBox": lambda: A.RandomCropNearBBox(0.3),
+    "BBoxSafeRandomCrop": lambda: A.BBoxSafeRandomCrop(0.1),
+    "AtLeastOneBBoxRandomCrop": lambda: A.AtLeastOneBBoxRandomCrop(60, 70),
+    "CropNonEmptyMaskIfExists": lambda: A.CropNonEmptyMaskIfExists(60, 70),
+    "RandomCropFromBorders": lambda: A.RandomCropFromBorders(),
+}
+
+
+def targets(image: Any) -> dict[str, Any]:
+    """A sample with each kind of target; `other` is an additional target of type image."""
+    return {
+        "image": image,
+        "mask": MASK,
+        "bboxes": np.array([[20, 30, 120, 90], [100, 80, 200, 170]], np.float32),
+        "labels": [3, 4],
+        "keypoints": np.array([[50, 60], [200, 100]], np.float32),
+        "other": np.repeat(MASK[..., None] * 200, 3, axis=2),
+        "cropping_bbox": [40, 50, 140, 130],
+        "name": "a text",
+    }
+
+
+def compose(first: list[Any], **options: Any) -> Any:
+    later = [A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5)]
+    return A.Compose(
+        [*first, *later],
+        bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"]),
+        keypoint_params=A.KeypointParams("xy", remove_invisible=False),
+        additional_targets={"other": "image"},
+        **options,
+    )
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Nested outputs are equal, with their types."""
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        found, expected = list(found.values()), list(expected.values())
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_equal(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert found == expected or found is expected
+
+
+def states(pipeline: Any) -> Any:
+    """The states of a pipeline's generators, and of its transforms'."""
+    parts = [pipeline, *getattr(pipeline, "transforms", ())]
+    return [(part.py_random.getstate(), part.random_generator.bit_generator.state) for part in parts]
+
+
+def assert_same_calls(make: Callable[[], Any], data: Callable[[Any], dict[str, Any]], calls: int = 12) -> Any:
+    """Two equal pipelines, one with pushdown, give equal outputs and end in equal states."""
+    content = image_file("4:2:0", HEIGHT, WIDTH)
+    whole = EncodedImage(content).decode()
+    plain, pushed = make(), make()
+    for pipeline in (plain, pushed):
+        pipeline.set_random_seed(7)
+    pushdown = Pushdown(pushed, reduces=False)
+    for _ in range(calls):
+        expected = plain(**data(whole.copy()))
+        found = pushdown(**data(EncodedImage(content)))
+
+        assert_equal(found, expected)
+        assert found["image"].flags.writeable
+    assert states(pushed) == states(plain)
+    return pushdown
+
+
+@pytest.mark.parametrize("name", CROPS)
+def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each crop class is pushed down, and all targets and later random numbers stay the same."""
+    decoded: list[Any] = []
+    real = EncodedImage.decode
+    monkeypatch.setattr(EncodedImage, "decode", lambda self, box=None: decoded.append(box) or real(self, box))
+    pushdown = assert_same_calls(lambda: compose([CROPS[name]()]), targets)
+
+    assert pushdown.obstacle is None
+    if "padded" not in name:
+        assert None not in decoded[1:]  # the first one is the test's own
+
+
+@pytest.mark.parametrize("name", ["RandomCrop", "CenterCrop, padded", "RandomResizedCrop"])
+def test_a_transform_without_compose(name: str) -> None:
+    """A single crop without a Compose is pushed down, too."""
+    pushdown = assert_same_calls(CROPS[name], lambda image: {"image": image, "mask": MASK})
+
+    assert pushdown.obstacle is None
+
+
+@pytest.mark.parametrize("seed", [None, 137])
+def test_a_pipeline_of_a_seed_that_is_not_always_applied(seed: int | None) -> None:
+    """Compose(p=0.5) gives whole images as often as without pushdown; a seed of the pipeline holds."""
+    pushdown = assert_same_calls(lambda: compose([A.RandomCrop(60, 70)], p=0.5, seed=seed), targets, 20)
+
+    assert pushdown.obstacle is None
+
+
+def test_applied_parameters_are_saved() -> None:
+    """save_applied_params=True lists the same parameters, and `params` of the user's transform is set."""
+    make = lambda: compose([A.RandomCrop(60, 70)], save_applied_params=True)  # noqa: E731
+    assert_same_calls(make, targets)
+    pipeline = make()
+    Pushdown(pipeline, reduces=False)(**targets(EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))))
+
+    assert pipeline.transforms[0].get_applied_params()["crop_coords"]
+
+
+def test_new_generators_are_used() -> None:
+    """Generators that are set after the first call (as fastload's seeding does) are drawn from."""
+    content = image_file("4:2:0", HEIGHT, WIDTH)
+    pipeline = A.Compose([A.RandomCrop(60, 70)])
+    pushdown = Pushdown(pipeline, reduces=False)
+    outputs = []
+    for _ in range(2):
+        pipeline.set_random_state(np.random.default_rng(3), random.Random(3))
+        outputs.append([pushdown(image=EncodedImage(content))["image"] for _ in range(3)])
+
+    assert_equal(outputs[0], outputs[1])
+
+
+class OwnCrop(A.RandomCrop):
+    """A user's own subclass, which may do anything."""
+
+    def apply(self, img: Any, **params: Any) -> Any:
+        return 255 - super().apply(img, **params)
+
+
+class RandomCrop(A.RandomCrop):
+    """A user's own subclass with a name of albumentations."""
+
+    def apply(self, img: Any, **params: Any) -> Any:
+        return 255 - super().apply(img, **params)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: A.Compose([A.RandomCrop(60, 70, p=0.5)]), "RandomCrop has p=0.5"),
+        (lambda: A.Compose([OwnCrop(60, 70)]), "OwnCrop is not a class of albumentations itself"),
+        (lambda: A.Compose([RandomCrop(60, 70)]), "RandomCrop is not a class of albumentations itself"),
+        (lambda: A.Compose([A.Compose([A.RandomCrop(60, 70)])]), "the first transform is Compose"),
+        (lambda: A.Compose([A.OneOf([A.RandomCrop(60, 70)], p=1)]), "the first transform is OneOf"),
+        (lambda: A.Compose([A.HorizontalFlip(), A.RandomCrop(60, 70)]), "is HorizontalFlip; only a crop"),
+        (lambda: A.Compose([A.Resize(60, 70)]), "Resize needs all pixels"),
+        (lambda: A.Compose([]), "the pipeline is empty"),
+        (lambda: A.Sequential([A.RandomCrop(60, 70)], p=1), "the first transform is Sequential"),
+    ],
+)
+def test_pipelines_that_are_not_pushed_down(make: Callable[[], Any], reason: str) -> None:
+    """Other pipelines get the whole image, give the same outputs, and explain() says why."""
+    pushdown = assert_same_calls(make, lambda image: {"image": image, "mask": MASK})
+
+    assert reason in pushdown.explain()
+    assert pushdown.explain().startswith("whole images are decoded: ")
+
+
+def test_replay() -> None:
+    """ReplayCompose decodes whole images, and its record can be replayed."""
+    content = image_file("4:2:0", HEIGHT, WIDTH)
+    pipeline = A.ReplayCompose([A.RandomCrop(60, 70), A.HorizontalFlip()])
+    output = Pushdown(pipeline, reduces=False)(image=EncodedImage(content))
+    again = A.ReplayCompose.replay(output["replay"], image=EncodedImage(content).decode())
+
+    np.testing.assert_array_equal(output["image"], again["image"])
+
+
+def test_a_crop_larger_than_the_image() -> None:
+    """The error is the one of albumentations."""
+    pushdown = Pushdown(A.Compose([A.RandomCrop(300, 300)]), reduces=False)
+
+    with pytest.raises(Exception, match=r"larger than the image|Crop size"):
+        pushdown(image=EncodedImage(image_file("4:2:0", HEIGHT, WIDTH)))
+
+
+@pytest.mark.parametrize("first", [A.RandomCrop(1000, 900), A.Crop(0, 0, 1500, 20), A.CenterCrop(640, 641)])
+def test_large_crops_are_tried_on_a_larger_image(first: Any) -> None:
+    """A crop of a thousand pixels is pushed down, too."""
+    assert Pushdown(A.Compose([first]), reduces=False).obstacle is None
+
+
+def test_a_class_of_another_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a crop's apply uses more than the box of the image, whole images are decoded."""
+    real = A.RandomCrop.apply
+
+    def apply(self: Any, img: Any, crop_coords: Any, **params: Any) -> Any:
+        return real(self, img, crop_coords, **params) + np.uint8(crop_coords[0] + 1)
+
+    monkeypatch.setattr(A.RandomCrop, "apply", apply)
+    pushdown = assert_same_calls(
+        lambda: A.Compose([A.RandomCrop(60, 70)]), lambda image: {"image": image, "mask": MASK}
+    )
+
+    assert "gives another result in this release" in pushdown.explain()
+
+
+def test_without_a_decoder_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without nvImageCodec whole images are decoded, and explain() names the extra."""
+    monkeypatch.setattr(regions, "_codec", lambda: None)
+    pushdown = assert_same_calls(lambda: compose([A.RandomCrop(60, 70)]), targets)
+
+    assert "pip install" in pushdown.explain()
+
+
+# --- decode="fast" ---------------------------------------------------------------------------------------
+
+
+def smooth_file(height: int, width: int) -> bytes:
+    """A JPEG of a picture with soft edges, as photos have."""
+    y, x = np.mgrid[:height, :width]
+    waves = [np.sin(x / 37) + np.cos(y / 29), np.cos((x - y) / 41), np.sin((x + 2 * y) / 53)]
+    file = io.BytesIO()
+    Image.fromarray((127 + 60 * np.stack(waves, -1)).clip(0, 255).astype(np.uint8)).save(file, "jpeg")
+    return file.getvalue()
+
+
+def psnr_db(found: np.ndarray, expected: np.ndarray) -> float:
+    error = np.square(found.astype(float) - expected.astype(float)).mean()
+    return float(10 * np.log10(255**2 / max(error, 1e-9)))
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        A.Resize(50, 60),
+        A.Resize(50, 60, area_for_downscale="image"),
+        A.SmallestMaxSize(64),
+        A.LongestMaxSize(64),
+        A.LongestMaxSize(max_size_hw=(64, 90)),
+        A.RandomResizedCrop((40, 56), scale=(0.5, 1)),
+        A.RandomSizedCrop((300, 500), (40, 56)),
+    ],
+    ids=lambda first: type(first).__name__,
+)
+@pytest.mark.parametrize(("height", "width"), [(613, 707), (512, 640)])
+def test_fast_decoding_is_close(first: Any, height: int, width: int) -> None:
+    """decode="fast" gives the exact shapes, boxes and keypoints, and pixels of a PSNR above 30 dB."""
+    content = smooth_file(height, width)
+    whole = EncodedImage(content).decode()
+    plain, fast = (
+        A.Compose(
+            [first],
+            bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"]),
+            keypoint_params=A.KeypointParams("xy", remove_invisible=False),
+        )
+        for _ in range(2)
+    )
+    pushdown = Pushdown(fast, reduces=True)
+    assert pushdown.obstacle is None
+    data = {**targets(None), "mask": np.zeros((height, width), np.uint8)}
+    del data["other"]
+    for call in range(8):
+        plain.set_random_seed(call)
+        expected = plain(**{**data, "image": whole})
+        fast.set_random_seed(call)
+        found = pushdown(**{**data, "image": EncodedImage(content)})
+
+        assert found["image"].shape == expected["image"].shape
+        assert psnr_db(found["image"], expected["image"]) > 30
+        del found["image"], expected["image"]
+        assert_equal(found, expected)
+
+
+def test_fast_decoding_of_small_images_is_exact() -> None:
+    """decode="fast" reduces nothing that the pipeline enlarges."""
+    content = image_file("4:2:0", 40, 50)
+    pipeline = A.Compose([A.Resize(80, 90)])
+
+    np.testing.assert_array_equal(
+        Pushdown(pipeline, reduces=True)(image=EncodedImage(content))["image"],
+        pipeline(image=EncodedImage(content).decode())["image"],
+    )
+
+
+# --- in a CachedDataset ----------------------------------------------------------------------------------
+
+
+class Pairs:
+    """An undecoded image that is also the sample's second target."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        image = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
+        return {"image": image, "other": image}
+
+
+def test_one_image_as_two_targets() -> None:
+    """A sample may hold one EncodedImage twice: both targets are cropped alike."""
+    pipeline = A.Compose([A.RandomCrop(60, 70)], additional_targets={"other": "image"})
+    sample = CachedDataset(Pairs(), pipeline, cache=None)[0]
+
+    np.testing.assert_array_equal(sample["image"], sample["other"])
+
+
+def test_a_new_pipeline_or_way_of_decoding() -> None:
+    """A transform and a `decode` that are set later are used, and explain() follows them."""
+    ds = CachedDataset(Pairs(), A.Compose([A.Resize(20, 30)]), cache=None)
+    assert "Resize needs all pixels" in ds.explain()
+    assert ds[0]["image"].shape == (20, 30, 3)
+    ds.decode = "fast"
+    assert "at a reduced size where Resize shrinks them" in ds.explain()
+    assert ds[0]["image"].shape == (20, 30, 3)
+    ds.transform = A.Compose([A.CenterCrop(33, 34)])
+    assert "decodes the region of CenterCrop" in ds.explain()
+    assert ds[0]["image"].shape == (33, 34, 3)
+    ds.transform = None
+    assert "there is no transform" in ds.explain()
+    assert ds[0]["image"].shape == (HEIGHT, WIDTH, 3)
+    ds.transform = lambda sample: sample["image"].sum()
+    assert "not an albumentations pipeline" in ds.explain()
+    assert ds[0] > 0
