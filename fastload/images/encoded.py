@@ -157,12 +157,12 @@ class EncodedImage:
         scale = next(fitting, 1) if header.is_jpeg else 1
         if scale == 1:
             return self.decode(box)
+        is_swapped, flips_y, flips_x = _TURNS[header.orientation]
+        lower_edge = _stored_box(box, header)[3] / (header.width if is_swapped else header.height)
         area = height * width / (header.height * header.width)
-        region_share = _EDGE_SHARE * y_max / header.height + _AREA_SHARE * area
-        if name_of_decoder() is not None and region_share < _SCALES[scale]:
+        if name_of_decoder() is not None and (_EDGE_SHARE * lower_edge + _AREA_SHARE * area < _SCALES[scale]):
             return self.decode(box)
         pixels = decode(self.content(), self._name, scale=scale)
-        _, flips_y, flips_x = _TURNS[header.orientation]
         rows = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
         columns = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
         return pixels[rows, columns].copy()

@@ -11,6 +11,7 @@ import pickle
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -206,7 +207,10 @@ class TestReduced:
         box, least = (x_min, y_min, x_max, y_max), ((y_max - y_min) // scale, (x_max - x_min) // scale)
         if min(least) < 1 or min(least) >= 2 * scale:
             return
-        found = image.decode_reduced(box, least).astype(int)
+        with mock.patch.object(
+            regions, "name_of_decoder", return_value=None
+        ):  # never the region at full size
+            found = image.decode_reduced(box, least).astype(int)
         exact = image.decode(box).astype(int)
 
         assert found.shape[0] <= -(-exact.shape[0] // 4) + 1
@@ -224,6 +228,15 @@ class TestReduced:
         Image.new("RGB", (width, height)).save(file, "jpeg")
 
         assert decode(file.getvalue(), "x", scale=scale).shape == (-(-height // scale), -(-width // scale), 3)
+
+    @pytest.mark.parametrize("orientation", [1, 3, 6])
+    def test_a_small_region_at_the_top_is_decoded_at_full_size(self, orientation: int) -> None:
+        """The cheaper way is taken: all rows up to a region's lower edge, in the file, must be read."""
+        image = EncodedImage(image_file("4:2:0", 400, 400, orientation))
+        top = {1: (0, 0, 80, 80), 3: (320, 320, 400, 400), 6: (320, 0, 400, 80)}[orientation]
+
+        assert image.decode_reduced(top, (40, 40)).shape == (80, 80, 3)
+        assert image.decode_reduced((0, 0, 400, 400), (200, 200)).shape == (200, 200, 3)
 
     def test_other_formats_keep_their_size(self) -> None:
         """A PNG is never reduced."""
