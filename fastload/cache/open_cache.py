@@ -148,7 +148,7 @@ class Opener:
 
     def _open_none(self) -> NoCache:
         if self._request.prepare is None:
-            self.source = encoded_source(self._request.dataset)
+            self.source = encoded_source(self._request.dataset, is_needed=False)
             self.holds_images = True
         log.info("cache: none, each access reads the dataset")
         return NoCache(self._num_samples)

@@ -121,7 +121,7 @@ def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, t
 def test_batches_of_started_workers(name: str, method: str, photos: Path, tmp_path: Path) -> None:
     """Workers of an interpreter of their own give the same batches."""
     expected = batches_of(CachedDataset(ImageFolder(photos), pipeline(), cache="ram"), num_workers=0)
-    options = {"num_workers": 2, "multiprocessing_context": method}
+    options = {"num_workers": 1, "multiprocessing_context": method, "persistent_workers": True}
 
     assert_same_batches(
         batches_of(opened(name, ImageFolder(photos), pipeline(), tmp_path), **options), expected
@@ -312,6 +312,16 @@ def test_without_a_cache(photos: Path) -> None:
 
     assert ds.fill(progress=False) == fastload.CacheInfo(NUM_IMAGES, 0, 0, None, "none")
     assert "each access reads the dataset" in ds.explain()
+
+
+def test_resized_images_without_a_cache(photos: Path) -> None:
+    """With cache=None an ImageFolder with size= is read as it is, also in a Subset and a ConcatDataset."""
+    folder = ImageFolder(photos, size=(20, 30))
+    chain = tud.ConcatDataset([tud.Subset(folder, [3, 1]), ImageFolder(photos)])
+    for dataset in (folder, chain):
+        ds = CachedDataset(dataset, cache=None)
+        for index in (0, 1, 5):
+            assert_same_samples(ds[index], dataset[index])
 
 
 class RandomOwn(Own):
