@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastload.images.encoded import EncodedImage
+from fastload.images.folder import ImageFolder
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import leaves, map_leaves
 
@@ -46,14 +47,21 @@ class DecodedSamples(_Samples):
         return decode_images(self.dataset[index])
 
 
-def encoded_source(dataset: Any) -> Any:
-    """The dataset whose samples hold undecoded images, as far as this dataset can give them."""
+def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
+    """The dataset whose samples hold undecoded images, as far as this dataset can give them.
+
+    Args:
+        dataset: Map-style.
+        is_needed: Whether samples with decoded images are of no use. An ImageFolder with `size=` has only
+            decoded ones: its samples then raise ValueError, with advice.
+    """
     if _has_encoded(type(dataset)):
-        return EncodedSamples(dataset)
+        is_resized = isinstance(dataset, ImageFolder) and dataset.size is not None
+        return dataset if is_resized and not is_needed else EncodedSamples(dataset)
     if type(dataset) is Subset:
-        return Subset(encoded_source(dataset.dataset), dataset.indices)
+        return Subset(encoded_source(dataset.dataset, is_needed=is_needed), dataset.indices)
     if type(dataset) is ConcatDataset:
-        return ConcatDataset([encoded_source(part) for part in dataset.datasets])
+        return ConcatDataset([encoded_source(part, is_needed=is_needed) for part in dataset.datasets])
     return dataset
 
 

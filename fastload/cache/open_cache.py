@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,12 +129,8 @@ class Opener:
 
     def _open_none(self) -> NoCache:
         if self._request.prepare is None:
-            self.source, self.holds_images = self._request.dataset, True
-            with contextlib.suppress(ValueError):  # an ImageFolder that resizes gives arrays
-                source = encoded_source(self._request.dataset)
-                if self._num_samples:
-                    random_check.read_unnoticed(source, 0)
-                self.source = source
+            self.source = encoded_source(self._request.dataset, is_needed=False)
+            self.holds_images = True
         log.info("cache: none, each access reads the dataset")
         return NoCache(self._num_samples)
 

@@ -95,12 +95,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
     "threads": {"num_workers": 2, "worker_method": "thread"},
-    "persistent": {
-        "num_workers": 1,
-        "multiprocessing_context": "fork",
-        "persistent_workers": True,
-        "pin_memory": True,
-    },
 }
 
 
@@ -115,12 +109,19 @@ def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, t
     )
 
 
-@pytest.mark.parametrize("name", ["none", "ram-encoded", "part of both", "lmdb"])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("part of both", "spawn"),
+        ("none", "forkserver"),
+        ("ram-encoded", "forkserver"),
+        ("lmdb", "forkserver"),
+    ],
+)
 def test_batches_of_started_workers(name: str, method: str, photos: Path, tmp_path: Path) -> None:
     """Workers of an interpreter of their own give the same batches."""
     expected = batches_of(CachedDataset(ImageFolder(photos), pipeline(), cache="ram"), num_workers=0)
-    options = {"num_workers": 2, "multiprocessing_context": method}
+    options = {"num_workers": 1, "multiprocessing_context": method, "persistent_workers": True}
 
     assert_same_batches(
         batches_of(opened(name, ImageFolder(photos), pipeline(), tmp_path), **options), expected
@@ -144,11 +145,10 @@ def test_torchs_loader(name: str, photos: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("transform", [None, dict, lambda sample: sample], ids=["none", "dict", "same"])
-def test_whole_images(name: str, transform: Any, photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", [None, lambda sample: sample], ids=["none", "same"])
+def test_whole_images(name: str, function: Any, photos: Path, tmp_path: Path) -> None:
     """Without a pipeline of albumentations, samples hold the decoded images; they are writable."""
     folder = ImageFolder(photos)
-    function = None if transform is None else (lambda sample: sample)
     ds = opened(name, folder, function, tmp_path)
     for _ in range(2):
         for index in range(NUM_IMAGES):
@@ -312,6 +312,16 @@ def test_without_a_cache(photos: Path) -> None:
 
     assert ds.fill(progress=False) == fastload.CacheInfo(NUM_IMAGES, 0, 0, None, "none")
     assert "each access reads the dataset" in ds.explain()
+
+
+def test_resized_images_without_a_cache(photos: Path) -> None:
+    """With cache=None an ImageFolder with size= is read as it is, also in a Subset and a ConcatDataset."""
+    folder = ImageFolder(photos, size=(20, 30))
+    chain = tud.ConcatDataset([tud.Subset(folder, [3, 1]), ImageFolder(photos)])
+    for dataset in (folder, chain):
+        ds = CachedDataset(dataset, cache=None)
+        for index in (0, 1, 5):
+            assert_same_samples(ds[index], dataset[index])
 
 
 class RandomOwn(Own):
