@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -430,18 +429,41 @@ def test_concurrent_imports_leave_standard_error_alone(
     (tmp_path / "noisy_codec.py").write_text("import os\nos.write(2, b'nvjpeg not found\\n')\nNAME = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     before = os.fstat(2).st_ino, os.fstat(2).st_dev
-    all_inside = threading.Barrier(2)
-    real = regions.os.dup
+    kept = os.dup(2)
+    # If nothing keeps them apart: the second thread begins in the middle of the first one, and ends last.
+    taken, begun, restored = threading.Event(), threading.Event(), threading.Event()
+    threads_seen: list[int] = []  # one entry for each call of dup2
+    real_dup, real_dup2 = os.dup, os.dup2
 
     def dup(fd: int) -> int:
-        copy = real(fd)
-        if threading.current_thread() is not threading.main_thread():
-            # Both threads have taken over standard error, if nothing keeps them apart.
-            with contextlib.suppress(threading.BrokenBarrierError):
-                all_inside.wait(0.2)
+        is_second = taken.is_set()
+        copy = real_dup(fd)
+        if is_second:
+            begun.set()
+        elif not is_first_seen.acquire(blocking=False):
+            taken.wait()
+            os.close(copy)
+            copy = real_dup(fd)
+            begun.set()
         return copy
 
+    def dup2(fd: int, other: int) -> int:
+        me = threading.get_ident()
+        is_first, is_restoring = me == (threads_seen or [me])[0], me in threads_seen
+        threads_seen.append(me)
+        if is_restoring and not is_first:
+            restored.wait()
+        found = real_dup2(fd, other)
+        if is_restoring and is_first:
+            restored.set()
+        elif is_first:
+            taken.set()
+            begun.wait(0.2)
+        return found
+
+    is_first_seen = threading.Lock()
     monkeypatch.setattr(regions.os, "dup", dup)
+    monkeypatch.setattr(regions.os, "dup2", dup2)
     real_import = regions._import_quietly
     monkeypatch.setattr(regions, "_import_quietly", lambda _: real_import("noisy_codec"))
     regions._codec.cache_clear()
@@ -455,9 +477,12 @@ def test_concurrent_imports_leave_standard_error_alone(
     finally:
         regions._codec.cache_clear()
         sys.modules.pop("noisy_codec", None)
+        after = os.fstat(2).st_ino, os.fstat(2).st_dev
+        real_dup2(kept, 2)
+        os.close(kept)
 
     assert found == [1, 1]
-    assert (os.fstat(2).st_ino, os.fstat(2).st_dev) == before
+    assert after == before
 
 
 @pytest.mark.parametrize("stream", [None, io.StringIO()])
