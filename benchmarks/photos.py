@@ -201,7 +201,7 @@ def _make_job(job: tuple[Path, Recipe, int, list[int]]) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def _load(source: Source) -> Image.Image:
+def load_photo(source: Source) -> Image.Image:
     spec = importlib.util.find_spec(source.package)
     if spec is None or not spec.submodule_search_locations:
         msg = f"{PACKAGE_NAMES[source.package]} is not installed; the photograph {source.file} ships with it"
@@ -213,7 +213,7 @@ def _load(source: Source) -> Image.Image:
 def make_photo(source: Source, recipe: Recipe, number: int) -> bytes:
     """Photo ``number`` of a recipe as the bytes of a JPEG."""
     rng = np.random.default_rng([recipe.seed, number])
-    photo = _load(source)
+    photo = load_photo(source)
     width, height = (
         round(side * (1 + rng.uniform(-SIZE_JITTER, SIZE_JITTER))) for side in (recipe.width, recipe.height)
     )
@@ -234,10 +234,10 @@ def make_photo(source: Source, recipe: Recipe, number: int) -> bytes:
 def _encode(image: Image.Image, target_bytes: int) -> bytes:
     """The best JPEG of at most ``target_bytes``: the highest quality that fits, found by bisection."""
     low, high = QUALITIES[0], QUALITIES[-1]
-    best = _jpeg(image, low)
+    best = encode_jpeg(image, low)
     while low < high:
         middle = (low + high + 1) // 2
-        data = _jpeg(image, middle)
+        data = encode_jpeg(image, middle)
         if len(data) <= target_bytes:
             low, best = middle, data
         else:
@@ -245,7 +245,7 @@ def _encode(image: Image.Image, target_bytes: int) -> bytes:
     return best
 
 
-def _jpeg(image: Image.Image, quality: int) -> bytes:
+def encode_jpeg(image: Image.Image, quality: int) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=quality)
     return buffer.getvalue()

@@ -34,6 +34,7 @@ class Task:
         side: Height and width of the images in memory; 0 stands for photographs of several sizes.
         batch_size: Images a batch.
         crops: Whether each image is cropped to 224 x 224 and perhaps mirrored.
+        jpeg_quality: For a contender that encodes photographs anew: its files become about as large.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Task:
     side: int
     batch_size: int
     crops: bool
+    jpeg_quality: int = 94
 
     @property
     def out_side(self) -> int:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 PACKAGE = "ffcv"
-JPEG_QUALITY = 94
 
 
 class Decoded:
@@ -47,7 +46,7 @@ class Decoded:
 def prepare(job: Job) -> None:
     """Write the images in FFCV's format."""
     # "Working with Image Data in FFCV": raw "will usually yield the best performance" where memory suffices.
-    photo = RGBImageField(write_mode="jpg", jpeg_quality=JPEG_QUALITY)
+    photo = RGBImageField(write_mode="jpg", jpeg_quality=job.task.jpeg_quality)
     fields = {"image": RGBImageField(write_mode="raw") if job.task.side else photo, "label": IntField()}
     DatasetWriter(str(job.work / "images.beton"), fields, num_workers=2).from_indexed_dataset(Decoded(job))
 

@@ -230,7 +230,7 @@ def _quieten() -> None:
 def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) -> npt.NDArray[np.uint8]:
     target = box = None
     if scale > 1 and isinstance(image, JpegImageFile):
-        # Rounded down: for sides rounded up, Pillow chooses the next larger size.
+        # draft() keeps at least this size, so it must be rounded down: the result's sides are rounded up.
         image.draft(None, (max(1, image.width // scale), max(1, image.height // scale)))
     if size is not None and isinstance(image, JpegImageFile):
         # Only JPEGs can be decoded directly to a smaller size, which is also faster.

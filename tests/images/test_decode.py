@@ -15,7 +15,8 @@ from hypothesis.extra import numpy as hnp
 from PIL import Image, ImageOps
 
 from fastload.errors import ImageReadError
-from fastload.images.decode import read_image
+from fastload.images.decode import decode, read_image
+from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -348,6 +349,32 @@ class TestSize:
         for size in sizes:
             with pytest.raises(error, match="size must be"):
                 read_image(tmp_path / "missing.jpg", size)
+
+
+class TestScale:
+    @pytest.mark.parametrize("scale", [2, 4, 8])
+    @pytest.mark.parametrize("sides", [(375, 500), (384, 512), (377, 501), (9, 15), (8, 1023)])
+    def test_sides_are_rounded_up(self, tmp_path: Path, sides: tuple[int, int], scale: int) -> None:
+        """A JPEG decoded at a fraction of its size has sides that are divided by the scale and rounded up."""
+        path = tmp_path / "a.jpg"
+        Image.fromarray(scene(*sides)).save(path)
+
+        image = decode(path, path, scale=scale)
+
+        assert image.shape == (-(-sides[0] // scale), -(-sides[1] // scale), 3)
+
+    @pytest.mark.parametrize("sides", [(375, 500), (384, 512), (389, 523)])
+    def test_reduced_region_is_that_of_the_box(self, tmp_path: Path, sides: tuple[int, int]) -> None:
+        """A reduced region shows the box that was asked for, whether or not the scale divides the sides."""
+        path = tmp_path / "a.jpg"
+        Image.fromarray(scene(*sides)).save(path, quality=95)
+        image = EncodedImage(path)
+
+        reduced = image.decode_reduced((64, 48, 384, 304), (32, 40))
+
+        assert reduced.shape == (32, 40, 3)
+        expected = image.decode((64, 48, 384, 304)).reshape(32, 8, 40, 8, 3).mean(axis=(1, 3))
+        assert difference(reduced, expected) < 2
 
 
 def test_import_brings_no_opencv(interpreter: Interpreter) -> None:
