@@ -29,9 +29,9 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.pace import Pace
 from fastload.cache.sources import StoredSamples
-from fastload.cache.transform import TransformCaller, check_callable
+from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError, add_note
-from fastload.nested.tree import private_copy, read_only
+from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ class CachedDataset(Dataset[Any]):
         decode: Literal["exact", "fast"] = "exact",
     ) -> None:
         _check_map_style(dataset)
-        if decode not in ("exact", "fast"):
-            raise ValueError(f'decode should be "exact" or "fast", but got {decode!r}')
+        check_decode(decode)
         for role, function in (("transform", transform), ("prepare", prepare)):
             if function is not None:
                 check_callable(role, function)
@@ -273,7 +272,7 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if the budget and the pace allow it."""
         counts.misses += 1
-        restore = mark() if self.cache.layout != NoCache.layout else _nothing
+        restore = _nothing if isinstance(self.cache, NoCache) else mark()
         started_s = time.perf_counter()
         try:
             fresh = self._source[index]
@@ -289,6 +288,8 @@ class CachedDataset(Dataset[Any]):
             raise
         read_s = time.perf_counter() - started_s
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
+        if isinstance(self.cache, NoCache):
+            return read_only_views(fresh)
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:

@@ -92,7 +92,7 @@ class Pushdown:
             ImageReadError: The image cannot be decoded.
             Exception: An error of the pipeline.
         """
-        image = data["image"]
+        image = data["image"].opened()
         if self.obstacle is not None:
             return dict(self._pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory

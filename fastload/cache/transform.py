@@ -54,6 +54,8 @@ class Call:
 
     def __init__(self, role: str, function: Callable[..., Any], decode: str | None = None) -> None:
         check_callable(role, function)
+        if decode is not None:
+            check_decode(decode)
         self._role = role
         self._function = function
         self._is_albumentations = is_albumentations(function)
@@ -156,6 +158,16 @@ class TransformCaller:
             rewind()  # this call drew random numbers; the next call starts from the same random state
         sample = fetch()
         return self._call(sample, private_copy(sample), index)
+
+
+def check_decode(decode: object) -> None:
+    """Check the argument `decode` of a CachedDataset.
+
+    Raises:
+        ValueError: It is neither "exact" nor "fast".
+    """
+    if decode not in ("exact", "fast"):
+        raise ValueError(f'decode should be "exact" or "fast", but got {decode!r}')
 
 
 def check_callable(role: str, function: Any) -> None:

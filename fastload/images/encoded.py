@@ -3,11 +3,15 @@
 This module imports Pillow only when an image is decoded. Rules:
 
 1. Boxes and shapes are those of the image as a viewer shows it, after its EXIF orientation.
-2. ``image.decode(box)`` has the same pixels as that box of ``image.decode()``.
+2. If the file is intact, ``image.decode(box)`` has the same pixels as that box of ``image.decode()``. Damage
+   outside the box may go unnoticed.
+3. An object that was made from a path keeps the header of the file, and never its content: a dataset may keep
+   such objects for all of its files.
 """
 
 from __future__ import annotations
 
+import operator
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -84,18 +88,26 @@ class EncodedImage:
         return image
 
     def content(self) -> bytes | memoryview:
-        """The bytes of the file; a file is read at the first call and then kept by this object.
+        """The bytes of the file; a path is read at each call.
 
         Raises:
             ImageReadError: The file cannot be read.
         """
-        if self._content is None:
-            try:
-                with open(self._name, "rb", buffering=0) as file:
-                    self._content = file.readall()
-            except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-                raise ImageReadError(self._name, getattr(error, "strerror", None) or str(error)) from error
-        return self._content
+        if self._content is not None:
+            return self._content
+        try:
+            with open(self._name, "rb", buffering=0) as file:
+                return file.readall()
+        except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+            raise ImageReadError(self._name, getattr(error, "strerror", None) or str(error)) from error
+
+    def opened(self) -> EncodedImage:
+        """This image with the content of its file, which is read now and kept by the result.
+
+        Raises:
+            ImageReadError: The file cannot be read.
+        """
+        return self if self._content is not None else EncodedImage.of(self.content(), self.path)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -118,14 +130,16 @@ class EncodedImage:
 
         Raises:
             ImageReadError: The file cannot be read or decoded.
+            TypeError: The box has other values than ints.
             ValueError: The box is empty or exceeds the image.
         """
+        if self._content is None:
+            return self.opened().decode(box)
         from fastload.images.decode import decode
         from fastload.images.regions import decode_region
 
         header = self._read_header()
-        box = (0, 0, header.width, header.height) if box is None else box
-        _check_box(box, header)
+        box = (0, 0, header.width, header.height) if box is None else _checked_box(box, header)
         if header.is_jpeg:
             stored = _stored_box(box, header)
             region = decode_region(self.content(), stored)
@@ -144,14 +158,15 @@ class EncodedImage:
             least: The least height and width of the result, if the box has them.
 
         Raises:
-            ImageReadError, ValueError: As `decode`.
+            ImageReadError, TypeError, ValueError: As `decode`.
         """
+        if self._content is None:
+            return self.opened().decode_reduced(box, least)
         from fastload.images.decode import decode
         from fastload.images.regions import name_of_decoder
 
         header = self._read_header()
-        _check_box(box, header)
-        x_min, y_min, x_max, y_max = box
+        x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         height, width = y_max - y_min, x_max - x_min
         fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
@@ -187,13 +202,18 @@ class EncodedImage:
         return f"EncodedImage({f'{len(self.content()):,} bytes' if self.path is None else repr(self.path)})"
 
 
-def _check_box(box: Box, header: Header) -> None:
-    x_min, y_min, x_max, y_max = box
+def _checked_box(box: Box, header: Header) -> Box:
+    """The box as plain ints."""
+    try:
+        x_min, y_min, x_max, y_max = (operator.index(side) for side in box)
+    except TypeError:
+        raise TypeError(f"a box should be four ints (x_min, y_min, x_max, y_max), but got {box!r}") from None
     if not (0 <= x_min < x_max <= header.width and 0 <= y_min < y_max <= header.height):
         raise ValueError(
             f"the box (x_min, y_min, x_max, y_max) = {box} is empty or exceeds the image of "
             f"{header.height} x {header.width} pixels (height x width)"
         )
+    return x_min, y_min, x_max, y_max
 
 
 def _stored_box(box: Box, header: Header) -> Box:

@@ -215,6 +215,11 @@ def read_only(sample: Any) -> Any:
     return spec.build([_read_only_leaf(value) for value in values])
 
 
+def read_only_views(sample: Any) -> Any:
+    """The sample with read-only views of its arrays, and private tensors; other values stay as they are."""
+    return map_leaves(sample, _read_only_leaf)
+
+
 def _read_only_leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         view = value.view()

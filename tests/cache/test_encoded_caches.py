@@ -445,3 +445,46 @@ def test_damaged_headers_are_left_out(damaged: Path, tmp_path: Path) -> None:
     build_lmdb(source, path, codec="source", num_workers=0, on_error="skip").close()
 
     assert LMDBCache(path).num_cached == 7
+
+
+class OfPIL:
+    """Samples that no cache stores."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("RGB", (8, 6), (index, 0, 0)), index
+
+
+def test_without_a_cache_samples_may_be_of_any_type() -> None:
+    """Nothing is stored, so nothing is refused."""
+    dataset = CachedDataset(OfPIL(), lambda sample: (np.asarray(sample[0]), sample[1]), cache=None)
+
+    image, index = dataset[1]
+    assert (image.shape, int(image[0, 0, 0]), index) == ((6, 8, 3), 1, 1)
+
+
+def test_without_a_cache_the_dataset_s_own_arrays_are_safe() -> None:
+    """A transform that writes to its input does not change what the dataset holds."""
+    held = [np.zeros((4, 4, 3), np.uint8)]
+
+    def brighten(image: Any) -> Any:
+        image += 1
+        return image
+
+    dataset = CachedDataset(held, brighten, cache=None)
+
+    assert dataset[0].max() == dataset[0].max() == 1
+    assert held[0].max() == 0
+
+
+def test_decode_is_checked_when_it_is_set_later(photos: Path) -> None:
+    """A word that is not valid raises at the next access, and the right one works again."""
+    dataset = CachedDataset(ImageFolder(photos), pipeline(), cache=None)
+    dataset.decode = "quick"  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match='"exact" or "fast"'):
+        dataset[0]
+    dataset.decode = "fast"
+    assert dataset[0][0].shape == (SIDE, SIDE, 3)

@@ -501,3 +501,29 @@ def test_the_import_is_quiet(
         sys.modules.pop("noisy_codec", None)
 
     assert capfd.readouterr().err == "of another thread\n"
+
+
+def test_an_image_of_a_path_keeps_no_content(tmp_path: Path) -> None:
+    """A dataset may keep objects for all of its files; each use reads the file again."""
+    path = tmp_path / "image.jpg"
+    path.write_bytes(image_file("4:2:0"))
+    image = EncodedImage(path)
+    before = image.decode((0, 0, 20, 20))
+
+    path.write_bytes(image_file("grey"))
+
+    assert not np.array_equal(image.decode((0, 0, 20, 20)), before)
+    kept = image.opened()
+    path.unlink()
+    assert kept.decode().shape == (61, 83, 3)
+    with pytest.raises(ImageReadError, match=r"image\.jpg"):
+        image.content()
+
+
+def test_a_box_of_floats_is_refused() -> None:
+    """Coordinates are ints; NumPy's ints are ints too."""
+    image = EncodedImage(image_file("4:2:0"))
+
+    with pytest.raises(TypeError, match="four ints"):
+        image.decode((0.0, 0.0, 10.0, 10.0))  # type: ignore[arg-type]
+    assert image.decode(tuple(np.array([1, 2, 30, 40]))).shape == (38, 29, 3)
