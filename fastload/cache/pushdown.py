@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.images.encoded import Reduced
 from fastload.images.regions import name_of_decoder
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ _CROPS: dict[str, tuple[str, ...]] = {
 # Transforms that resize the whole image: only `decode="fast"` saves work there.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 _INTER_AREA = 3  # of OpenCV
+_SAMPLED = (0, 1, 2, 4)  # nearest, linear, cubic and Lanczos
 _TRIAL_SIDE = 640  # at least; a crop needs an image that is larger than itself
 _MOST_TRIAL_SIDE = 4096
 _SIDES = ("height", "width", "x_max", "y_max")  # attributes that say how large an image a crop needs
@@ -126,9 +128,8 @@ class Pushdown:
             return _pixels(first.apply(image.decode(), **params))
         least = _target_size(first)
         if self._reduces and least is not None:
-            region = image.decode_reduced(box, least)
-        else:
-            region = image.decode(box)
+            return _resized(first, image.decode_reduced(box, least), least, params)
+        region = image.decode(box)
         whole = (0, 0, region.shape[1], region.shape[0])
         return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
 
@@ -181,9 +182,10 @@ class _Array:
         x_min, y_min, x_max, y_max = box or (0, 0, self.shape[1], self.shape[0])
         return self._pixels[y_min:y_max, x_min:x_max].copy()
 
-    def decode_reduced(self, box: tuple[int, int, int, int], least: tuple[int, int]) -> Pixels:
+    def decode_reduced(self, box: tuple[int, int, int, int], least: tuple[int, int]) -> Reduced:
         """The pixels of the box, at full size."""
-        return self.decode(box)
+        pixels = self.decode(box)
+        return Reduced(pixels, (0.0, 0.0, pixels.shape[1], pixels.shape[0]))
 
 
 def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:
@@ -198,8 +200,45 @@ def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:
         interpolation, is_smaller = first.interpolation, scale < 1
     if is_smaller and getattr(first, "area_for_downscale", None) in ("image", "image_mask"):
         interpolation = _INTER_AREA
-    region = image.decode_reduced((0, 0, width, height), target)
-    return _pixels(_resize(*target, interpolation).apply(region))
+    reduced = image.decode_reduced((0, 0, width, height), target)
+    sampled = _sampled(reduced, target, interpolation)
+    return _pixels(_resize(*target, interpolation).apply(reduced.pixels)) if sampled is None else sampled
+
+
+def _resized(first: Any, reduced: Reduced, target: tuple[int, int], params: dict[str, Any]) -> Pixels:
+    """A crop as `first` resizes it, from its region at a reduced size.
+
+    `first` itself would resize whole pixels. A box whose edges lie between two reduced pixels is sampled here
+    on the same grid as its exact crop, by the same interpolation.
+    """
+    interpolation = params.get("interpolation", first.interpolation)
+    if getattr(first, "area_for_downscale", None) is None:
+        sampled = _sampled(reduced, target, interpolation)
+        if sampled is not None:
+            return sampled
+    whole = (0, 0, reduced.pixels.shape[1], reduced.pixels.shape[0])
+    return _pixels(first.apply(reduced.pixels, **{**params, "crop_coords": whole}))
+
+
+def _sampled(reduced: Reduced, target: tuple[int, int], interpolation: int) -> Pixels | None:
+    """The box of a reduced region at this height and width.
+
+    Returns:
+        None if the box is the whole region, or OpenCV has no such interpolation between pixels.
+    """
+    pixels, box = reduced
+    if box == (0, 0, pixels.shape[1], pixels.shape[0]) or interpolation not in _SAMPLED:
+        return None
+    x_min, y_min, x_max, y_max = box
+    height, width = target
+    step_x, step_y = (x_max - x_min) / width, (y_max - y_min) / height
+    # From the centre of a result's pixel to its place among the reduced ones.
+    matrix = np.array([[step_x, 0, x_min + step_x / 2 - 0.5], [0, step_y, y_min + step_y / 2 - 0.5]])
+    cv2 = sys.modules["cv2"]  # albumentations has imported it
+    flags = interpolation | cv2.WARP_INVERSE_MAP
+    return _pixels(
+        cv2.warpAffine(pixels, matrix, (width, height), flags=flags, borderMode=cv2.BORDER_REPLICATE)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

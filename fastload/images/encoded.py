@@ -11,9 +11,10 @@ This module imports Pillow only when an image is decoded. Rules:
 
 from __future__ import annotations
 
+import math
 import operator
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +43,19 @@ _TURNS = {
     7: (True, True, True),
     8: (True, True, False),
 }
+
+
+class Reduced(NamedTuple):
+    """A region of an image, decoded at full size or at a reduced one.
+
+    Attributes:
+        pixels: `(height, width, 3) uint8` RGB; a new array that the caller owns.
+        box: `(x_min, y_min, x_max, y_max)`: where the region lies in these pixels. Its edges may lie between
+            two reduced pixels.
+    """
+
+    pixels: npt.NDArray[np.uint8]
+    box: tuple[float, float, float, float]
 
 
 class EncodedImage:
@@ -148,10 +162,10 @@ class EncodedImage:
         x_min, y_min, x_max, y_max = box
         return decode(self.content(), self._name)[y_min:y_max, x_min:x_max].copy()
 
-    def decode_reduced(self, box: Box, least: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    def decode_reduced(self, box: Box, least: tuple[int, int]) -> Reduced:
         """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.
 
-        Only JPEGs are reduced. The borders of a reduced region lie up to one reduced pixel outside the box.
+        Only JPEGs are reduced.
 
         Args:
             box: As for `decode`.
@@ -170,17 +184,16 @@ class EncodedImage:
         height, width = y_max - y_min, x_max - x_min
         fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
-        if scale == 1:
-            return self.decode(box)
         is_swapped, flips_y, flips_x = _TURNS[header.orientation]
         lower_edge = _stored_box(box, header)[3] / (header.width if is_swapped else header.height)
         area = height * width / (header.height * header.width)
-        if name_of_decoder() is not None and (_EDGE_SHARE * lower_edge + _AREA_SHARE * area < _SCALES[scale]):
-            return self.decode(box)
+        region_share = _EDGE_SHARE * lower_edge + _AREA_SHARE * area
+        if scale == 1 or (name_of_decoder() is not None and region_share < _SCALES[scale]):
+            return Reduced(self.decode(box), (0.0, 0.0, width, height))
         pixels = decode(self.content(), self._name, scale=scale)
-        rows = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
-        columns = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
-        return pixels[rows, columns].copy()
+        rows, top, bottom = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
+        columns, left, right = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
+        return Reduced(pixels[rows, columns].copy(), (left, top, right, bottom))
 
     @property
     def _name(self) -> str:
@@ -227,16 +240,18 @@ def _stored_box(box: Box, header: Header) -> Box:
     return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
 
 
-def _reduced_span(start: int, stop: int, length: int, scale: int, *, flips: bool) -> slice:
-    """The reduced pixels that cover pixels `start` to `stop` of an axis.
+def _reduced_span(
+    start: int, stop: int, length: int, scale: int, *, flips: bool
+) -> tuple[slice, float, float]:
+    """The reduced pixels that cover pixels `start` to `stop` of an axis, and where these lie in them.
 
     The last reduced pixel of the stored image may cover fewer pixels than the others; in a flipped axis, this
     is the first one.
     """
-    if not flips:
-        return slice(start // scale, -(-stop // scale))
-    reduced = -(-length // scale)
-    return slice(reduced - -(-(length - start) // scale), reduced - (length - stop) // scale)
+    shift = -(-length // scale) - length / scale if flips else 0.0
+    first, last = start / scale + shift, stop / scale + shift
+    span = slice(math.floor(first), math.ceil(last))
+    return span, first - span.start, last - span.start
 
 
 def _turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:

@@ -370,7 +370,7 @@ class TestScale:
         Image.fromarray(scene(*sides)).save(path, quality=95)
         image = EncodedImage(path)
 
-        reduced = image.decode_reduced((64, 48, 384, 304), (32, 40))
+        reduced = image.decode_reduced((64, 48, 384, 304), (32, 40)).pixels
 
         assert reduced.shape == (32, 40, 3)
         expected = image.decode((64, 48, 384, 304)).reshape(32, 8, 40, 8, 3).mean(axis=(1, 3))

@@ -163,7 +163,7 @@ class TestBoxes:
     def test_a_box_must_lie_in_the_image(self, kind: str, box: tuple[int, int, int, int]) -> None:
         """An empty box and one that exceeds the image raise ValueError with the image's size."""
         image = EncodedImage(image_file(kind))
-        for decode_box in (image.decode, lambda box: image.decode_reduced(box, (1, 1))):
+        for decode_box in (image.decode, lambda box: image.decode_reduced(box, (1, 1)).pixels):
             with pytest.raises(ValueError, match="61 x 83 pixels"):
                 decode_box(box)
 
@@ -209,7 +209,7 @@ class TestReduced:
         with mock.patch.object(
             regions, "name_of_decoder", return_value=None
         ):  # never the region at full size
-            found = image.decode_reduced(box, least).astype(int)
+            found = image.decode_reduced(box, least).pixels.astype(int)
         exact = image.decode(box).astype(int)
 
         assert found.shape[0] <= -(-exact.shape[0] // 4) + 1
@@ -234,15 +234,15 @@ class TestReduced:
         image = EncodedImage(image_file("4:2:0", 400, 400, orientation))
         top = {1: (0, 0, 80, 80), 3: (320, 320, 400, 400), 6: (320, 0, 400, 80)}[orientation]
 
-        assert image.decode_reduced(top, (40, 40)).shape == (80, 80, 3)
-        assert image.decode_reduced((0, 0, 400, 400), (200, 200)).shape == (200, 200, 3)
+        assert image.decode_reduced(top, (40, 40)).pixels.shape == (80, 80, 3)
+        assert image.decode_reduced((0, 0, 400, 400), (200, 200)).pixels.shape == (200, 200, 3)
 
     def test_other_formats_keep_their_size(self) -> None:
         """A PNG is never reduced."""
         image = EncodedImage(image_file("png"))
 
         np.testing.assert_array_equal(
-            image.decode_reduced((0, 0, 80, 60), (1, 1)), image.decode((0, 0, 80, 60))
+            image.decode_reduced((0, 0, 80, 60), (1, 1)).pixels, image.decode((0, 0, 80, 60))
         )
 
 
