@@ -46,7 +46,7 @@ class _Decoders(threading.local):
 
 _decoders = _Decoders()
 # Two imports at the same time would each take the other's file for standard error.
-_importing = threading.Lock()
+_importing: dict[int, threading.Lock] = {}
 
 
 def name_of_decoder() -> str | None:
@@ -92,20 +92,12 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     return pixels if pixels.shape == (y_max - y_min, x_max - x_min, 3) else None
 
 
-def _renew_lock() -> None:
-    """In a forked child: a thread that held the lock does not exist there."""
-    global _importing
-    _importing = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
-
-
 @functools.cache
 def _codec() -> Any:
     """The module nvidia.nvimgcodec, or None."""
     try:
-        with _importing:
+        # A forked child has a lock of its own: a thread that held the parent's does not exist there.
+        with _importing.setdefault(os.getpid(), threading.Lock()):
             return _import_quietly("nvidia.nvimgcodec")
     except ImportError as error:
         log.debug("regions of JPEGs cannot be decoded: %s", error)
