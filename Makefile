@@ -27,7 +27,7 @@ demo: $(PHOTOS)/.ready
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-# What to run at each edit: under a minute on two cores.
+# What to run at each edit: about a minute on two cores.
 test-fast: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow and not matrix"
 
