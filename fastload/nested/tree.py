@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.nested.leaves import to_bytes
+from fastload.nested.leaves import IMAGE, to_bytes
 from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.nested.leaves import Array
+    from fastload.nested.leaves import Array, Leaf
 
 
 # Sequences that are values, and types whose objects hold no leaves.
@@ -281,12 +281,17 @@ def first_difference(one: Any, other: Any) -> str | None:
         if i >= len(other_paths) or other_paths[i] != path or spec.leaves[i] != other_spec.leaves[i]:
             return path
         if not _equal(
-            to_bytes(spec.leaves[i], values[i]), to_bytes(spec.leaves[i], other_values[i])
+            _content(spec.leaves[i], values[i]), _content(spec.leaves[i], other_values[i])
         ) and not (_equal_with_nan(values[i], other_values[i])):
             return path
     if len(other_paths) > len(paths):
         return other_paths[len(paths)]
     return None if spec.node == other_spec.node else "$"
+
+
+def _content(leaf: Leaf, value: Any) -> Any:
+    """The bytes that decide whether two values are equal; the path of an undecoded image does not."""
+    return bytes(value.content()) if leaf.kind == IMAGE else to_bytes(leaf, value)
 
 
 def _equal(one: Any, other: Any) -> bool:

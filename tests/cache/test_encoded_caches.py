@@ -488,3 +488,16 @@ def test_decode_is_checked_when_it_is_set_later(photos: Path) -> None:
         dataset[0]
     dataset.decode = "fast"
     assert dataset[0][0].shape == (SIDE, SIDE, 3)
+
+
+def test_the_files_of_a_folder_are_shared_under_another_spelling_of_its_path(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paths in the cached samples may differ: the content of the files decides."""
+    first = CachedDataset(ImageFolder(photos), cache="ram-encoded")
+    assert first.fill(num_workers=0, progress=False).num_cached == len(first)
+    monkeypatch.chdir(photos.parent)
+
+    second = CachedDataset(ImageFolder(photos.name), cache="ram-encoded")
+
+    assert second.cache_info().num_cached == len(first)
