@@ -98,7 +98,7 @@ class Pushdown:
         if self.obstacle is not None:
             return dict(self._pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
-        first = self._first_with(image)
+        first = _first_with(self._first, image, reduces=self._reduces)
         pipeline = first
         if self._is_compose:
             pipeline = _shallow_copy(self._pipeline)
@@ -108,30 +108,6 @@ class Pushdown:
         if output.get("image") is stand_in:  # the pipeline was not applied
             output["image"] = image.decode()
         return output
-
-    def _first_with(self, image: Any) -> Any:
-        """The first transform, applied to this image instead of the image that it is given."""
-        first = _shallow_copy(self._first)
-        apply = functools.partial(self._apply, image)
-        first._key2func = {**first._key2func, "image": apply}
-        return first
-
-    def _apply(self, image: EncodedImage, _: Any, **params: Any) -> Pixels:
-        """The first transform's `apply`, for an image that is not decoded yet."""
-        first = self._first
-        height, width, _channels = image.shape
-        if type(first).__name__ in _SCALINGS:
-            return _scaled(first, image, params)
-        x_min, y_min, x_max, y_max = box = params.get("crop_coords") or (0, 0, 0, 0)
-        is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
-        if not is_inside or params.get("pad_params") is not None:
-            return _pixels(first.apply(image.decode(), **params))
-        least = _target_size(first)
-        if self._reduces and least is not None:
-            return _resized(first, image.decode_reduced(box, least), least, params)
-        region = image.decode(box)
-        whole = (0, 0, region.shape[1], region.shape[0])
-        return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
 
     def _find_obstacle(self) -> str | None:
         first = self._first
@@ -160,10 +136,8 @@ class Pushdown:
         data = _targets_for(self._first, array)
         try:
             expected = copy.deepcopy(self._first)(**data)
-            first = copy.deepcopy(self._first)
-            step = Pushdown.__new__(Pushdown)
-            step._first, step._reduces = first, False
-            found = step._first_with(_Array(array))(**{**data, "image": np.empty_like(array)})
+            pushed = _first_with(copy.deepcopy(self._first), _Array(array), reduces=False)
+            found = pushed(**{**data, "image": np.empty_like(array)})
             is_equal = all(np.array_equal(expected[key], found[key]) for key in expected)
         except Exception as error:  # noqa: BLE001  # a class of another release, or one that needs other targets
             return f"{name} could not be tried without an image: {type(error).__name__}: {error}"
@@ -186,6 +160,31 @@ class _Array:
         """The pixels of the box, at full size."""
         pixels = self.decode(box)
         return Reduced(pixels, (0.0, 0.0, pixels.shape[1], pixels.shape[0]))
+
+
+def _first_with(first: Any, image: Any, *, reduces: bool) -> Any:
+    """The first transform, applied to this image instead of the image that it is given."""
+    copied = _shallow_copy(first)
+    apply = functools.partial(_apply, first, image, reduces)
+    copied._key2func = {**first._key2func, "image": apply}
+    return copied
+
+
+def _apply(first: Any, image: EncodedImage, reduces: bool, _: Any, **params: Any) -> Pixels:
+    """The first transform's `apply`, for an image that is not decoded yet."""
+    height, width, _channels = image.shape
+    if type(first).__name__ in _SCALINGS:
+        return _scaled(first, image, params)
+    x_min, y_min, x_max, y_max = box = params.get("crop_coords") or (0, 0, 0, 0)
+    is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
+    if not is_inside or params.get("pad_params") is not None:
+        return _pixels(first.apply(image.decode(), **params))
+    least = _target_size(first)
+    if reduces and least is not None:
+        return _resized(first, image.decode_reduced(box, least), least, params)
+    region = image.decode(box)
+    whole = (0, 0, region.shape[1], region.shape[0])
+    return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
 
 
 def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:

@@ -50,7 +50,7 @@ _importing: dict[int, threading.Lock] = {}
 
 
 def name_of_decoder() -> str | None:
-    """The library that decodes regions, with its version; None if there is none."""
+    """The library that decodes regions, with its version; None if no such library is installed."""
     codec = _codec()
     return None if codec is None else f"nvImageCodec {codec.__version__}"
 

@@ -73,7 +73,7 @@ class Epoch:
         start_ns: When `iter()` was called.
         ready_ns: When `iter()` returned.
         asked_ns: When the loop asked for one more batch after the last; 0 if it was left early or goes on.
-        end_ns: When it learnt that there is none; 0 likewise.
+        end_ns: When the loop learnt that there are no more batches; 0 likewise.
     """
 
     start_ns: int
