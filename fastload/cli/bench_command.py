@@ -228,7 +228,7 @@ def _check_writable(name: str, path: str | None) -> None:
 
 def _check_scratch(path: str | None) -> None:
     if path is not None and not os.path.isdir(path):
-        raise CommandError(f"--scratch should be a directory, but no directory exists at {path!r}: make it first")
+        raise CommandError(f"--scratch should be a directory, but {path!r} is not one: make it first")
 
 
 def _read_baseline(path: str) -> Result:
