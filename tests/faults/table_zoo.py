@@ -173,16 +173,24 @@ class Fault:
 
 
 class Samples:
-    """Sample i is full of i."""
+    """Sample i is full of i.
 
-    def __init__(self, fault: Fault) -> None:
+    Args:
+        fault: What happens to one of them.
+        hangs_at: The sample that a worker never finishes.
+    """
+
+    def __init__(self, fault: Fault, hangs_at: int | None = None) -> None:
         self.fault = fault
+        self.hangs_at = hangs_at
 
     def __len__(self) -> int:
         return SIZE
 
     def __getitem__(self, index: int) -> Any:
         self.fault.at("fetch", index)
+        if index == self.hangs_at:
+            _hang()
         return np.full((5, 5), index)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,10 +282,10 @@ class Packed:
         return int, (self.first,)
 
 
-def make_loader(name: str, stage: str, **options: Any) -> fastload.DataLoader:
-    """A loader with two workers that has one fault at one stage."""
+def make_loader(name: str, stage: str, *, hangs_at: int | None = None, **options: Any) -> fastload.DataLoader:
+    """A loader with two workers that has one fault at one stage, and may hang at another sample."""
     fault = Fault(name, stage)
-    dataset: Any = Nested(fault) if stage == "inner loader" else Samples(fault)
+    dataset: Any = Nested(fault) if stage == "inner loader" else Samples(fault, hangs_at)
     if stage == "transform":
         dataset = fastload.CachedDataset(dataset, transform=Transform(fault))
     return fastload.DataLoader(
