@@ -128,6 +128,10 @@ class ImageReadError(FastloadError, OSError):
         return type(self), (self.path, self.reason)
 
 
+class RemoteFolderError(FastloadError, OSError):
+    """A folder in an object store cannot be listed; the message names it and the reason."""
+
+
 # --- device ----------------------------------------------------------------------------------------------
 
 

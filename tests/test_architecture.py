@@ -23,6 +23,7 @@ LAYERS = [
     "errors",
     "system",
     "memory",
+    "files",
     "images",
     "nested",
     "rng",

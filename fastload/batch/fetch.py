@@ -20,6 +20,7 @@ from torch.utils.data import Subset
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.failed_sample import path_of
 from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
+from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import StackingInto, is_torch_default
 from fastload.errors import ResumeError, short_repr
@@ -66,8 +67,8 @@ class CachedSamples(Protocol):
     def __getitem__(self, index: int) -> Any:
         """The sample, transformed."""
 
-    def view(self, index: int) -> Any:
-        """The sample before the transform."""
+    def lend(self, index: int) -> Any:
+        """The sample before the transform, with decoded images, read-only."""
 
     def gather(self, indices: Any, allocate: Any) -> Any | None:
         """The whole batch in one call, or None."""
@@ -86,6 +87,7 @@ class Fetcher:
         worker_id: The worker, process or thread; None without workers.
 
     Attributes:
+        reads_ahead: Whether the dataset wants to know which samples are read next.
         replacer: Replaces samples that cannot be read; None if their errors are raised.
         num_samples: How many samples the last batch has; meaningless after an error.
         gathered_bytes: The bytes of the last batch, if it was gathered from a cache; 0 if it was not.
@@ -128,6 +130,7 @@ class Fetcher:
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
         self._stacking = StackingInto(arena) if in_worker else None
         self._cache = _find_cache(dataset)
+        self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
         if settings.on_error != "raise":
             self.replacer = Replacer(settings.on_error, settings.replacements, worker_id)
@@ -179,6 +182,8 @@ class Fetcher:
             self.replacer.begin(batch_id, index if self._auto_collation else [index])
         if self._num_to_read_again:
             self._read_again(index)
+        if self.reads_ahead:
+            self.announce(index)
         try:
             batch = self._fetch(index, origin)
             self._num_batches += 1
@@ -191,6 +196,13 @@ class Fetcher:
             if self._sample_rng is not None:
                 self._sample_rng.end()
         return to_channels_last(batch) if self._channels_last else batch
+
+    def announce(self, index: Any) -> None:
+        """Tell a dataset that reads ahead that the batch of ``index`` will be fetched."""
+        if not self._auto_collation:
+            read_ahead(self._dataset, [index])
+        elif hasattr(index, "__getitem__"):  # an iterator could not be read again
+            read_ahead(self._dataset, index)
 
     def place_of_error(self, index: Any, error: BaseException) -> str:
         """The sample at which the last `fetch` failed, in words; its whole index if the sample is unknown.
@@ -245,7 +257,12 @@ class Fetcher:
     def _read_samples(self, indices: Any, origin: StreamOrigin | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
-        if origin is None and hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        if (
+            origin is None
+            and not self.reads_ahead
+            and hasattr(dataset, "__getitems__")
+            and dataset.__getitems__
+        ):
             self.num_samples = operator.length_hint(indices)  # 0 if a sampler of the user's hides it
             try:
                 samples = dataset.__getitems__(indices)
@@ -298,7 +315,7 @@ class Fetcher:
         if self.replacer is not None:
             self._read_samples(indices, origin)
             return self._collated()
-        get: Callable[[Any], Any] = dataset.view
+        get: Callable[[Any], Any] = dataset.lend
         if dataset.transform is not None:
             get = self._seeded(dataset.__getitem__, indices, origin)
         rows = self._rows
@@ -430,7 +447,7 @@ def _reads_as_ours(dataset: Any) -> bool:
     return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
 
 
-_READING = frozenset(("__getitem__", "view", "_read", "gather"))  # the methods that read batches
+_READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
 
 
 @functools.lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
+from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
@@ -225,9 +226,16 @@ class CachedDataset(Dataset[Any]):
         """
         transform = self.transform  # read once: another thread may set it
         if transform is None:
-            sample = private_copy(self.view(index))
-            return decode_images(sample) if self._holds_images else sample
+            return private_copy(self.lend(index))
         return self._caller_of(transform)(lambda: self.view(index), index)
+
+    def lend(self, index: int) -> Any:
+        """The sample with decoded images, before the transform, for a caller that only reads it.
+
+        Arrays that come from the cache are read-only views of its memory.
+        """
+        sample = self.view(index)
+        return decode_images(sample) if self._holds_images else sample
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
@@ -297,6 +305,20 @@ class CachedDataset(Dataset[Any]):
             raise
         self._pace.put(self.cache, index, sample, read_s=read_s)
         return sample
+
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Tell the dataset inside which samples, of those that are not cached, are read next."""
+        wanted = []
+        for index in indices:
+            position = index + self._num_samples if index < 0 else index
+            if position not in self.cache:
+                wanted.append(position)
+        read_ahead(self._source, wanted)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the dataset inside wants to know which samples are read next."""
+        return reads_ahead(self._source)
 
     def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
         """A whole batch, equal to `default_collate([self[i] for i in indices])`, if it can be gathered.

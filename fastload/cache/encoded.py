@@ -7,17 +7,21 @@ A dataset hands out undecoded images if its samples hold `EncodedImage` values, 
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import leaves, map_leaves
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-class _Samples(Dataset[Any]):
+
+class DerivedSamples(Dataset[Any]):
     """A dataset whose samples are those of another dataset in another form.
 
     Attributes:
@@ -32,15 +36,24 @@ class _Samples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    def read_ahead(self, indices: Sequence[int]) -> None:
+        """Tell the other dataset which samples are read next."""
+        read_ahead(self.dataset, indices)
 
-class EncodedSamples(_Samples):
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the other dataset wants to know."""
+        return reads_ahead(self.dataset)
+
+
+class EncodedSamples(DerivedSamples):
     """The samples of a dataset that has ``encoded(index)``, with undecoded images."""
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset.encoded(index)
 
 
-class DecodedSamples(_Samples):
+class DecodedSamples(DerivedSamples):
     """The samples of a dataset that may give undecoded images, with decoded ones."""
 
     def __getitem__(self, index: int) -> Any:

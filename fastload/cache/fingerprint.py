@@ -2,7 +2,8 @@
 
 A wrong match would put wrong images into a training, so a fingerprint exists only in two cases:
 
-1. The dataset has a method `fingerprint()`, which returns a str, or a dict of str with named parts.
+1. The dataset has a method `fingerprint()`, which returns a str, or a dict of str with named parts. None
+   means that the dataset cannot say what its samples are.
 2. The user passes `key=`, which promises that this key always means these samples.
 
 torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and its cache is private.
@@ -88,7 +89,7 @@ def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    if not callable(getattr(inner, "fingerprint", None)):
+    if _source_parts(inner) is None:
         named, what_to_do = type(dataset).__name__, "add a fingerprint() to the dataset"
     else:
         named = f"prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
@@ -108,9 +109,8 @@ def _source_parts(dataset: Any) -> dict[str, str] | None:
     if type(dataset) is Subset:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
-    if not callable(getattr(dataset, "fingerprint", None)):
-        return None
-    return {"dataset": _qualified_name(type(dataset)), **_given_parts(dataset, "fingerprint")}
+    given = _given_parts(dataset, "fingerprint") if callable(getattr(dataset, "fingerprint", None)) else None
+    return None if given is None else {"dataset": _qualified_name(type(dataset)), **given}
 
 
 def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
@@ -121,9 +121,11 @@ def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
     return {name: f"{len(numbers)} samples, digest {digest_of(numbers)}"}
 
 
-def _given_parts(owner: Any, name: str) -> dict[str, str]:
-    """The result of a `fingerprint()` method, as parts."""
+def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
+    """The result of a `fingerprint()` method, as parts; None if it returned None."""
     given = owner.fingerprint()
+    if given is None:
+        return None
     parts = dict(given) if isinstance(given, Mapping) else {name: given}
     for part, value in parts.items():
         if not isinstance(part, str) or not isinstance(value, str):
@@ -135,7 +137,8 @@ def _given_parts(owner: Any, name: str) -> dict[str, str]:
 
 def _prepare_parts(prepare: Any) -> dict[str, str] | None:
     if callable(getattr(prepare, "fingerprint", None)):
-        return {f"prepare {part}": value for part, value in _given_parts(prepare, "fingerprint").items()}
+        given = _given_parts(prepare, "fingerprint")
+        return None if given is None else {f"prepare {part}": value for part, value in given.items()}
     if is_albumentations(prepare):
         import albumentations
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset, Subset
 
-from fastload.cache.encoded import DecodedSamples, decode_images
+from fastload.cache.encoded import DecodedSamples, DerivedSamples, decode_images
 from fastload.cache.sample_cache import BaseCache
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
-class PreparedDataset(Dataset[Any]):
+class PreparedDataset(DerivedSamples):
     """A dataset whose samples pass through a deterministic function once, before they are cached.
 
     Args:
@@ -35,21 +35,14 @@ class PreparedDataset(Dataset[Any]):
         prepare: An albumentations pipeline or any other callable, as CachedDataset takes them; it gets the
             dataset's own sample.
 
-    Attributes:
-        classes: The dataset's classes, for a file that is built from this dataset; None if it has none.
-
     Raises:
         TypeError: `prepare` cannot be called.
     """
 
     def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.prepare = prepare
-        self.classes = getattr(dataset, "classes", None)
         self._call = Call("prepare", prepare)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         sample = decode_images(self.dataset[index])

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastload.cli.source_argument import code_ended, open_source, open_transform
+from fastload.cli.source_argument import code_ended, is_folder, open_source, open_transform
 from fastload.cli.terminal import Answer, CommandError, ExitCode
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
@@ -352,7 +352,7 @@ class _Bench:
             ) from error
         if found.why_no_batch:
             cure = "add --transform MODULE:NAME, such as a crop that gives samples of one shape"
-            if os.path.isdir(source):
+            if is_folder(source):
                 cure = f"add a size with both sides such as --size 224x224, or {cure}"
             raise CommandError(
                 f"the samples of {source} cannot be collated to a batch: {found.why_no_batch}: {cure}"

@@ -14,7 +14,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.source_argument import code_ended, open_source, refuse_random
+from fastload.cli.source_argument import code_ended, is_folder, open_source, refuse_random
 from fastload.cli.terminal import Answer, CommandError, ExitCode, table
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from fastload.system.sizes import readable_size
@@ -86,7 +86,7 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
     _check_directory(os.path.dirname(path))
     try:
         dataset = open_source(source, size)
-        if not os.path.isdir(source):
+        if not is_folder(source):
             refuse_random(dataset)
         with warnings.catch_warnings():
             # The user chose the number of workers, or it is the number of cores.

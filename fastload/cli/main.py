@@ -110,8 +110,9 @@ def build(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
-            "without arguments that returns one. The working directory is searched for MODULE, too.",
+            help="A folder with a folder of images for each class: a path, or a URL such as "
+            "s3://bucket/train; or MODULE:NAME, a dataset or a function without arguments that returns one. "
+            "The working directory is searched for MODULE, too.",
         ),
     ],
     dest: Annotated[
@@ -409,8 +410,8 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SOURCE]",
-            help="A folder with a folder of images for each class, or MODULE:NAME of a dataset: show which "
-            "cache fits it, instead of the machine.",
+            help="A folder or a URL with a folder of images for each class, or MODULE:NAME of a dataset: "
+            "show which cache fits it, instead of the machine.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -436,8 +437,9 @@ def bench(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A folder with a folder of images for each class; or MODULE:NAME, a dataset or a function "
-            "without arguments that returns one. The working directory is searched for MODULE, too.",
+            help="A folder with a folder of images for each class: a path, or a URL such as "
+            "s3://bucket/train; or MODULE:NAME, a dataset or a function without arguments that returns one. "
+            "The working directory is searched for MODULE, too.",
         ),
     ],
     transform: Annotated[

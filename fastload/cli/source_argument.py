@@ -1,5 +1,7 @@
 """Open the SOURCE argument of the command line: a folder of images, or MODULE:NAME of a map-style dataset.
 
+The folder is a path, or a URL that fsspec reads.
+
 MODULE is imported as by `python -m`: from the working directory first.
 """
 
@@ -28,7 +30,7 @@ def open_source(source: str, size: str | None) -> Any:
     Raises:
         CommandError: SOURCE names no dataset.
     """
-    if os.path.isdir(source):
+    if is_folder(source):
         return _open_folder(source, _parse_size(size))
     module, name = _parse_names(source)
     if size is not None:
@@ -48,6 +50,13 @@ def open_source(source: str, size: str | None) -> Any:
             f"object of type {type(dataset).__name__}"
         )
     return dataset
+
+
+def is_folder(source: str) -> bool:
+    """Whether SOURCE is a folder of images, on this machine or at a URL."""
+    from fastload.files.remote import is_url
+
+    return is_url(source) or os.path.isdir(source)
 
 
 def open_transform(name: str) -> Any:
@@ -94,6 +103,8 @@ def _open_folder(root: str, size: int | tuple[int, int] | None) -> Any:
         return ImageFolder(root, size)
     except FileNotFoundError as error:
         raise CommandError(_why_no_folder(root)) from error
+    except (ImportError, ValueError) as error:  # of the URL's protocol
+        raise CommandError(str(error)) from error
 
 
 def _why_no_folder(root: str) -> str:

@@ -1,6 +1,6 @@
 """ImageFolder: a dataset of images in one folder per class, by torchvision's convention.
 
-It runs in the process that indexes the dataset, which is mostly a worker.
+It runs in the process that indexes the dataset, which is mostly a worker. The folder may be remote.
 
 Rules:
 1. Classes, their numbers and the order of samples are the same as in torchvision's ImageFolder: a checkpoint
@@ -8,26 +8,34 @@ Rules:
 2. The list of files is three flat objects (the paths' bytes, their offsets, and where each class starts).
    Every forked worker would copy a Python list of 1.2 million tuples page by page, because reading an element
    writes its reference count.
-3. The constructor lists folders and opens no file.
+3. The constructor lists folders and opens no image.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import operator
 import os
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.images.decode import DECODE_VERSION, check_size, read_image
+from fastload.files.listing import Listing, arrange
+from fastload.files.local import list_folder
+from fastload.files.read_ahead import ReadAhead
+from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
+from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     import numpy.typing as npt
 
@@ -35,6 +43,7 @@ T = TypeVar("T")
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _DIGEST_BYTES = 16
+_ListingMode = Literal["use", "save", "ignore"]
 
 
 class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
@@ -43,12 +52,22 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array and an int. This
     class applies no transform; `fastload.CachedDataset` takes one.
 
+    A remote folder is read through fsspec (needs the extra `remote`, and the package of the protocol, such as
+    s3fs). Files are read whole, up to 64 at the same time in each process: fastload's loader announces the
+    next batches of each worker to `read_ahead`, and torch's loader reads the files of one batch together.
+    Connections that fail are tried again.
+
     Args:
-        root: The folder that holds a folder for each class. Files are found at any depth below the class
-            folders, also through symbolic links.
+        root: The folder that holds a folder for each class: a path, or a URL of fsspec such as
+            ``s3://bucket/train``. Files are found at any depth below the class folders, also through symbolic
+            links.
         size: As for `fastload.read_image`: None, the shorter side, or (height, width).
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
+        storage_options: For a URL: arguments of fsspec's file system, such as credentials.
+        listing: For a URL: ``"use"`` takes the list of files that is saved in the folder, or lists the folder
+            if there is none; ``"save"`` lists it and saves the list there, for folders that do not change;
+            ``"ignore"`` lists it.
 
     Attributes:
         root: As given.
@@ -59,8 +78,11 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     Raises:
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
+        ImportError: if a package for the URL's protocol is missing.
+        RemoteFolderError: if a remote folder cannot be listed.
         TypeError: if ``size`` or ``extensions`` is of another type.
-        ValueError: if ``size`` is not positive.
+        ValueError: if ``size`` is not positive, ``listing`` has another value, or an option for URLs is given
+            with a path.
     """
 
     def __init__(
@@ -70,23 +92,35 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         *,
         extensions: Iterable[str] = IMAGE_EXTENSIONS,
         allow_empty: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
         if isinstance(extensions, str):
             msg = f"extensions must be a collection such as ('.jpg',), got the string {extensions!r}"
             raise TypeError(msg)
+        if listing not in get_args(_ListingMode):
+            msg = f'listing should be "use", "save" or "ignore", but got {listing!r}'
+            raise ValueError(msg)
         self.root = os.fspath(root)
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
-        self.classes = _find_classes(self.root)
+        self._remote = RemoteFolder(self.root, storage_options) if is_url(self.root) else None
+        self._ahead: tuple[int, ReadAhead] | None = None  # process, and what it reads ahead
+        if self._remote is None:
+            if storage_options is not None or listing != "use":
+                msg = f"storage_options= and listing= are for URLs, but root is the path {self.root!r}"
+                raise ValueError(msg)
+            self._root = local_path(self.root)
+            found = list_folder(self._root, self.extensions)
+        else:
+            self._root = self._remote.url
+            found = _list_remote(self._remote, self.extensions, listing)
+        self.classes = found.classes
+        if not self.classes:
+            msg = f"Couldn't find any class folder in {self.root}."
+            raise FileNotFoundError(msg)
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
-        paths: list[bytes] = []
-        class_starts = [0]
-        for name in self.classes:
-            paths += _find_files(self.root, name, self.extensions)
-            class_starts.append(len(paths))
-        empty = [
-            name for label, name in enumerate(self.classes) if class_starts[label] == class_starts[label + 1]
-        ]
+        empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
         if empty and not allow_empty:
             msg = (
                 f"Found no valid file for the classes {', '.join(empty)} in {self.root}. "
@@ -94,9 +128,12 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
                 "Pass allow_empty=True to keep classes without images."
             )
             raise FileNotFoundError(msg)
+        paths = [path for files in found.names for path in files]
         self._paths = b"".join(paths)  # relative to root
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
-        self._class_starts = np.array(class_starts, dtype=np.int64)
+        self._class_starts = np.cumsum([0, *map(len, found.names)], dtype=np.int64)
+        self._nbytes = found.nbytes
+        self._digest = found.digest
 
     def __len__(self) -> int:
         return len(self._path_ends)
@@ -108,11 +145,43 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             ImageReadError: if the file cannot be read.
             IndexError: if there is no such sample.
         """
-        path, label = self._sample(index)
-        return read_image(path, self.size), label
+        number = _resolve(index, len(self))
+        path, label = self._sample(number)
+        if self._remote is None:
+            return read_image(path, self.size), label
+        return decode(self._content(number), path, self.size), label
+
+    @property
+    def __getitems__(self) -> Callable[[list[int]], list[Any]] | None:
+        """Returns the samples of a batch, for torch's loader; None unless the folder is remote."""
+        return None if self._remote is None else self._read_batch
+
+    def _read_batch(self, indices: list[int]) -> list[Any]:
+        self.read_ahead(indices)
+        try:
+            return [self[index] for index in indices]  # through the `__getitem__` of a subclass
+        except BaseException:
+            self._reader().forget(_resolved(indices, len(self)))  # the files after an error are not taken
+            raise
+
+    def read_ahead(self, indices: Iterable[int]) -> None:
+        """Begin to read the files of these samples in the background, in this order; never blocks.
+
+        fastload's loader calls this for the next batches. A dataset of yours that holds an ImageFolder may
+        have a method of this name that calls it. Nothing happens unless the folder is remote, and indices
+        without a sample are ignored. The files of samples that are not read later are dropped when their
+        memory is needed: a process keeps at most 256 MiB of files that were read and not decoded.
+        """
+        if self._remote is not None:
+            self._reader().announce(_resolved(indices, len(self)))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_ahead` has an effect: whether the folder is remote."""
+        return self._remote is not None
 
     def encoded(self, index: int) -> tuple[EncodedImage, int]:
-        """The image before it is decoded, and its label; no file is opened.
+        """The image before it is decoded, and its label; no file of this machine is opened.
 
         Raises:
             IndexError: if there is no such sample.
@@ -124,8 +193,11 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
                 "no undecoded ones: omit size=, and let the transform begin with a crop or a resize"
             )
             raise ValueError(msg)
-        path, label = self._sample(index)
-        return EncodedImage(path), label
+        number = _resolve(index, len(self))
+        path, label = self._sample(number)
+        if self._remote is None:
+            return EncodedImage(path), label
+        return EncodedImage.of(self._content(number), path), label
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
@@ -139,31 +211,63 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         """Every label, as a view; ``np.asarray(folder.targets)`` is fast."""
         return TargetsView(self._label, self._class_starts)
 
-    def fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str] | None:
         """What the samples are made of, in named parts, which change with any file, ``size`` and the classes.
 
         Covers the class names, and for each file its path below ``root``, its length and its modification
         time, but not its content. The method calls stat for every file, which takes seconds for a million.
+        The files of a remote folder have the lengths and the versions (such as ETags) that they had when the
+        folder was listed. If the store states no versions, as most web servers do, the result is None: give
+        `CachedDataset` a ``key``.
 
         Raises:
             ImageReadError: if a file does not exist any more.
         """
+        files = self._digest if self._remote is not None else self._local_digest()
+        if files is None:
+            return None
+        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=_DIGEST_BYTES)
+        return {
+            "files": f"{len(self)} files, digest {files}",
+            "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
+            "size": str(self.size),
+            "decoder": f"version {DECODE_VERSION}",
+        }
+
+    def _local_digest(self) -> str:
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for number in range(len(self)):
             name = self._relative_path(number)
-            path = os.path.join(self.root, os.fsdecode(name))
+            path = os.path.join(self._root, os.fsdecode(name))
             try:
                 stat = os.stat(path)
             except OSError as error:
                 raise ImageReadError(path, error.strerror or str(error)) from error
             digest.update(b"\0%s\0%d %d" % (name, stat.st_size, stat.st_mtime_ns))
-        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=_DIGEST_BYTES)
-        return {
-            "files": f"{len(self)} files, digest {digest.hexdigest()}",
-            "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
-            "size": str(self.size),
-            "decoder": f"version {DECODE_VERSION}",
-        }
+        return digest.hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": None}
+
+    def _reader(self) -> ReadAhead:
+        """Reads the remote files of this process; a forked process has none of its parent's threads."""
+        found = self._ahead
+        if found is None or found[0] != os.getpid():
+            remote, paths, path_ends, nbytes = self._remote, self._paths, self._path_ends, self._nbytes
+            if remote is None or nbytes is None:
+                raise AssertionError("only a remote folder is read ahead")
+
+            def read(number: int) -> bytes:  # the threads must not keep this folder alive
+                return remote.read(os.fsdecode(_path_at(paths, path_ends, number)), int(nbytes[number]))
+
+            reader = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
+            weakref.finalize(self, reader.close).atexit = False
+            self._ahead = found = os.getpid(), reader
+        return found[1]
+
+    def _content(self, number: int) -> bytes:
+        """The content of a remote file."""
+        return self._reader().take(number)
 
     def __repr__(self) -> str:
         lines = [
@@ -177,7 +281,8 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     def _sample(self, index: int) -> tuple[str, int]:
         number = _resolve(index, len(self))
-        return os.path.join(self.root, os.fsdecode(self._relative_path(number))), self._label(number)
+        name = os.fsdecode(self._relative_path(number))
+        return os.path.join(self._root, name), self._label(number)
 
     def _label(self, index: int) -> int:
         number = _resolve(index, len(self))
@@ -185,8 +290,12 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return int(np.searchsorted(self._class_starts, number, side="right")) - 1
 
     def _relative_path(self, number: int) -> bytes:
-        start = self._path_ends[number - 1] if number else 0
-        return self._paths[start : self._path_ends[number]]
+        return _path_at(self._paths, self._path_ends, number)
+
+
+def _path_at(paths: bytes, path_ends: npt.NDArray[np.int64], number: int) -> bytes:
+    start = path_ends[number - 1] if number else 0
+    return paths[start : path_ends[number]]
 
 
 class SequenceView(Sequence[T]):
@@ -241,39 +350,21 @@ def _resolve(index: int, length: int) -> int:
     return number % length
 
 
-def _find_classes(root: str) -> list[str]:
-    with os.scandir(root) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir())
-    if not classes:
-        msg = f"Couldn't find any class folder in {root}."
-        raise FileNotFoundError(msg)
-    return classes
+def _resolved(indices: Iterable[Any], length: int) -> Iterator[int]:
+    """The numbers of the samples that exist; reading another one raises its error later."""
+    for index in indices:
+        with contextlib.suppress(IndexError, TypeError):
+            yield _resolve(index, length)
 
 
-def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
-    """A class's image files as paths below ``root``: folder by folder, sorted, in torchvision's order."""
-    found = []
-    for folder, files in sorted(_walk(os.path.join(root, name))):
-        below_root = os.path.relpath(folder, root)
-        found += [
-            os.fsencode(os.path.join(below_root, file))
-            for file in sorted(files)
-            if file.lower().endswith(extensions)
-        ]
-    return found
-
-
-def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Every folder below ``top`` with its files; follows links, except those that lead back to a parent."""
-    for folder, subfolders, files in os.walk(top, onerror=_raise, followlinks=True):
-        here = os.path.realpath(folder) + os.sep
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if not here.startswith(os.path.join(os.path.realpath(os.path.join(folder, name)), ""))
-        ]
-        yield folder, files
-
-
-def _raise(error: OSError) -> None:
-    raise error  # a folder that cannot be listed must not look like an empty one
+def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str) -> Listing:
+    saved = remote.saved_list() if listing == "use" else None
+    if saved is not None:
+        created_s, classes, files = saved
+        when = datetime.fromtimestamp(created_s).strftime("%Y-%m-%d %H:%M")
+        log.info("%s: %d files, from the list that was saved there on %s", remote.url, len(files), when)
+    else:
+        classes, files = remote.list_files()
+        if listing == "save":
+            remote.save_list(classes, files)
+    return arrange(classes, files, extensions)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
@@ -54,6 +54,10 @@ class Received:
         self._data = data
         self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
         self.is_cut = len(fds) < num_fds
+
+    def is_of(self, data: bytes) -> bool:
+        """Whether this is the message of these bytes: of this object, not of equal ones."""
+        return self._data is data
 
     @property
     def is_readable(self) -> bool:
@@ -156,10 +160,9 @@ class Channel:
 
         Returns None if no message has arrived yet (in the parent), or if the other end has gone (in both).
         """
-        if self._inbox:
-            self._arrived.clear()  # the same message, if a signal came between the last two lines
-            return self._inbox[0]
-        if not self._arrived:
+        if self._arrived:
+            self._settle()
+        if not self._inbox:
             try:
                 self._receive()
             except BlockingIOError:
@@ -168,20 +171,33 @@ class Channel:
                 # The other end closed with messages unread. Linux reports that once, before what it had sent.
                 with contextlib.suppress(BlockingIOError, ConnectionResetError):
                     self._receive()
-            if not self._arrived:
-                return None
-        data, ancillary, _, _ = self._arrived[0]
-        if not data:
-            self._arrived.clear()
-            return None
-        self._inbox.append(Received(data, _descriptors(ancillary)))
-        self._arrived.clear()
-        return self._inbox[0]
+            self._settle()
+        return self._inbox[0] if self._inbox else None
 
-    def _receive(self) -> None:
+    def waiting(self) -> Iterable[Received]:
+        """The messages that have arrived and were not taken out; receives without waiting."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while True:
+                if self._arrived:
+                    self._settle()
+                self._receive(socket.MSG_DONTWAIT)
+                if not self._arrived[0][0]:
+                    break  # the other end has gone
+        self._settle()
+        return tuple(self._inbox)
+
+    def _receive(self, flag: int = 0) -> None:
         # One call moves the message from the socket into the deque: if a signal handler raises, the message
         # is still in one of the two.
-        self._arrived.extend(map(self._socket.recvmsg, *self._receive_arguments))
+        nbytes, ancillary_bytes, (flags,) = self._receive_arguments
+        self._arrived.extend(map(self._socket.recvmsg, nbytes, ancillary_bytes, (flags | flag,)))
+
+    def _settle(self) -> None:
+        """Move the received message to the inbox; calling this again after a signal changes nothing."""
+        for data, ancillary, _, _ in self._arrived:
+            if data and not (self._inbox and self._inbox[-1].is_of(data)):
+                self._inbox.append(Received(data, _descriptors(ancillary)))
+        self._arrived.clear()
 
     def take_out(self) -> None:
         """Remove the message that `peek` returned, and close its descriptors."""

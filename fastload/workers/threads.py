@@ -284,6 +284,10 @@ class _Worker:
             return Kind.ERROR
         self._buffers.begin()
         try:
+            if self._fetcher.reads_ahead:
+                for coming in self.sent.copy():
+                    if coming.number >= task.number:
+                        self._fetcher.announce(coming.index)
             task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.batch_id))
             task.size = self._fetcher.num_samples, self._fetcher.gathered_bytes or nbytes_of(task.payload)
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)

@@ -195,6 +195,7 @@ class _Worker:
         self._init_error: bytes | None = None
         self._job: Job | None = None
         self._last_number = -1  # the number of the last message received
+        self._last_announced = -1  # the number of the last message whose samples the dataset knows of
         try:
             _be_quiet()
             self._job = job = setup.job.load()
@@ -318,8 +319,20 @@ class _Worker:
         self._new_segment = None
         self._arena.begin(memory)
 
+    def _announce(self, message: Fetch, fetcher: Fetcher) -> None:
+        """Tell a dataset that reads ahead about this batch, and those whose messages are here already."""
+        fetcher.announce(message.index)
+        for received in self._channel.waiting():
+            if received.number > self._last_announced:
+                self._last_announced = received.number
+                coming = self._read(received)
+                if isinstance(coming, Fetch):
+                    fetcher.announce(coming.index)
+
     def _fetch(self, message: Fetch, fetcher: Fetcher) -> Reply:
         try:
+            if fetcher.reads_ahead:
+                self._announce(message, fetcher)
             batch = fetcher.fetch(message.index, message.origin, message.batch_id)
             failed = () if fetcher.replacer is None else tuple(fetcher.replacer.failed)
             return Reply(Kind.BATCH, pack(batch, self._arena), failed=failed)

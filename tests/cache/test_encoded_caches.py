@@ -147,6 +147,28 @@ def test_torchs_loader(name: str, photos: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_without_a_transform_gives_decoded_images(
+    name: str, num_workers: int, photos: Path, tmp_path: Path
+) -> None:
+    """Whole images, as ImageFolder gives them; one in a batch, because their sizes differ."""
+    folder = ImageFolder(photos)
+    loader = (
+        fastload.DataLoader(
+            opened(name, folder, None, tmp_path), num_workers=num_workers, multiprocessing_context="fork"
+        )
+        if num_workers
+        else fastload.DataLoader(opened(name, folder, None, tmp_path))
+    )
+
+    found = [images[0].numpy() for images, _ in loader]
+
+    assert len(found) == NUM_IMAGES
+    for index, image in enumerate(found):
+        np.testing.assert_array_equal(image, folder[index][0])
+
+
+@pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("function", [None, lambda sample: sample], ids=["none", "same"])
 def test_whole_images(name: str, function: Any, photos: Path, tmp_path: Path) -> None:
     """Without a pipeline of albumentations, samples hold the decoded images; they are writable."""

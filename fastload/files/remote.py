@@ -1,0 +1,265 @@
+"""RemoteFolder: a folder that fsspec reads, such as `s3://bucket/train`.
+
+fsspec and the package of the protocol are imported when the first file is read or listed. Rules:
+
+1. Each process makes its own file system, because those of fsspec must not be used after a fork. The object
+   pickles as its URL and its options.
+2. An error that may pass (a connection, a time-out, a busy server, a body that was cut short) is tried again
+   with growing pauses. An error that cannot pass (no such file, no permission) is raised at once.
+3. A body of another length than the list of files says is never returned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastload.errors import ImageReadError, RemoteFolderError
+from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, to_bytes
+from fastload.system.logs import log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+# The most files that one process reads at the same time.
+READS_AT_ONCE = 64
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
+_LOCAL_PREFIX = "file://"
+_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
+_PERMANENT = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
+)
+# Fields in which file systems of fsspec state the version of a file, the best first.
+_VERSION_FIELDS = (
+    *("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation"),
+    *("mtime", "LastModified", "last_modified", "updated", "created"),
+)
+
+
+def is_url(path: str) -> bool:
+    """Whether a path names a folder that fsspec reads: `s3://...`, or chained protocols: `zip::...`."""
+    return _URL.match(path) is not None and not path.startswith(_LOCAL_PREFIX)
+
+
+def local_path(path: str) -> str:
+    """The path without `file://`."""
+    return path.removeprefix(_LOCAL_PREFIX)
+
+
+class RemoteFolder:
+    """A folder in an object store, or on a server.
+
+    Args:
+        url: Any URL of fsspec.
+        storage_options: Arguments for fsspec's file system, such as credentials.
+
+    Attributes:
+        url: The URL without a slash at its end.
+    """
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._options = dict(storage_options or {})
+        self._opened: tuple[int, Any, str] | None = None  # process, file system, path of the folder
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def path(self, name: str) -> str:
+        """The URL of a file, for people."""
+        return f"{self.url}/{name}"
+
+    def list_files(self) -> tuple[list[str], list[RemoteFile]]:
+        """The folders directly below this folder, and all files at any depth below them.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            RemoteFolderError: It cannot be listed.
+            ImportError: A package is missing.
+        """
+        # A file system of its own: others keep the entries of all folders that they list in memory.
+        fs, root = _open(self.url, {**self._options, "use_listings_cache": False})
+        top = _retried(lambda: fs.ls(root, detail=True), self._list_failed)
+        prefix = root.rstrip("/") + "/"
+        names = [_below(entry["name"], prefix) for entry in top if entry["type"] == "directory"]
+        classes = sorted({name for name in names if name})
+
+        def find(name: str) -> list[RemoteFile]:
+            found = _retried(lambda: fs.find(prefix + name, detail=True), self._list_failed)
+            return [_file(_below(path, prefix), entry) for path, entry in found.items()]
+
+        with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
+            return classes, [file for files in threads.map(find, classes) for file in files]
+
+    def _list_failed(self, error: Exception, tried: str) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(f"there is no folder at {self.url}")
+        return RemoteFolderError(f"cannot list {self.url}: {_reason(error)}{tried}")
+
+    def saved_list(self) -> tuple[float, list[str], list[RemoteFile]] | None:
+        """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
+
+        Raises:
+            RemoteFolderError: The list is there, and cannot be read.
+        """
+        fs, root = self._file_system()
+        path = f"{root.rstrip('/')}/{SAVED_NAME}"
+        try:
+            data = _retried(lambda: fs.cat_file(path), self._saved_failed)
+        except FileNotFoundError:
+            return None
+        try:
+            return from_bytes(data)
+        except ValueError as error:
+            raise RemoteFolderError(
+                f"cannot use the list of files {self.path(SAVED_NAME)}: {error}. Pass listing='save' to "
+                "replace it, or listing='ignore'"
+            ) from error
+
+    def _saved_failed(self, error: Exception, tried: str) -> Exception:
+        if isinstance(error, FileNotFoundError):
+            return error
+        return RemoteFolderError(
+            f"cannot read the list of files {self.path(SAVED_NAME)}: {_reason(error)}{tried}. Pass "
+            "listing='ignore' to list the folder instead"
+        )
+
+    def save_list(self, classes: list[str], files: list[RemoteFile]) -> None:
+        """Write the list of files into the folder.
+
+        Raises:
+            RemoteFolderError: It cannot be written.
+        """
+        fs, root = self._file_system()
+        data = to_bytes(classes, files)
+        path = f"{root.rstrip('/')}/{SAVED_NAME}"
+
+        def failed(error: Exception, tried: str) -> Exception:
+            return RemoteFolderError(
+                f"cannot write the list of files {self.path(SAVED_NAME)}: {_reason(error)}{tried}"
+            )
+
+        _retried(lambda: fs.pipe_file(path, data), failed)
+
+    def read(self, name: str, nbytes: int) -> bytes:
+        """The content of a file.
+
+        Args:
+            name: Its path below the folder.
+            nbytes: Its length in the list of files, or `UNKNOWN_BYTES`.
+
+        Raises:
+            ImageReadError: The file cannot be read, or has another length.
+        """
+        fs, root = self._file_system()
+        path = f"{root.rstrip('/')}/{name}"
+
+        def attempt() -> bytes:
+            data: bytes = fs.cat_file(path)
+            if nbytes not in (UNKNOWN_BYTES, len(data)):
+                raise _OtherLengthError(
+                    f"{len(data):,} bytes arrived, but the file had {nbytes:,} when the folder was listed"
+                )
+            return data
+
+        def failed(error: Exception, tried: str) -> Exception:
+            return ImageReadError(self.path(name), f"{_reason(error)}{tried}")
+
+        return _retried(attempt, failed)
+
+    def _file_system(self) -> tuple[Any, str]:
+        opened = self._opened
+        if opened is None or opened[0] != os.getpid():
+            self._opened = opened = (os.getpid(), *_open(self.url, self._options))
+        return opened[1:]
+
+
+class _OtherLengthError(OSError):
+    """A body was cut short, or the file was replaced after the folder was listed."""
+
+
+def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    try:
+        import fsspec.core
+    except ImportError as error:
+        raise ImportError(
+            f"{url} is not on this machine, and remote files need the package fsspec: pip install "
+            '"fastload-torch[remote]"'
+        ) from error
+    protocol = _URL.match(url)
+    name = "" if protocol is None else protocol.group().rstrip(":/")
+    if name in ("s3", "s3a"):
+        options = _with_connections(options)
+    try:
+        # Without fsspec's table of instances, connections are closed once the folder is not used any more.
+        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
+    except ImportError as error:
+        raise ImportError(f"{url} needs a package that is not installed: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"cannot open {url}: {error}") from error
+    return fs, root
+
+
+def _with_connections(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of s3fs with as many connections as this module reads files at once; its default is ten."""
+    config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
+    return {**options, "config_kwargs": config}
+
+
+def _retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:
+    """The result of the first attempt that succeeds.
+
+    Args:
+        attempt: What to try.
+        failed: Makes the error to raise from the last error and a clause about the attempts.
+    """
+    started_s = time.monotonic()
+    number = 0
+    while True:
+        number += 1
+        try:
+            return attempt()
+        except _PERMANENT as error:
+            raise failed(error, "") from error
+        except Exception as error:
+            if number == _ATTEMPTS:
+                took_s = time.monotonic() - started_s
+                raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
+            pause_s = _pause_s(number)
+            log.info("attempt %d failed and is repeated in %.1f s: %s", number, pause_s, _reason(error))
+            _sleep(pause_s)
+
+
+def _pause_s(number: int) -> float:
+    """The pause after a failed attempt: half of it random, so that processes do not all come back at once.
+
+    The random part does not come from `random`, whose state belongs to the user's code.
+    """
+    return _FIRST_PAUSE_S * float(2 ** (number - 1)) * (0.5 + os.urandom(1)[0] / 510)
+
+
+_sleep = time.sleep  # tests replace it
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or repr(error)
+    return text if isinstance(error, _OtherLengthError) else f"{type(error).__name__}: {text}"
+
+
+def _below(path: str, prefix: str) -> str:
+    """A path below the folder; empty for the folder itself and for anything outside of it."""
+    return path.rstrip("/").removeprefix(prefix) if path.startswith(prefix) else ""
+
+
+def _file(name: str, entry: Mapping[str, Any]) -> RemoteFile:
+    size = entry.get("size")
+    version = next((str(entry[field]) for field in _VERSION_FIELDS if entry.get(field)), "")
+    return RemoteFile(name, UNKNOWN_BYTES if size is None else int(size), version)

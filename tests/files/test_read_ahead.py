@@ -1,0 +1,208 @@
+"""Announced files are read in threads, in bounded memory; `take` always returns the right file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastload.files.read_ahead import ReadAhead
+from tests.kit.remote import TIMEOUT_S, meet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+NBYTES = 100
+
+
+def content(number: int) -> bytes:
+    """The content of a file."""
+    return number.to_bytes(4, "big") * (NBYTES // 4)
+
+
+class Store:
+    """Records which files are read."""
+
+    def __init__(self, gate: Callable[[], object] = lambda: None) -> None:
+        self.gate = gate
+        self.reads: list[int] = []
+
+    def read(self, number: int) -> bytes:
+        """The content."""
+        self.gate()
+        self.reads.append(number)
+        return content(number)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., ReadAhead]]:
+    """Makes readers, and closes them after the test."""
+    made: list[ReadAhead] = []
+
+    def make(read: Callable[[int], bytes], **options: int) -> ReadAhead:
+        made.append(ReadAhead(read, lambda _: NBYTES, **{"num_threads": 8, **options}))
+        return made[-1]
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+def test_announced_files_are_read_at_the_same_time(opened: Callable[..., ReadAhead]) -> None:
+    """No read ends before eight have begun."""
+    reader = opened(Store(meet(8)).read)
+
+    reader.announce(range(8))
+
+    assert [reader.take(number) for number in range(8)] == [content(number) for number in range(8)]
+
+
+def test_an_announced_file_is_read_once(opened: Callable[..., ReadAhead]) -> None:
+    """Announcing it again, or taking it while it is being read, does not read it again."""
+    store = Store()
+    reader = opened(store.read, num_threads=1)
+    reader.announce([1, 2, 1])
+    reader.announce([2, 1])
+
+    found = [reader.take(number) for number in (1, 2)]
+
+    assert found == [content(1), content(2)]
+    assert sorted(store.reads) == [1, 2]
+
+
+def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Callable[..., ReadAhead]) -> None:
+    """The only thread is stuck in another file."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def read(number: int) -> bytes:
+        if number == 0:
+            begun.set()
+            may_end.wait(TIMEOUT_S)
+        return content(number)
+
+    reader = opened(read, num_threads=1)
+    reader.announce([0, 1])
+    begun.wait(TIMEOUT_S)
+
+    found = reader.take(1)
+    may_end.set()
+
+    assert found == content(1)
+    assert reader.take(0) == content(0)
+
+
+def test_an_error_is_raised_by_take_and_the_next_take_reads_again(opened: Callable[..., ReadAhead]) -> None:
+    """The error is that of the file, not of those beside it."""
+    errors = [OSError("gone")]
+
+    def read(number: int) -> bytes:
+        if number == 1 and errors:
+            raise errors.pop()
+        return content(number)
+
+    reader = opened(read)
+    reader.announce([0, 1, 2])
+
+    assert reader.take(0) == content(0)
+    with pytest.raises(OSError, match="gone"):
+        reader.take(1)
+    assert reader.take(2) == content(2)
+    assert reader.take(1) == content(1)
+
+
+def test_files_that_nobody_takes_make_room(opened: Callable[..., ReadAhead]) -> None:
+    """A full window of an epoch that was broken off does not end reading ahead."""
+    store = Store()
+    reader = opened(store.read, num_threads=2, window_bytes=4 * NBYTES)
+    reader.announce(range(100, 150))  # nobody takes these
+    _until(lambda: len(store.reads) >= 4)
+    reader.announce(range(10))
+
+    found = [reader.take(number) for number in range(10)]
+    reader.announce(range(10, 14))
+    _until(lambda: any(number in store.reads for number in range(10, 14)))
+
+    assert found == [content(number) for number in range(10)]
+
+
+def test_files_that_are_read_and_not_taken_fit_into_the_window(opened: Callable[..., ReadAhead]) -> None:
+    """With room for five files, five are read; for each one that is taken, one more."""
+    store = Store()
+    reader = opened(store.read, num_threads=8, window_bytes=5 * NBYTES)
+    reader.announce(range(20))
+
+    def has_read(count: int) -> bool:
+        return len(store.reads) == count and reader._num_idle == 8
+
+    for number in range(15):
+        _until(functools.partial(has_read, number + 5))
+        assert reader._used_bytes == 5 * NBYTES
+        assert reader.take(number) == content(number)
+
+
+def test_close_ends_the_threads(opened: Callable[..., ReadAhead]) -> None:
+    """Files that are being read come to an end first; `take` reads by itself afterwards."""
+    reader = opened(Store().read)
+    reader.announce(range(20))
+
+    reader.close()
+    reader.announce([3])
+
+    _until(lambda: not any(t.name == "fastload-read-ahead" for t in threading.enumerate()))
+    assert reader.take(3) == content(3)
+
+
+def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> None:
+    """The child has a copy of a lock that a thread of its parent holds, and no such thread."""
+    reader = opened(Store().read)
+    reader.announce(range(20))
+
+    with reader._has_work:
+        pid = os.fork()
+        if pid == 0:
+            reader.close()
+            os._exit(7)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    operations=st.lists(
+        st.tuples(st.sampled_from(["announce", "take", "forget"]), st.lists(st.integers(0, 9), max_size=6)),
+        max_size=20,
+    ),
+    num_threads=st.integers(1, 4),
+    window=st.integers(1, 6),
+)
+def test_take_returns_the_right_file_after_any_announcements(
+    operations: list[tuple[str, list[int]]], num_threads: int, window: int
+) -> None:
+    """Files come in any order, twice, or never; afterwards no bytes are held."""
+    reader = ReadAhead(content, lambda _: NBYTES, num_threads=num_threads, window_bytes=window * NBYTES)
+    try:
+        for name, numbers in operations:
+            if name == "take":
+                assert [reader.take(number) for number in numbers] == list(map(content, numbers))
+            else:
+                getattr(reader, name)(numbers)
+        reader.forget(range(10))
+        _until(lambda: reader._used_bytes == 0)
+        assert not reader._files
+    finally:
+        reader.close()
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    """Wait for other threads."""
+    pause = threading.Event()
+    for _ in range(int(TIMEOUT_S * 1000)):
+        if is_so():
+            return
+        pause.wait(0.001)
+    raise TimeoutError

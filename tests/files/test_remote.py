@@ -1,0 +1,293 @@
+"""Files of a remote folder: retried errors, complete bodies, listings, saved lists."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import json
+import os
+import pickle
+import random
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import pytest
+
+import fastload
+from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
+from fastload.files.remote import RemoteFolder, is_url
+from tests.kit.remote import cut, raising
+
+if TYPE_CHECKING:
+    from tests.kit.remote import FaultyFileSystem
+
+URL = "faulty://bucket/train"
+
+
+@pytest.fixture
+def folder(faulty: type[FaultyFileSystem]) -> RemoteFolder:
+    """A folder with two classes, one of which has a folder inside."""
+    files = {"cat/1.jpg": b"one", "cat/more/2.jpg": b"two", "dog/3.jpg": b"three", "notes.txt": b"-"}
+    for name, data in files.items():
+        fsspec.filesystem("faulty").pipe_file(f"{URL}/{name}", data)
+    return RemoteFolder(URL)
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset"), TimeoutError("slow"), OSError("503 slow down"), EOFError("cut")]
+)
+def test_an_error_that_may_pass_is_tried_again(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float], error: Exception
+) -> None:
+    """The third attempt succeeds; the pauses grow."""
+    faulty.faults["1.jpg"] = [raising(error), raising(error)]
+
+    assert folder.read("cat/1.jpg", 3) == b"one"
+    assert len(pauses) == 2
+    assert 0.05 <= pauses[0] <= 0.15 < 0.2 * 2 >= pauses[1] >= 0.1
+
+
+def test_a_body_that_is_cut_short_is_read_again(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """The list of files says how long it is."""
+    faulty.faults["3.jpg"] = [cut]
+
+    assert folder.read("dog/3.jpg", 5) == b"three"
+    assert len(pauses) == 1
+
+
+def test_a_file_that_stays_cut_is_an_error_with_both_lengths(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """The error names the URL."""
+    faulty.faults["3.jpg"] = [cut] * 10
+
+    with pytest.raises(fastload.ImageReadError, match=r"faulty://bucket/train/dog/3\.jpg.*2 bytes.*had 5"):
+        folder.read("dog/3.jpg", 5)
+    assert len(pauses) == 5
+
+
+def test_after_six_attempts_the_last_error_is_raised(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """It says how often the file was tried."""
+    faulty.faults["1.jpg"] = [raising(ConnectionError(f"attempt {number}")) for number in range(10)]
+
+    with pytest.raises(
+        fastload.ImageReadError, match=r"ConnectionError: attempt 5 .tried 6 times in "
+    ) as info:
+        folder.read("cat/1.jpg", 3)
+    assert info.value.path == f"{URL}/cat/1.jpg"
+    assert len(pauses) == 5
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), PermissionError("forbidden")])
+def test_an_error_that_cannot_pass_is_raised_at_once(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float], error: Exception
+) -> None:
+    """Nothing is tried again."""
+    faulty.faults["1.jpg"] = [raising(error)]
+
+    with pytest.raises(fastload.ImageReadError, match=f"{type(error).__name__}: "):
+        folder.read("cat/1.jpg", 3)
+    assert pauses == []
+
+
+def test_retries_draw_nothing_from_the_users_generator(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """Pauses are random, and `random` is in the same state afterwards."""
+    faulty.faults["1.jpg"] = [raising(ConnectionError("x"))]
+    state = random.getstate()
+
+    folder.read("cat/1.jpg", 3)
+
+    assert len(pauses) == 1
+    assert random.getstate() == state
+
+
+def test_the_list_has_folders_and_files_with_lengths_and_versions(folder: RemoteFolder) -> None:
+    """Files beside the folders are left out."""
+    classes, files = folder.list_files()
+
+    assert classes == ["cat", "dog"]
+    assert sorted((file.name, file.nbytes) for file in files) == [
+        ("cat/1.jpg", 3),
+        ("cat/more/2.jpg", 3),
+        ("dog/3.jpg", 5),
+    ]
+    assert all(file.version for file in files)
+
+
+def test_listing_is_tried_again(
+    folder: RemoteFolder,
+    faulty: type[FaultyFileSystem],
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A listing that fails once is complete the second time."""
+    original, errors = faulty.find, [ConnectionError("reset")]
+
+    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(faulty, "find", find)
+
+    assert len(folder.list_files()[1]) == 3
+    assert len(pauses) == 1
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error_that_names_it(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not an empty folder."""
+
+    def find(*_: Any, **__: Any) -> Any:
+        raise PermissionError("forbidden")
+
+    monkeypatch.setattr(faulty, "find", find)
+
+    with pytest.raises(
+        fastload.RemoteFolderError, match=r"cannot list faulty://bucket/train: PermissionError"
+    ):
+        folder.list_files()
+
+
+def test_a_saved_list_comes_back(folder: RemoteFolder) -> None:
+    """With all files, their lengths and their versions."""
+    classes, files = folder.list_files()
+
+    folder.save_list(classes, files)
+    saved = folder.saved_list()
+
+    assert saved is not None
+    assert saved[1:] == (classes, sorted(files))
+    assert folder.list_files() == (classes, files)  # the list itself is not among them
+
+
+def test_without_a_saved_list_there_is_none(folder: RemoteFolder) -> None:
+    """Its absence is no error."""
+    assert folder.saved_list() is None
+
+
+GOOD = {"version": 1, "created_s": 1.0, "classes": ["a"], "files": [["a/1.jpg", 3, "v"]]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not compressed",
+        gzip.compress(b"not JSON"),
+        gzip.compress(b"[]"),
+        gzip.compress(json.dumps({**GOOD, "version": 2}).encode()),
+        gzip.compress(json.dumps({**GOOD, "files": [["a/1.jpg", 3]]}).encode()),
+        gzip.compress(json.dumps({**GOOD, "files": [["a/1.jpg", "3", "v"]]}).encode()),
+        gzip.compress(json.dumps({**GOOD, "classes": None}).encode()),
+        gzip.compress(json.dumps({**GOOD, "classes": [1]}).encode()),
+        gzip.compress(json.dumps(GOOD).encode())[:-9],
+    ],
+    ids=range(10),
+)
+def test_a_damaged_list_is_an_error_that_says_what_to_do(folder: RemoteFolder, data: bytes) -> None:
+    """It is never a shorter list."""
+    fsspec.filesystem("faulty").pipe_file(f"{URL}/{SAVED_NAME}", data)
+
+    with pytest.raises(
+        fastload.RemoteFolderError, match=r"listing='save' to replace it, or listing='ignore'"
+    ):
+        folder.saved_list()
+
+
+def test_a_list_that_cannot_be_written_is_an_error(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user asked for it to be saved."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("read-only bucket")
+
+    monkeypatch.setattr(faulty, "pipe_file", refuse)
+
+    with pytest.raises(fastload.RemoteFolderError, match=r"cannot write the list.*read-only bucket"):
+        folder.save_list(*folder.list_files())
+
+
+def test_a_file_of_unknown_length_may_have_any(folder: RemoteFolder) -> None:
+    """Web servers do not tell lengths in a listing."""
+    assert folder.read("cat/1.jpg", UNKNOWN_BYTES) == b"one"
+
+
+def test_it_pickles_without_its_connections(folder: RemoteFolder) -> None:
+    """The copy opens its own."""
+    folder.read("cat/1.jpg", 3)
+
+    copy = pickle.loads(pickle.dumps(folder))
+
+    assert copy._opened is None
+    assert copy.read("cat/1.jpg", 3) == b"one"
+
+
+def test_a_forked_process_makes_its_own_file_system(folder: RemoteFolder) -> None:
+    """File systems of fsspec must not be used after a fork."""
+    folder.read("cat/1.jpg", 3)
+    parents, _ = folder._file_system()
+
+    pid = os.fork()
+    if pid == 0:
+        own, _ = folder._file_system()
+        os._exit(5 if own is not parents and folder.read("cat/1.jpg", 3) == b"one" else 1)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for the other extras."""
+    original = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "fsspec":
+            raise ImportError("No module named 'fsspec'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+
+    with pytest.raises(ImportError, match=r"pip install \"fastload-torch\[remote\]\""):
+        fastload.ImageFolder(URL)
+
+
+def test_a_missing_package_of_a_protocol_is_named() -> None:
+    """The message of fsspec says which package it is."""
+    with pytest.raises(
+        ImportError, match=r"gs://bucket/train needs a package that is not installed: .*gcsfs"
+    ):
+        fastload.ImageFolder("gs://bucket/train")
+
+
+def test_an_unknown_protocol_is_an_error_with_the_url() -> None:
+    """A typing mistake, mostly."""
+    with pytest.raises(ValueError, match=r"cannot open s9://bucket: Protocol not known: s9"):
+        fastload.ImageFolder("s9://bucket")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("s3://bucket/train", True),
+        ("gs://b", True),
+        ("memory://x", True),
+        ("zip://train::s3://bucket/train.zip", True),
+        ("simplecache::s3://bucket", True),
+        ("file:///data/train", False),
+        ("/data/train", False),
+        ("train", False),
+        ("a:b", False),
+        ("./s3:/x", False),
+    ],
+)
+def test_urls_are_told_from_paths(path: str, expected: bool) -> None:
+    """A colon alone makes no URL."""
+    assert is_url(path) is expected

@@ -1,0 +1,465 @@
+"""ImageFolder of a URL: the samples of the same folder on disk, read at the same time, in every loader."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import ConcatDataset, Subset
+
+import fastload
+from fastload.files.listing import SAVED_NAME
+from tests.kit.remote import TIMEOUT_S, meet, raising, upload
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.kit.remote import FaultyFileSystem
+
+URL = "faulty://bucket/train"
+CLASSES, EACH = 2, 12
+SIZE = CLASSES * EACH
+
+
+def png(value: int) -> bytes:
+    """A small image of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """A folder of images; image i is full of i."""
+    for label in range(CLASSES):
+        folder = tmp_path / "train" / f"class{label}"
+        folder.mkdir(parents=True)
+        for number in range(EACH):
+            (folder / f"{number:02}.png").write_bytes(png(label * EACH + number))
+    return tmp_path / "train"
+
+
+@pytest.fixture
+def url(local: Path, faulty: type[FaultyFileSystem]) -> str:
+    """The same images at a URL."""
+    upload(local, URL)
+    return URL
+
+
+def values(batches: Any) -> list[list[int]]:
+    """The images of each batch, as the value that fills each of them."""
+    return [images[:, 0, 0, 0].tolist() for images, _ in batches]
+
+
+def test_it_has_the_samples_of_the_local_folder(local: Path, url: str) -> None:
+    """Classes, labels, order, pixels."""
+    ours, theirs = fastload.ImageFolder(url), fastload.ImageFolder(local)
+
+    assert ours.classes == theirs.classes
+    assert ours.class_to_idx == theirs.class_to_idx
+    assert ours.targets == theirs.targets
+    assert [path.removeprefix(url) for path, _ in ours.samples] == [
+        path.removeprefix(str(local)) for path, _ in theirs.samples
+    ]
+    for index in (*range(SIZE), -1):
+        assert (ours[index][0] == theirs[index][0]).all()
+        assert ours[index][1] == theirs[index][1]
+
+
+names = st.text("aB1. _-é", min_size=1, max_size=4).filter(lambda name: name.strip("."))
+trees = st.sets(
+    st.lists(names, min_size=2, max_size=4).map(lambda parts: "/".join([*parts[:-1], parts[-1] + ".png"])),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees)
+def test_any_tree_has_torchvisions_order(
+    tree: set[str], tmp_path_factory: pytest.TempPathFactory, faulty: type[FaultyFileSystem]
+) -> None:
+    """Folders inside folders, names with spaces and accents, files beside folders of the same beginning."""
+    faulty.reset()
+    root = tmp_path_factory.mktemp("tree")
+    for name in tree:
+        path = root / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            continue  # a file lies where the folder should be
+        path.write_bytes(b"")
+    upload(root, URL)
+
+    ours, theirs = fastload.ImageFolder(URL), fastload.ImageFolder(root)
+
+    assert ours.classes == theirs.classes
+    assert [path.removeprefix(URL) for path, _ in ours.samples] == [
+        path.removeprefix(str(root)) for path, _ in theirs.samples
+    ]
+    assert ours.targets == theirs.targets
+
+
+@pytest.mark.parametrize("loader_of", [fastload.DataLoader, torch.utils.data.DataLoader])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_gives_the_batches_of_the_local_folder(
+    local: Path, url: str, loader_of: Any, num_workers: int
+) -> None:
+    """Shuffled, with either loader."""
+
+    def batches(root: Any) -> list[list[int]]:
+        torch.manual_seed(3)
+        return values(loader_of(fastload.ImageFolder(root), 5, shuffle=True, num_workers=num_workers))
+
+    assert batches(url) == batches(local)
+
+
+@pytest.mark.parametrize("loader_of", [fastload.DataLoader, torch.utils.data.DataLoader])
+def test_the_files_of_a_batch_are_read_at_the_same_time(
+    url: str, faulty: type[FaultyFileSystem], loader_of: Any
+) -> None:
+    """No read ends before eight have begun."""
+    folder = fastload.ImageFolder(url)
+    faulty.gate = staticmethod(meet(8))
+
+    found = values(loader_of(folder, 8))
+
+    assert found == [list(range(start, start + 8)) for start in range(0, SIZE, 8)]
+
+
+def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(
+    url: str, faulty: type[FaultyFileSystem]
+) -> None:
+    """No read of the second batch ends before those of the third have begun; the first waits for iter()."""
+    folder = fastload.ImageFolder(url)
+    has_begun, together = multiprocessing.get_context("fork").Event(), meet(8)
+
+    def gate(path: str) -> None:
+        if path < "/bucket/train/class0/04.png":
+            has_begun.wait(TIMEOUT_S)
+        else:
+            together()
+
+    faulty.gate = staticmethod(gate)
+    loader = fastload.DataLoader(folder, 4, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    iterator = iter(loader)
+    has_begun.set()
+
+    assert values(iterator) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
+
+
+@pytest.mark.parametrize("worker_method", ["process", "thread"])
+def test_each_file_is_read_once_in_an_epoch(
+    url: str, faulty: type[FaultyFileSystem], worker_method: Any
+) -> None:
+    """What was announced is what is taken."""
+    options: Any = {} if worker_method == "thread" else {"multiprocessing_context": "fork"}
+    dataset = Counting(fastload.ImageFolder(url), faulty)
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, worker_method=worker_method, **options)
+
+    reads = torch.cat([counts for _, counts in loader])
+
+    assert len(reads) == SIZE
+    assert (reads == 1).all()
+
+
+class Counting(torch.utils.data.Dataset[Any]):
+    """A dataset of a user's that holds an ImageFolder and forwards `read_ahead`.
+
+    Sample i is its image, and how often its file was read in this process.
+    """
+
+    def __init__(self, folder: fastload.ImageFolder, store: type[FaultyFileSystem]) -> None:
+        self.folder = folder
+        self.store = store
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def read_ahead(self, indices: Any) -> None:
+        self.folder.read_ahead(indices)
+
+    def __getitem__(self, index: int) -> Any:
+        image, _ = self.folder[index]
+        name = self.folder.samples[index][0].removeprefix("faulty:/")
+        return image, self.store.reads[name]
+
+
+@pytest.mark.parametrize("wrap", ["subset", "concat", "cached", "prepared", "none", "encoded"])
+def test_datasets_around_it_read_ahead(url: str, faulty: type[FaultyFileSystem], wrap: str) -> None:
+    """Torch's Subset and ConcatDataset, and every kind of CachedDataset."""
+    folder = fastload.ImageFolder(url)
+    dataset: Any = {
+        "subset": lambda: Subset(folder, list(range(SIZE))[::-1]),
+        "concat": lambda: ConcatDataset([Subset(folder, range(7)), Subset(folder, range(7, SIZE))]),
+        "cached": lambda: fastload.CachedDataset(folder),
+        "prepared": lambda: fastload.CachedDataset(folder, prepare=twice, key="twice"),
+        "none": lambda: fastload.CachedDataset(folder, cache=None),
+        "encoded": lambda: fastload.CachedDataset(folder, cache="ram-encoded"),
+    }[wrap]()
+    faulty.gate = staticmethod(meet(6))
+
+    found = values(fastload.DataLoader(dataset, 12))
+
+    expected = np.arange(SIZE).reshape(-1, 12)
+    expected = SIZE - 1 - expected if wrap == "subset" else expected * (2 if wrap == "prepared" else 1)
+    assert found == expected.tolist()
+
+
+def twice(sample: Any) -> Any:
+    """A deterministic step before the cache."""
+    image, label = sample
+    return image * 2, label
+
+
+def test_cached_samples_are_not_announced(url: str, faulty: type[FaultyFileSystem]) -> None:
+    """The second epoch reads no file."""
+    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
+    loader = fastload.DataLoader(dataset, 5)
+    first = values(loader)
+    faulty.reads.clear()
+
+    assert values(loader) == first
+    assert not faulty.reads
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_cache_on_disk_is_built_from_it(url: str, tmp_path: Path, num_workers: int) -> None:
+    """The samples are those of the folder."""
+    folder = fastload.ImageFolder(url)
+
+    dataset = fastload.CachedDataset(folder, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=num_workers)
+
+    assert [int(dataset[index][0][0, 0, 0]) for index in range(SIZE)] == list(range(SIZE))
+
+
+def test_a_build_reads_the_files_of_a_task_at_the_same_time(
+    url: str, tmp_path: Path, faulty: type[FaultyFileSystem]
+) -> None:
+    """No read ends before six have begun."""
+    folder = fastload.ImageFolder(url)
+    fingerprinted = fastload.CachedDataset(folder, cache=None)
+    faulty.gate = staticmethod(meet(1))
+
+    fastload.CachedDataset(fingerprinted.dataset, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
+
+    assert all(count <= 3 for count in faulty.reads.values())  # the check for randomness reads some again
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fill_reads_all(url: str, num_workers: int) -> None:
+    """A RAM cache holds every sample afterwards."""
+    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
+
+    info = dataset.fill(num_workers)
+
+    assert info.num_cached == SIZE
+    assert [int(dataset[index][0][0, 0, 0]) for index in range(SIZE)] == list(range(SIZE))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_file_that_is_gone_is_an_error_at_its_batch(
+    url: str, faulty: type[FaultyFileSystem], num_workers: int
+) -> None:
+    """The error names the URL and the sample; the next batch comes."""
+    folder = fastload.ImageFolder(url)
+    faulty.faults["class0/05.png"] = [raising(FileNotFoundError("gone"))]
+    iterator = iter(fastload.DataLoader(folder, 4, num_workers=num_workers))
+
+    assert values([next(iterator)]) == [[0, 1, 2, 3]]
+    # As torch's, a worker's error whose class takes two arguments is raised as a RuntimeError.
+    kinds = (fastload.ImageReadError, RuntimeError)
+    with pytest.raises(kinds, match=r"faulty://bucket/train/class0/05\.png.*gone") as info:
+        next(iterator)
+    assert "dataset index 5" in "".join([str(info.value), *info.value.__notes__])
+    assert values([next(iterator)]) == [[8, 9, 10, 11]]
+
+
+def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
+    """Reading such a sample raises the error, at its place."""
+    folder = fastload.ImageFolder(url)
+
+    folder.read_ahead([SIZE, "x", None, 0])  # type: ignore[list-item]
+
+    assert folder[0][1] == 0
+    with pytest.raises(IndexError, match="sample 24 is out of range"):
+        folder[SIZE]
+
+
+def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str) -> None:
+    """Batches are made through its `__getitem__`."""
+
+    class Half(fastload.ImageFolder):
+        def __getitem__(self, index: int) -> Any:
+            image, label = super().__getitem__(index)
+            return image // 2, label
+
+    loader: Any = torch.utils.data.DataLoader(Half(url), SIZE)
+
+    assert values(loader) == [[number // 2 for number in range(SIZE)]]
+
+
+def test_a_folder_on_disk_has_no_bulk_reads(local: Path) -> None:
+    """Torch's loader reads it as before, and `read_ahead` does nothing."""
+    folder = fastload.ImageFolder(local)
+
+    folder.read_ahead([0])
+
+    assert folder.__getitems__ is None
+    assert folder.reads_ahead is False
+    assert folder._ahead is None
+
+
+def test_it_pickles_while_files_are_being_read(url: str) -> None:
+    """The copy begins anew."""
+    folder = fastload.ImageFolder(url)
+    folder.read_ahead(range(SIZE))
+
+    copy = pickle.loads(pickle.dumps(folder))
+
+    assert copy._ahead is None
+    assert copy[3][1] == 0
+
+
+def test_a_forked_process_reads_by_itself(url: str) -> None:
+    """The threads of its parent are not there."""
+    folder = fastload.ImageFolder(url)
+    folder.read_ahead(range(SIZE))
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(folder[9][0][0, 0, 0]))
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+# --- fingerprints and lists ------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_changes_with_any_file(url: str) -> None:
+    """Content, name, and number of files."""
+    fs = fsspec.filesystem("faulty")
+    found = [fastload.ImageFolder(url).fingerprint()]
+    fs.pipe_file(f"{url}/class0/00.png", png(200))
+    found.append(fastload.ImageFolder(url).fingerprint())
+    fs.mv(f"{url}/class0/00.png", f"{url}/class0/000.png")
+    found.append(fastload.ImageFolder(url).fingerprint())
+    fs.rm(f"{url}/class0/000.png")
+    found.append(fastload.ImageFolder(url).fingerprint())
+
+    assert all(parts is not None for parts in found)
+    assert len({str(parts) for parts in found}) == 4
+
+
+def test_without_versions_there_is_no_fingerprint(
+    url: str,
+    faulty: type[FaultyFileSystem],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The cache is private, and the log says to pass a key."""
+    original = faulty.find
+
+    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return {
+            path: {"name": path, "size": None, "type": "file"}
+            for path in original(self, *args, **{**kwargs, "detail": False})
+        }
+
+    monkeypatch.setattr(faulty, "find", find)
+    folder = fastload.ImageFolder(url)
+    caplog.set_level(logging.INFO)
+
+    dataset = fastload.CachedDataset(folder)
+    shared = fastload.CachedDataset(folder, key="photos of today")
+
+    assert folder.fingerprint() is None
+    assert "neither a fingerprint() nor a key" in dataset.cache.explain()
+    assert "every process that opens it shares it" in shared.cache.explain()
+    assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
+
+
+def test_a_saved_list_is_used(
+    url: str, faulty: type[FaultyFileSystem], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that was added later is not seen, the fingerprint is the same, and the log says so."""
+    saved = fastload.ImageFolder(url, listing="save")
+    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/99.png", png(99))
+    caplog.set_level(logging.INFO)
+
+    used = fastload.ImageFolder(url)
+
+    assert len(used) == len(saved) == SIZE
+    assert used.fingerprint() == saved.fingerprint()
+    assert "from the list that was saved there on" in caplog.text
+    assert len(fastload.ImageFolder(url, listing="ignore")) == SIZE + 1
+    assert len(fastload.ImageFolder(url, listing="save")) == SIZE + 1
+    assert len(fastload.ImageFolder(url)) == SIZE + 1
+
+
+def test_a_saved_list_serves_other_extensions(url: str) -> None:
+    """It has every file."""
+    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/99.xyz", png(99))
+    fastload.ImageFolder(url, listing="save")
+
+    assert len(fastload.ImageFolder(url, extensions=[".xyz"], allow_empty=True)) == 1
+
+
+def test_a_list_that_is_too_old_is_seen_at_the_changed_file(
+    url: str, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """The file has another length now."""
+    fastload.ImageFolder(url, listing="save")
+    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/00.png", png(0) + b"more")
+
+    with pytest.raises(fastload.ImageReadError, match="when the folder was listed"):
+        fastload.ImageFolder(url)[0]
+
+
+def test_the_list_is_in_the_folder(url: str) -> None:
+    """One compressed file."""
+    fastload.ImageFolder(url, listing="save")
+
+    assert fsspec.filesystem("faulty").exists(f"{url}/{SAVED_NAME}")
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+
+def test_options_of_urls_are_errors_for_paths(local: Path) -> None:
+    """They would have no effect."""
+    with pytest.raises(ValueError, match="are for URLs, but root is the path"):
+        fastload.ImageFolder(local, listing="save")
+    with pytest.raises(ValueError, match="are for URLs, but root is the path"):
+        fastload.ImageFolder(local, storage_options={})
+
+
+def test_another_listing_is_an_error(url: str) -> None:
+    """The message has the values."""
+    with pytest.raises(ValueError, match='"use", "save" or "ignore", but got \'auto\''):
+        fastload.ImageFolder(url, listing="auto")  # type: ignore[arg-type]
+
+
+def test_a_folder_that_does_not_exist_is_an_error(faulty: type[FaultyFileSystem]) -> None:
+    """It is not an empty dataset."""
+    with pytest.raises(FileNotFoundError, match="there is no folder at faulty://nowhere"):
+        fastload.ImageFolder("faulty://nowhere")
+
+
+def test_a_file_url_is_a_path(local: Path) -> None:
+    """It is read without fsspec."""
+    folder = fastload.ImageFolder(f"file://{local}")
+
+    assert folder._remote is None
+    assert folder[4][0][0, 0, 0] == 4

@@ -1,0 +1,95 @@
+"""A file system of fsspec in this process's memory, with faults: latency is a barrier, never a pause."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TIMEOUT_S = 30.0
+
+
+class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Reads of a path first go through the faults that are planned for it, one for each read.
+
+    Attributes:
+        faults: By the end of a path: functions that get the content, and return it or raise.
+        reads: How often each path was read, by all threads of this process.
+        gate: Called before each read, with its path.
+    """
+
+    protocol = "faulty"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    faults: ClassVar[dict[str, list[Callable[[bytes], bytes]]]] = {}
+    reads: ClassVar[Counter[str]] = Counter()
+    gate: ClassVar[Callable[[str], object]] = staticmethod(lambda _: None)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("faulty://", "memory://", 1)))
+
+    def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
+        """The content, after the next fault of this path."""
+        type(self).gate(path)
+        type(self).reads[path] += 1
+        data: bytes = super().cat_file(path, *args, **kwargs)
+        planned = next((faults for end, faults in type(self).faults.items() if path.endswith(end)), [])
+        return planned.pop(0)(data) if planned else data
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget all files and faults."""
+        cls.store.clear()
+        cls.pseudo_dirs[:] = [""]
+        cls.faults.clear()
+        cls.reads.clear()
+        cls.gate = staticmethod(lambda _: None)
+
+
+def register() -> None:
+    """Make `faulty://` known to fsspec in this process."""
+    fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
+
+
+def upload(folder: Path, url: str) -> None:
+    """Copy the files of a folder to a URL."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            fsspec.filesystem(url.partition("://")[0]).pipe(
+                f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes()
+            )
+
+
+def raising(error: Exception) -> Callable[[bytes], bytes]:
+    """A fault: the read raises this error."""
+
+    def fault(_: bytes) -> bytes:
+        raise error
+
+    return fault
+
+
+def cut(data: bytes) -> bytes:
+    """A fault: the body ends too early."""
+    return data[: len(data) // 2]
+
+
+def meet(parties: int) -> Callable[..., object]:
+    """A gate that opens once this many reads are there at the same time, and stays open."""
+    barrier = threading.Barrier(parties)
+    is_open = threading.Event()
+
+    def wait(_: str = "") -> None:
+        if not is_open.is_set():
+            barrier.wait(TIMEOUT_S)
+            is_open.set()
+
+    return wait
