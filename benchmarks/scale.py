@@ -269,7 +269,11 @@ def label(design: str, num_nodes: int) -> str:
 
 
 def best(c: Constants, data_bytes: float, num_nodes: int) -> str:
-    """The design of the shortest run; of equally fast ones, the one with the least bytes over the network."""
+    """The design of the shortest run.
+
+    Of equally fast ones, the one with the fewest bytes over the network; then the first in `DESIGNS`, where
+    decoded images come before encoded ones.
+    """
     found = {d: simulate(c, d, data_bytes, num_nodes) for d in designs(num_nodes)}
     shortest_s = min(outcome.total_s(c.epochs) for outcome in found.values())
     fast = [d for d, outcome in found.items() if outcome.total_s(c.epochs) <= (1 + ALIKE) * shortest_s]
@@ -382,19 +386,23 @@ def measured(kind: str) -> dict[str, tuple[float, str, str]]:
         ("region_from_ram_s", decode('cache="ram-encoded", decode="exact"')),
         ("hit_s", Field("cached", f"{kind} images in RAM", 'cache="ram", decoded')),
     ):
-        found[name] = (MEASURED_CORES / field.value(), "s of a core", f"{MEASURED_CORES} / {field}")
+        found[name] = (
+            MEASURED_CORES / field.value(),
+            "s of a core, for an image",
+            f"{MEASURED_CORES} / {field}",
+        )
     stored, not_stored = filling("cached, all at once", 0), filling("fastload, import only", 0)
     value = MEASURED_CORES * (stored.value() - not_stored.value()) / EPOCH_IMAGES / small_bytes
     source = f"({stored}) - ({not_stored}), for {EPOCH_IMAGES:,} images of {small_bytes:,.0f} bytes"
-    found["ram_store_s_per_byte"] = (value, "s of a core", source)
+    found["ram_store_s_per_byte"] = (value, "s of a core, for a byte", source)
     built, alone = build("build, 2 workers"), build("decoding alone, one core")
     value = (MEASURED_CORES / built.value() - 1 / alone.value()) / small_bytes
     source = f"{MEASURED_CORES} / ({built}) - 1 / ({alone}), for {small_bytes:,.0f} bytes"
-    found["lmdb_store_s_per_byte"] = (value, "s of a core", source)
+    found["lmdb_store_s_per_byte"] = (value, "s of a core, for a byte", source)
     on_disk, in_ram = rows("fastload over LMDB, 2 workers"), rows("fastload over RAM, 2 workers")
     value = MEASURED_CORES * (1 / on_disk.value() - 1 / in_ram.value()) / LMDB_ROW_BYTES
     source = f"{MEASURED_CORES} / ({on_disk}) - {MEASURED_CORES} / ({in_ram}), for {LMDB_ROW_BYTES:,} bytes"
-    found["lmdb_read_s_per_byte"] = (value, "s of a core", source)
+    found["lmdb_read_s_per_byte"] = (value, "s of a core, for a byte", source)
     return found
 
 
@@ -546,7 +554,7 @@ def show(kinds: dict[str, Constants]) -> None:
     for c in kinds.values():
         print(c.images)
         for num_nodes in NUM_NODES:
-            print(f"  {num_nodes} nodes")
+            print(f"  {num_nodes} node{'s' if num_nodes > 1 else ''}")
             for limit_bytes, design in ranges(c, num_nodes):
                 outcome = simulate(c, design, limit_bytes, num_nodes)
                 print(

@@ -149,6 +149,43 @@ def test_a_deal_brings_all_but_one_in_num_nodes() -> None:
     assert outcome.later_limit == "network"
 
 
+@pytest.mark.parametrize(
+    ("design", "first", "later"),
+    [
+        (scale.NO_CACHE, (75, "decoding"), (75, "decoding")),  # 3 ms an image: regions
+        # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a deal: 3/4 of 125 s, 1/4 of 25 s.
+        (scale.DECODED, (125, "decoding"), ((100 + 3 * 25) / 4, "decoding")),
+        # 4 + 2 ms for each of all images, then 1 + 1 ms.
+        (scale.LMDB, (600 + 50, "decoding"), (50, "cropping")),
+        # 0.1 ms for each of all files, then 2 ms.
+        (scale.ENCODED_WHOLE, (10 + 50, "decoding"), (50, "decoding")),
+        # 3 + 0.1 ms, then 2 ms.
+        (scale.ENCODED, (77.5, "decoding"), ((0.75 * 77.5 + 0.25 * 50 + 3 * 50) / 4, "decoding")),
+    ],
+)
+def test_work_of_the_cores(design: str, first: tuple[float, str], later: tuple[float, str]) -> None:
+    """A million images on 4 nodes of ten cores: a millisecond an image is 25 s for a share, 100 s for all."""
+    c = ideal(
+        whole_s=0.004,
+        region_s=0.003,
+        region_from_ram_s=0.002,
+        hit_s=0.001,
+        ram_store_s_per_byte=1e-9,
+        lmdb_store_s_per_byte=2e-9,
+        lmdb_read_s_per_byte=1e-9,
+        epochs_per_deal=4,
+    )
+    outcome = scale.simulate(c, design, 1e11, 4)
+    assert (outcome.first_s, outcome.later_s) == (pytest.approx(first[0]), pytest.approx(later[0]))
+    assert (outcome.first_limit, outcome.later_limit) == (first[1], later[1])
+
+
+def test_the_limit_of_later_epochs_takes_most_of_their_time() -> None:
+    """A deal of 100 s and eight epochs of 25 s: the limit is that of the eight, which take 200 s together."""
+    assert scale.mean((100, "network"), (25, "GPU"), 9) == (pytest.approx(300 / 9), "GPU")
+    assert scale.mean((100, "network"), (25, "GPU"), 2) == (62.5, "network")
+
+
 # --- does it fit -----------------------------------------------------------------------------------------
 
 
