@@ -201,7 +201,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
     budget_bytes = c.ram_share * c.ram_bytes
     ram_bytes = disk_bytes = later_fetched = 0.0
     first_fetched = share
-    before = (0.0, "")  # the first epoch
+    before = (0.0, "")  # seconds and limit of the work that precedes the first epoch
     if design == NO_CACHE:
         later_fetched = share
         first = later = epoch(fetched=share, cpu_s=share * c.region_s)
@@ -214,7 +214,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
             read_s, decode_s, cpu = c.region_from_ram_s, c.region_s, "decoding"
         miss_s = decode_s + stored_bytes * c.ram_store_s_per_byte
         kept = share / num_nodes  # of a part, by chance, when the parts are dealt anew
-        ram_bytes = stored_bytes * (share if num_nodes == 1 else share + kept)  # the kept ones are copied
+        ram_bytes = stored_bytes * (share if num_nodes == 1 else share + kept)  # a deal copies those kept
         first = epoch(fetched=share, cpu_s=share * miss_s)
         deal = epoch(fetched=share - kept, cpu_s=(share - kept) * miss_s + kept * read_s)
         others = epoch(cpu_s=share * read_s, cpu=cpu)
@@ -250,7 +250,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
 
 
 def mean(deal: tuple[float, str], others: tuple[float, str], epochs: int) -> tuple[float, str]:
-    """The mean epoch from one deal to the next, and the resource that takes most of this time."""
+    """The mean of the epochs from one deal up to the next, and the resource that takes most of this time."""
     deal_s, others_s = deal[0], (epochs - 1) * others[0]
     return (deal_s + others_s) / epochs, deal[1] if deal_s > others_s else others[1]
 
@@ -451,12 +451,11 @@ def answer(c: Constants) -> dict[str, Any]:
     }
 
 
-def results(command: str, kinds: dict[str, Constants]) -> dict[str, Any]:
-    """What the results file holds."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Constants)}
-    parameters = {name: getattr(next(iter(kinds.values())), name) for name in ASSUMED}
+def results(kinds: dict[str, Constants]) -> dict[str, Any]:
+    """The content of the results file."""
+    first = next(iter(kinds.values()))
     return {
-        "command": command,
+        "command": "python benchmarks/scale.py --save",
         "measured": {
             kind: {
                 name: {"value": rounded(value), "unit": unit, "source": source}
@@ -465,12 +464,8 @@ def results(command: str, kinds: dict[str, Constants]) -> dict[str, Any]:
             for kind in kinds
         },
         "parameters": {
-            name: {
-                "value": value,
-                "unit": ASSUMED[name][0],
-                "source": ASSUMED[name][1] if value == defaults[name] else "the command line",
-            }
-            for name, value in parameters.items()
+            name: {"value": getattr(first, name), "unit": unit, "source": source}
+            for name, (unit, source) in ASSUMED.items()
         },
         "questions": [answer(c) for c in kinds.values()],
     }
@@ -585,16 +580,14 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, help="the PNG to write")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/scale.json")
     args = parser.parse_args()
+    if args.save and args.set:
+        parser.error("--save writes the results of the default parameters: leave --set away")
     kinds = {kind: dataclasses.replace(constants(kind), **overrides(args.set)) for kind in KINDS}
     show(kinds)
     if args.chart:
         draw_chart(kinds, args.chart)
     if args.save:
-        command = " ".join(
-            ["python benchmarks/scale.py", *(["--set", *args.set] if args.set else []), "--save"]
-        )
-        path = RESULTS / "scale.json"
-        path.write_text(json.dumps(results(command, kinds), indent=1) + "\n")
+        (RESULTS / "scale.json").write_text(json.dumps(results(kinds), indent=1) + "\n")
 
 
 if __name__ == "__main__":
