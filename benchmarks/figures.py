@@ -1,4 +1,6 @@
-"""benchmarks/README.md and the headline of README.md, from the results files: no figure is typed by hand.
+"""benchmarks/README.md, parts of README.md and of docs/howto/sizing.md, from the results files.
+
+No figure is typed by hand.
 
 Command: python benchmarks/figures.py
 """
@@ -6,6 +8,7 @@ Command: python benchmarks/figures.py
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ SHOWN = {
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
+    "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
@@ -95,6 +99,7 @@ def tables() -> str:
         ]
         for question in results["questions"]:
             lines += section(question)
+    lines.append(computed())
     return "\n".join(
         [*lines, "## compatibility\n", f"`make test-matrix`; the README has the table.\n\n{tested()[1]}"]
     )
@@ -200,6 +205,165 @@ def tested() -> tuple[str, str]:
     return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 
 
+def nbytes(value: float) -> str:
+    """A number of bytes for people: three digits."""
+    if value == 0:
+        return "0"
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    unit, divisor = next((u for u in units if value >= 0.9995 * u[1]), ("bytes", 1))
+    return f"{float(f'{value / divisor:.3g}'):g} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time for people: two or three digits."""
+    units = (("d", 2 * 86400, 86400), ("h", 2 * 3600, 3600), ("min", 120, 60))
+    unit, _, divisor = next((u for u in units if seconds >= u[1]), ("s", 0, 1))
+    return f"{digits(seconds / divisor)} {unit}"
+
+
+def scale() -> dict[str, Any]:
+    """What benchmarks/scale.py has computed."""
+    found: dict[str, Any] = json.loads((RESULTS / "scale.json").read_text())
+    return found
+
+
+def computed() -> str:
+    """The cells of the model of several nodes: a table for each kind of images and number of nodes."""
+    results = scale()
+    note = (
+        "computed, not measured; [Sizing](../docs/howto/sizing.md) has the assumptions. The head of a column "
+        "is the size of all JPEGs. A cell has the time of the first epoch (with the work that must be done "
+        "before it) and of a mean later epoch, each with the resource that limits it. Below are the bytes "
+        "that the network brings to each node / to all nodes, in the first and in a mean later epoch."
+    )
+    lines = ["## scale\n", f"`{results['command']}`: {note}\n"]
+    for question in results["questions"]:
+        for num_nodes in question["best"]:
+            cells = [cell for cell in question["cells"] if cell["num_nodes"] == int(num_nodes)]
+            sizes = sorted({cell["data_bytes"] for cell in cells})
+            lines += [
+                f"**{question['title']}, {nodes(num_nodes)}**\n",
+                "| | " + " | ".join(nbytes(size) for size in sizes) + " |",
+                "|---" * (len(sizes) + 1) + "|",
+            ]
+            for design in dict.fromkeys(cell["design"] for cell in cells):
+                found = {cell["data_bytes"]: cell for cell in cells if cell["design"] == design}
+                lines.append(f"| {design} | " + " | ".join(cell_text(found[size]) for size in sizes) + " |")
+            lines.append("")
+    return "\n".join(lines)
+
+
+def cell_text(cell: dict[str, Any]) -> str:
+    """Times, limits and bytes of one design for one size."""
+    if cell["later_s"] is None:
+        return str(cell["later_limit"])
+    first, later = cell["first_network_bytes"], cell["later_network_bytes"]
+    return (
+        f"{duration(cell['first_s'])} ({cell['first_limit']}), {duration(cell['later_s'])} "
+        f"({cell['later_limit']})<br>{nbytes(first)} / {nbytes(first * cell['num_nodes'])}, "
+        f"{nbytes(later)} / {nbytes(later * cell['num_nodes'])}"
+    )
+
+
+def nodes(count: str) -> str:
+    """So many nodes, in words."""
+    return "1 node" if count == "1" else f"{count} nodes"
+
+
+def will_it_fit() -> str:
+    """How much data fits on one node and on many: three sentences of the README."""
+    results = scale()
+    question = results["questions"][0]
+    fits = {}
+    for count in ("1", "64"):
+        for kept in ("decoded, RAM", "encoded, RAM"):
+            sizes = question["largest_bytes"][count]
+            name = kept if count == "1" else f"{kept}, a part per node"
+            fits[count, kept] = nbytes(sizes[name])
+    ram_gib = results["parameters"]["ram_bytes"]["value"] / 2**30
+    return (
+        f"A node with {ram_gib:,.0f} GiB of RAM keeps the decoded images of {fits['1', 'decoded, RAM']} of "
+        f"{question['title']}, or the files of {fits['1', 'encoded, RAM']}; 64 nodes that each keep a part "
+        f"of the set keep the decoded images of {fits['64', 'decoded, RAM']}, or the files of "
+        f"{fits['64', 'encoded, RAM']}. The chart shows how fast each design is, up to the largest set that "
+        "fits. It is computed from rates that were measured on two cores and from assumed hardware: no "
+        "cluster was measured. [Sizing](docs/howto/sizing.md) has the tables, the assumptions, and the "
+        "command for your own cluster."
+    )
+
+
+def best_designs() -> str:
+    """The fastest design by the size of the data, a row for each kind of images and number of nodes."""
+    lines = ["| images | nodes | the fastest design, by the size of all JPEGs |", "|---|---|---|"]
+    for question in scale()["questions"]:
+        for num_nodes, ranges in question["best"].items():
+            *limited, last = ranges
+            parts = [f"up to {nbytes(part['up_to_bytes'])}: {part['design']}" for part in limited]
+            parts.append(f"above: {last['design']}" if limited else last["design"])
+            lines.append(f"| {question['title']} | {num_nodes} | {'<br>'.join(parts)} |")
+    return "\n".join(lines)
+
+
+def largest_sets() -> str:
+    """The largest set of JPEGs that fits, for each design and number of nodes."""
+    questions = scale()["questions"]
+    heads = [f"{q['title']}, {nodes(count)}" for q in questions for count in q["largest_bytes"]]
+    columns = [column for q in questions for column in q["largest_bytes"].values()]
+    designs = dict.fromkeys(design for column in reversed(columns) for design in column)
+    whole: dict[str, str] = {}  # on one node, a part is the whole set
+    for design in designs:
+        whole.setdefault(design.removesuffix(", a part per node"), design)
+    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for short, design in whole.items():
+        values = [column.get(design, column.get(short, "")) for column in columns]
+        texts = ["any" if value is None else nbytes(value) if value else "" for value in values]
+        lines.append(f"| {design} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def resource_rates() -> str:
+    """Images a second that each resource of a node allows by itself."""
+    questions = scale()["questions"]
+    lines = ["| images/s of a node | " + " | ".join(q["title"] for q in questions) + " |"]
+    lines.append("|---" * (len(questions) + 1) + "|")
+    for name in questions[0]["rates"]:
+        rates = [q["rates"][name] for q in questions]
+        texts = ["no limit" if rate is None else digits(rate) for rate in rates]
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def assumptions() -> str:
+    """The parameters of the cluster, each with its source."""
+    lines = ["| parameter | value | unit | source |", "|---|---|---|---|"]
+    for name, row in scale()["parameters"].items():
+        lines.append(f"| `{name}` | {amount(row['value'])} | {row['unit']} | {row['source']} |")
+    return "\n".join(lines)
+
+
+def measured_constants() -> str:
+    """The measured constants, each with the results file that it comes from."""
+    results = scale()["measured"]
+    kinds = list(results)
+    lines = ["| constant | " + " | ".join(kinds) + " | unit | file |"]
+    lines.append("|---" * (len(kinds) + 3) + "|")
+    for name, row in results[kinds[0]].items():
+        values = [constant(results[kind][name]["value"]) for kind in kinds]
+        files = dict.fromkeys(re.findall(r"\w+\.json", row["source"]))
+        lines.append(f"| `{name}` | {' | '.join(values)} | {row['unit']} | {', '.join(files)} |")
+    return "\n".join(lines)
+
+
+def constant(value: float) -> str:
+    """Three digits of a measured constant."""
+    return digits(value) if value >= 0.001 else f"{value:.3g}"
+
+
+def amount(value: float) -> str:
+    """A parameter: as it is, or with four digits if it is long."""
+    return f"{value:,g}" if value < 1e6 else f"{value:.4g}".replace("e+", "e")
+
+
 def loader_of(label: str) -> str:
     """Whose row this is: a loader has several, and ours count apart where images are kept."""
     name, *rest = label.split(", ")
@@ -220,14 +384,34 @@ def times(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
+def blocks() -> dict[Path, dict[str, str]]:
+    """The parts of the documents that lie between comments with their names: page -> name -> text."""
+    return {
+        ROOT / "README.md": {
+            "headline": headline(),
+            "tested": tested()[0],
+            "peers": peers(),
+            "sizing": will_it_fit(),
+        },
+        ROOT / "docs" / "howto" / "sizing.md": {
+            "best": best_designs(),
+            "largest": largest_sets(),
+            "rates": resource_rates(),
+            "parameters": assumptions(),
+            "measured": measured_constants(),
+        },
+    }
+
+
 def main() -> None:
     (ROOT / "benchmarks" / "README.md").write_text(tables().rstrip("\n") + "\n")
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    for name, content in (("headline", headline()), ("tested", tested()[0]), ("peers", peers())):
-        before, rest = text.split(f"<!-- {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{rest.split(f'<!-- /{name} -->')[1]}"
-    readme.write_text(text)
+    for page, parts in blocks().items():
+        text = page.read_text()
+        for name, content in parts.items():
+            before, rest = text.split(f"<!-- {name} -->\n")
+            after = rest.split(f"<!-- /{name} -->")[1]
+            text = f"{before}<!-- {name} -->\n{content}\n<!-- /{name} -->{after}"
+        page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,387 @@
+"""Claims of benchmarks/scale.py: its arithmetic, and that its results file is up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("scale_benchmark", BENCHMARKS / "scale.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+scale = load()
+CPU_S = ("whole_s", "region_s", "region_from_ram_s", "hit_s")
+STORE_S = ("ram_store_s_per_byte", "lmdb_store_s_per_byte", "lmdb_read_s_per_byte")
+BANDWIDTHS = ("network_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+NO_COST = dict.fromkeys((*CPU_S, *STORE_S, "latency_s"), 0.0)
+FAST = dict.fromkeys((*BANDWIDTHS, "consumer_images_per_s"), math.inf)
+
+
+def ideal(**changed: Any) -> Any:
+    """A cluster on which nothing takes time and everything fits, but for what is changed.
+
+    An image has 100 kB, and 1 MB when it is decoded.
+    """
+    kept = {"images": "made up", "encoded_bytes": 1e5, "decoded_bytes": 1e6, "cores": 10.0}
+    rooms = {"ram_bytes": math.inf, "disk_bytes": math.inf, "epochs_per_deal": 5, "epochs": 11}
+    return scale.Constants(**(kept | NO_COST | FAST | rooms | changed))
+
+
+positive = st.floats(1e-3, 1e3)
+factors = st.floats(1, 1e3)
+designs = st.sampled_from(scale.DESIGNS)
+nodes = st.integers(1, 200)
+sizes = st.floats(1e7, 1e14)
+clusters = st.builds(
+    scale.Constants,
+    images=st.just("made up"),
+    encoded_bytes=st.floats(1e3, 1e7),
+    decoded_bytes=st.floats(1e4, 1e8),
+    whole_s=positive,
+    region_s=positive,
+    region_from_ram_s=positive,
+    hit_s=positive,
+    ram_store_s_per_byte=st.floats(0, 1e-8),
+    lmdb_store_s_per_byte=st.floats(0, 1e-8),
+    lmdb_read_s_per_byte=st.floats(0, 1e-8),
+    cores=st.floats(1, 500),
+    ram_bytes=st.floats(1e9, 1e16),
+    ram_share=st.floats(0.1, 1),
+    disk_bytes=st.floats(1e9, 1e16),
+    disk_read_bytes_per_s=st.floats(1e7, 1e11),
+    disk_write_bytes_per_s=st.floats(1e7, 1e11),
+    network_bytes_per_s=st.floats(1e6, 1e11),
+    store_bytes_per_s=st.floats(1e7, 1e13),
+    latency_s=st.floats(0, 1),
+    requests_in_flight=st.floats(1, 1e4),
+    images_per_request=st.floats(1, 1e3),
+    consumer_images_per_s=st.floats(1, 1e6),
+    epochs_per_deal=st.integers(1, 20),
+    epochs=st.integers(1, 200),
+)
+
+
+def at_most(one: float, other: float) -> bool:
+    """Up to roundings."""
+    return one <= other * (1 + 1e-9)
+
+
+# --- limits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("design", scale.DESIGNS)
+@pytest.mark.parametrize("num_nodes", [1, 8])
+def test_nothing_takes_time(design: str, num_nodes: int) -> None:
+    """Without latency and work, and with infinite bandwidths, every epoch takes no time."""
+    outcome = scale.simulate(ideal(), design, 1e12, num_nodes)
+    assert outcome.first_s == outcome.later_s == 0
+
+
+@pytest.mark.parametrize("design", scale.DESIGNS)
+def test_the_gpu_alone_takes_time(design: str) -> None:
+    """A million images on 4 nodes, each with GPUs for 1,000 images a second: 250 s, limited by the GPU."""
+    outcome = scale.simulate(ideal(consumer_images_per_s=1e3), design, 1e11, 4)
+    assert outcome.first_s == outcome.later_s == 250
+    assert outcome.first_limit == outcome.later_limit == "GPU"
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit", "first_s"),
+    [
+        ({"network_bytes_per_s": 1e9}, "network", 25),  # 25 GB into each node
+        ({"store_bytes_per_s": 1e9}, "object store", 100),  # 100 GB into all nodes
+        ({"latency_s": 0.1, "requests_in_flight": 100.0}, "latency", 250),  # 1,000 requests/s
+        ({"latency_s": 0.1, "requests_in_flight": 100.0, "images_per_request": 10.0}, "latency", 25),
+        ({"region_s": 0.02}, "decoding", 500),  # ten cores: 500 images/s
+    ],
+)
+def test_units_of_each_resource(changed: dict[str, float], limit: str, first_s: float) -> None:
+    """A million images of 100 kB on 4 nodes without a cache: the seconds of each resource by hand."""
+    outcome = scale.simulate(ideal(**changed), scale.NO_CACHE, 1e11, 4)
+    assert (outcome.first_limit, outcome.later_limit) == (limit, limit)
+    assert outcome.first_s == pytest.approx(first_s)
+    assert outcome.later_s == pytest.approx(first_s)
+
+
+def test_disk_reads_what_the_page_cache_does_not_hold() -> None:
+    """A node reads a fourth of a million images of 1 MB; RAM for a fifth of the set saves a fifth."""
+    c = ideal(disk_read_bytes_per_s=1e9, ram_bytes=0.2e12, ram_share=1.0)
+    outcome = scale.simulate(c, scale.LMDB, 1e11, 4)
+    assert outcome.later_s == pytest.approx(200)
+    assert outcome.later_limit == "disk"
+
+
+def test_an_lmdb_file_is_built_before_the_first_epoch() -> None:
+    """Each node writes the whole set at 1 GB/s for 1,000 s, and then trains on its fourth for 250 s."""
+    c = ideal(disk_write_bytes_per_s=1e9, consumer_images_per_s=1e3)
+    outcome = scale.simulate(c, scale.LMDB, 1e11, 4)
+    assert (outcome.first_s, outcome.first_limit) == (1250, "disk")
+    assert (outcome.later_s, outcome.later_limit) == (250, "GPU")
+
+
+def test_a_deal_brings_all_but_one_in_num_nodes() -> None:
+    """4 nodes, 5 epochs a deal: 3/4 of a part come anew every fifth epoch, and 25 GB in the first."""
+    outcome = scale.simulate(ideal(network_bytes_per_s=1e9), scale.DECODED, 1e11, 4)
+    assert outcome.first_network_bytes == 25e9
+    assert outcome.later_network_bytes == pytest.approx(0.75 * 25e9 / 5)
+    assert outcome.later_s == pytest.approx(0.75 * 25 / 5)
+    assert outcome.later_limit == "network"
+
+
+@pytest.mark.parametrize(
+    ("design", "first", "later"),
+    [
+        (scale.NO_CACHE, (75, "decoding"), (75, "decoding")),  # 3 ms an image: regions
+        # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a deal: 3/4 of 125 s, 1/4 of 25 s.
+        (scale.DECODED, (125, "decoding"), ((100 + 3 * 25) / 4, "decoding")),
+        # 4 + 2 ms for each of all images, then 1 + 1 ms.
+        (scale.LMDB, (600 + 50, "decoding"), (50, "cropping")),
+        # 0.1 ms for each of all files, then 2 ms.
+        (scale.ENCODED_WHOLE, (10 + 50, "decoding"), (50, "decoding")),
+        # 3 + 0.1 ms, then 2 ms.
+        (scale.ENCODED, (77.5, "decoding"), ((0.75 * 77.5 + 0.25 * 50 + 3 * 50) / 4, "decoding")),
+    ],
+)
+def test_work_of_the_cores(design: str, first: tuple[float, str], later: tuple[float, str]) -> None:
+    """A million images on 4 nodes of ten cores: a millisecond an image is 25 s for a share, 100 s for all."""
+    c = ideal(
+        whole_s=0.004,
+        region_s=0.003,
+        region_from_ram_s=0.002,
+        hit_s=0.001,
+        ram_store_s_per_byte=1e-9,
+        lmdb_store_s_per_byte=2e-9,
+        lmdb_read_s_per_byte=1e-9,
+        epochs_per_deal=4,
+    )
+    outcome = scale.simulate(c, design, 1e11, 4)
+    assert (outcome.first_s, outcome.later_s) == (pytest.approx(first[0]), pytest.approx(later[0]))
+    assert (outcome.first_limit, outcome.later_limit) == (first[1], later[1])
+
+
+def test_the_limit_of_later_epochs_takes_most_of_their_time() -> None:
+    """A deal of 100 s and eight epochs of 25 s: the limit is that of the eight, which take 200 s together."""
+    assert scale.mean((100, "network"), (25, "GPU"), 9) == (pytest.approx(300 / 9), "GPU")
+    assert scale.mean((100, "network"), (25, "GPU"), 2) == (62.5, "network")
+
+
+# --- does it fit -----------------------------------------------------------------------------------------
+
+
+def test_ram_that_is_too_small() -> None:
+    """Two nodes keep their half and, for a deal, a copy of half of it: 0.75 TB do not fit into 0.7 TB."""
+    for room, first_limit in ((0.76e12, "GPU"), (0.7e12, "does not fit: RAM")):
+        outcome = scale.simulate(ideal(ram_bytes=room, ram_share=1.0), scale.DECODED, 1e11, 2)
+        assert outcome.ram_bytes == pytest.approx(0.75e12)
+        assert outcome.first_limit == outcome.later_limit == first_limit
+        assert math.isinf(outcome.first_s) == first_limit.startswith("does not fit")
+
+
+def test_a_disk_that_is_too_small() -> None:
+    """The decoded set takes 1 TB on each disk, on however many nodes."""
+    for num_nodes in (1, 8):
+        outcome = scale.simulate(ideal(disk_bytes=0.9e12), scale.LMDB, 1e11, num_nodes)
+        assert outcome.disk_bytes == 1e12
+        assert outcome.later_limit == "does not fit: disk"
+
+
+@settings(deadline=None)
+@given(clusters, designs, nodes, st.floats(0.5, 0.999), st.floats(1.001, 2))
+def test_the_largest_set_that_fits(c: Any, design: str, num_nodes: int, below: float, above: float) -> None:
+    """A set slightly below the largest fits, and one slightly above does not."""
+    largest = scale.largest_bytes(c, design, num_nodes)
+    if math.isinf(largest):
+        assert design == scale.NO_CACHE
+        return
+    assert math.isfinite(scale.simulate(c, design, below * largest, num_nodes).later_s)
+    assert math.isinf(scale.simulate(c, design, above * largest, num_nodes).later_s)
+
+
+@settings(deadline=None)
+@given(clusters, st.sampled_from(scale.PARTITIONED), sizes, nodes, nodes)
+def test_more_nodes_need_no_more_ram_each(c: Any, design: str, size: float, one: int, other: int) -> None:
+    """The more nodes share a partitioned cache, the less RAM each of them needs."""
+    few, many = sorted((one, other))
+    needed = [scale.simulate(c, design, size, num_nodes).ram_bytes for num_nodes in (few, many)]
+    assert at_most(needed[1], needed[0])
+
+
+# --- monotonicity and conservation -----------------------------------------------------------------------
+
+HELPS = (
+    "cores",
+    "ram_bytes",
+    "disk_bytes",
+    "disk_read_bytes_per_s",
+    "disk_write_bytes_per_s",
+    "network_bytes_per_s",
+    "store_bytes_per_s",
+    "requests_in_flight",
+    "images_per_request",
+    "consumer_images_per_s",
+)
+
+
+@settings(deadline=None)
+@given(clusters, designs, sizes, nodes, st.sampled_from(HELPS), factors)
+def test_more_of_a_resource_is_never_slower(
+    c: Any, design: str, size: float, num_nodes: int, name: str, factor: float
+) -> None:
+    """More bandwidth, RAM, cores, ...: no epoch takes longer."""
+    richer = dataclasses.replace(c, **{name: factor * getattr(c, name)})
+    before, after = (scale.simulate(each, design, size, num_nodes) for each in (c, richer))
+    assert at_most(after.first_s, before.first_s)
+    assert at_most(after.later_s, before.later_s)
+
+
+@settings(deadline=None)
+@given(clusters, designs, sizes, nodes, st.floats(0, 1))
+def test_less_latency_is_never_slower(c: Any, design: str, size: float, num_nodes: int, share: float) -> None:
+    """Requests that take less time make no epoch longer."""
+    sooner = dataclasses.replace(c, latency_s=share * c.latency_s)
+    before, after = (scale.simulate(each, design, size, num_nodes) for each in (c, sooner))
+    assert at_most(after.first_s, before.first_s)
+    assert at_most(after.later_s, before.later_s)
+
+
+@settings(deadline=None)
+@given(clusters, designs, sizes, nodes, factors)
+def test_more_data_are_never_faster(c: Any, design: str, size: float, num_nodes: int, factor: float) -> None:
+    """No epoch over more images takes less time."""
+    before, after = (scale.simulate(c, design, each, num_nodes) for each in (size, factor * size))
+    assert at_most(before.first_s, after.first_s)
+    assert at_most(before.later_s, after.later_s)
+
+
+@settings(deadline=None)
+@given(clusters, sizes, nodes)
+def test_without_a_cache_each_epoch_moves_the_set_once(c: Any, size: float, num_nodes: int) -> None:
+    """The bytes over the network of an epoch without a cache are the encoded bytes of the set."""
+    outcome = scale.simulate(c, scale.NO_CACHE, size, num_nodes)
+    assert num_nodes * outcome.first_network_bytes == pytest.approx(size)
+    assert num_nodes * outcome.later_network_bytes == pytest.approx(size)
+    assert outcome.total_network_bytes(7, num_nodes) == pytest.approx(7 * size)
+
+
+@settings(deadline=None)
+@given(clusters, st.sampled_from((scale.LMDB, scale.ENCODED_WHOLE)), sizes, nodes)
+def test_a_whole_set_per_node_moves_it_once_to_each(c: Any, design: str, size: float, num_nodes: int) -> None:
+    """Every node fetches the set once, and nothing later."""
+    outcome = scale.simulate(c, design, size, num_nodes)
+    assert outcome.total_network_bytes(c.epochs, num_nodes) == pytest.approx(num_nodes * size)
+
+
+@settings(deadline=None)
+@given(clusters, st.sampled_from(scale.PARTITIONED), sizes, nodes)
+def test_what_parts_move(c: Any, design: str, size: float, num_nodes: int) -> None:
+    """The first epoch moves the set once, and each deal all samples that do not stay on their node."""
+    outcome = scale.simulate(c, design, size, num_nodes)
+    assert num_nodes * outcome.first_network_bytes == pytest.approx(size)
+    expected = (1 - 1 / num_nodes) * size / c.epochs_per_deal
+    assert num_nodes * outcome.later_network_bytes == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+# --- which design is best --------------------------------------------------------------------------------
+
+
+def crossing_example() -> Any:
+    """Four nodes of 1 TB RAM and 2 TB disk; 1 GB/s of network, 1,000 decoded images/s, hits cost nothing."""
+    return ideal(
+        ram_bytes=1e12,
+        ram_share=1.0,
+        disk_bytes=2e12,
+        network_bytes_per_s=1e9,
+        region_s=0.01,
+        region_from_ram_s=0.01,
+        epochs_per_deal=1_000_000,
+        epochs=11,
+    )
+
+
+def test_crossing_points_by_hand() -> None:
+    """On four nodes decoded parts are best up to 320 GB, encoded parts up to 3.2 TB, then no cache.
+
+    An image has 0.1 MB, and 1 MB when it is decoded. A node keeps a fourth of the set and, for a deal, a
+    fourth of this fourth again: 5/16. So 1 TB of RAM hold the parts of 1 TB x 16/5 = 3.2 TB of files, or of
+    320 GB of files whose images are decoded. The parts are never dealt anew, so later epochs over decoded
+    images take no time. LMDB fits up to 200 GB, and brings the whole set to each node: four times the
+    bytes. Above 320 GB all designs decode in each epoch: 10 MB of files take 0.1 s, and 0.01 s of the
+    network. So encoded parts are as fast as no cache, and move less.
+    """
+    found = scale.ranges(crossing_example(), 4)
+    assert [design for _, design in found] == [scale.DECODED, scale.ENCODED, scale.NO_CACHE]
+    assert [limit for limit, _ in found] == pytest.approx([320e9, 3.2e12, 1e14], rel=1e-3)
+
+
+def test_equally_fast_designs_are_chosen_by_their_bytes() -> None:
+    """Where the GPU limits all designs, the best one moves the least bytes."""
+    c = ideal(consumer_images_per_s=1.0)
+    assert scale.best(c, 1e11, 8) == scale.DECODED
+    slow = dataclasses.replace(c, ram_bytes=0.0)  # and the page cache is empty
+    assert scale.best(dataclasses.replace(slow, disk_bytes=0.0), 1e11, 8) == scale.NO_CACHE
+
+
+def test_an_unknown_design() -> None:
+    """The error names the designs that there are."""
+    with pytest.raises(ValueError, match=r"there is no design 'magnetic tape': expected one of no cache, "):
+        scale.simulate(ideal(), "magnetic tape", 1e11, 1)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("ram=1", r"--set ram=1: expected NAME=VALUE with one of cores, "),
+        ("cores=many", r"--set cores=many: expected a number, got 'many'"),
+        ("cores=0", r"--set cores=0: expected a number above 0"),
+        ("latency_s=-1", r"--set latency_s=-1: expected a number above 0"),
+    ],
+)
+def test_bad_parameters(word: str, message: str) -> None:
+    """A parameter that is unknown, or not a positive number, ends the command with one line."""
+    with pytest.raises(SystemExit, match=message):
+        scale.overrides([word])
+
+
+# --- the results file ------------------------------------------------------------------------------------
+
+
+def test_results_file_is_what_the_measurements_give() -> None:
+    """results/scale.json follows from the results of the measurements.
+
+    After a new measurement: python benchmarks/scale.py --save --chart docs/sizing.png
+    """
+    saved = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
+    kinds = {kind: scale.constants(kind) for kind in scale.KINDS}
+    assert scale.results(kinds) == saved
+
+
+def test_every_default_has_its_source() -> None:
+    """Each parameter that is not measured has a default, a unit and a source."""
+    defaults = {
+        field.name
+        for field in dataclasses.fields(scale.Constants)
+        if field.default is not dataclasses.MISSING
+    }
+    assert set(scale.ASSUMED) == defaults
+    assert all(unit and source for unit, source in scale.ASSUMED.values())
