@@ -39,7 +39,7 @@ _PERMANENT = (
 )
 # Fields in which file systems of fsspec state the version of a file, the best first.
 _VERSION_FIELDS = (
-    *("ETag", "etag", "blob_id", "md5Hash", "content_md5", "generation"),
+    *("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation"),
     *("mtime", "LastModified", "last_modified", "updated", "created"),
 )
 
@@ -60,18 +60,29 @@ class RemoteFolder:
     Args:
         url: Any URL of fsspec.
         storage_options: Arguments for fsspec's file system, such as credentials.
+        filesystem: A file system with fsspec's interface; None for the one that fsspec has for the URL.
 
     Attributes:
         url: The URL without a slash at its end.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, url: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any | None = None
+    ) -> None:
         self.url = url.rstrip("/")
         self._options = dict(storage_options or {})
+        self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
+        if filesystem is not None:
+            self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
         self._opened: tuple[int, Any, str] | None = None  # process, file system, path of the folder
+        self._home_pid = os.getpid()  # a forked process is another one
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._home_pid = os.getpid()
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
@@ -85,8 +96,7 @@ class RemoteFolder:
             RemoteFolderError: It cannot be listed.
             ImportError: A package is missing.
         """
-        # A file system of its own: others keep the entries of all folders that they list in memory.
-        fs, root = _open(self.url, {**self._options, "use_listings_cache": False})
+        fs, root = self._make(for_listing=True)
         top = _retried(lambda: fs.ls(root, detail=True), self._list_failed)
         prefix = root.rstrip("/") + "/"
         names = [_below(entry["name"], prefix) for entry in top if entry["type"] == "directory"]
@@ -178,8 +188,22 @@ class RemoteFolder:
     def _file_system(self) -> tuple[Any, str]:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            self._opened = opened = (os.getpid(), *_open(self.url, self._options))
+            self._opened = opened = (os.getpid(), *self._make())
         return opened[1:]
+
+    def _make(self, *, for_listing: bool = False) -> tuple[Any, str]:
+        """A new file system, and the folder's path in it."""
+        if self._maker is not None:
+            kind, args, options = self._maker
+            if os.getpid() != self._home_pid and kind.__module__.partition(".")[0] == "obstore":
+                raise RuntimeError(
+                    f"{self.url} is read through obstore, whose threads do not survive a fork: reading would "
+                    'wait for ever. Start workers with multiprocessing_context="forkserver" or "spawn"'
+                )
+            return _made(kind, args, options, self.url)
+        # Other file systems keep the entries of all folders that they list in memory.
+        unkept = {"use_listings_cache": False} if for_listing else {}
+        return _open(self.url, {**self._options, **unkept})
 
 
 class _OtherLengthError(OSError):
@@ -205,6 +229,14 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise ImportError(f"{url} needs a package that is not installed: {error}") from error
     except ValueError as error:
         raise ValueError(f"cannot open {url}: {error}") from error
+    return fs, root
+
+
+def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[Any, str]:
+    fs = kind(*args, **options, skip_instance_cache=True)
+    root = str(fs._strip_protocol(url))
+    if root == url and not url.startswith("http"):
+        root = url.partition("://")[2]  # obstore's keeps the protocol, and returns names without it
     return fs, root
 
 

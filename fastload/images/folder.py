@@ -65,6 +65,8 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
         storage_options: For a URL: arguments of fsspec's file system, such as credentials.
+        filesystem: For a URL: a file system with fsspec's interface to use in place of the one that fsspec
+            has for the URL. Each process makes its own from the same arguments.
         listing: For a URL: ``"use"`` takes the list of files that is saved in the folder, or lists the folder
             if there is none; ``"save"`` lists it and saves the list there, for folders that do not change;
             ``"ignore"`` lists it.
@@ -80,7 +82,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
         ImportError: if a package for the URL's protocol is missing.
         RemoteFolderError: if a remote folder cannot be listed.
-        TypeError: if ``size`` or ``extensions`` is of another type.
+        TypeError: if ``size``, ``extensions`` or ``filesystem`` is of another type.
         ValueError: if ``size`` is not positive, ``listing`` has another value, or an option for URLs is given
             with a path.
     """
@@ -93,8 +95,15 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         extensions: Iterable[str] = IMAGE_EXTENSIONS,
         allow_empty: bool = False,
         storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any | None = None,
         listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
+        if storage_options is not None and filesystem is not None:
+            msg = "give either storage_options= or filesystem=: a file system has its options already"
+            raise ValueError(msg)
+        if filesystem is not None and not hasattr(filesystem, "storage_options"):
+            msg = f"filesystem should be a file system of fsspec, but got {filesystem!r}"
+            raise TypeError(msg)
         if isinstance(extensions, str):
             msg = f"extensions must be a collection such as ('.jpg',), got the string {extensions!r}"
             raise TypeError(msg)
@@ -104,11 +113,14 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         self.root = os.fspath(root)
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
-        self._remote = RemoteFolder(self.root, storage_options) if is_url(self.root) else None
+        self._remote = RemoteFolder(self.root, storage_options, filesystem) if is_url(self.root) else None
         self._ahead: tuple[int, ReadAhead] | None = None  # process, and what it reads ahead
         if self._remote is None:
-            if storage_options is not None or listing != "use":
-                msg = f"storage_options= and listing= are for URLs, but root is the path {self.root!r}"
+            if storage_options is not None or filesystem is not None or listing != "use":
+                msg = (
+                    "storage_options=, filesystem= and listing= are for URLs, but root is the path "
+                    f"{self.root!r}"
+                )
                 raise ValueError(msg)
             self._root = local_path(self.root)
             found = list_folder(self._root, self.extensions)

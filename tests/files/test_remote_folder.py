@@ -445,6 +445,18 @@ def test_options_of_urls_are_errors_for_paths(local: Path) -> None:
         fastload.ImageFolder(local, storage_options={})
 
 
+def test_a_file_system_and_options_are_an_error(url: str) -> None:
+    """The file system has its options already."""
+    with pytest.raises(ValueError, match="either storage_options= or filesystem="):
+        fastload.ImageFolder(url, filesystem=fsspec.filesystem("memory"), storage_options={})
+
+
+def test_an_object_that_is_no_file_system_is_an_error(url: str) -> None:
+    """Such as the name of a protocol."""
+    with pytest.raises(TypeError, match="should be a file system of fsspec, but got 's3'"):
+        fastload.ImageFolder(url, filesystem="s3")
+
+
 def test_another_listing_is_an_error(url: str) -> None:
     """The message has the values."""
     with pytest.raises(ValueError, match='"use", "save" or "ignore", but got \'auto\''):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 import pytest
 import torch
+from obstore.fsspec import FsspecStore
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -38,6 +39,7 @@ def endpoint() -> Iterator[str]:
         fs = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
         fs.mkdir("photos")
         fs.pipe({f"photos/train/class{i // 10}/{i:02}.png": png(i) for i in range(SIZE)})
+        len(obstore_folder(endpoint))  # its runtime keeps descriptors open until the interpreter exits
         yield endpoint
     for name, value in before.items():
         os.environ.pop(name)
@@ -65,6 +67,45 @@ def test_it_lists_classes_files_and_versions(folder: fastload.ImageFolder) -> No
     assert folder.samples[11] == ("s3://photos/train/class1/11.png", 1)
     assert parts is not None
     assert parts["files"].startswith("20 files, digest ")
+
+
+def obstore_folder(endpoint: str, **options: Any) -> fastload.ImageFolder:
+    """The images, through another client."""
+    config = {"endpoint": endpoint, "access_key_id": "test", "secret_access_key": "test"}
+    store = FsspecStore(
+        "s3", config={**config, "region": "us-east-1"}, client_options={"allow_http": True}, **options
+    )
+    return fastload.ImageFolder("s3://photos/train", filesystem=store)
+
+
+def test_a_file_system_of_the_users_gives_the_same_samples(
+    endpoint: str, folder: fastload.ImageFolder
+) -> None:
+    """Also the same fingerprint, because both clients state the ETags."""
+    other = obstore_folder(endpoint)
+
+    assert list(other.samples) == list(folder.samples)
+    assert other.fingerprint() == folder.fingerprint()
+    assert other[3][0][0, 0, 0] == 3
+
+
+def test_workers_make_their_own_file_system(endpoint: str) -> None:
+    """From the arguments of the user's, which was used before."""
+    folder = obstore_folder(endpoint)
+    assert folder[3][0][0, 0, 0] == 3
+
+    loader = fastload.DataLoader(folder, 4, num_workers=1, multiprocessing_context="forkserver")
+
+    assert values(loader) == list(range(SIZE))
+
+
+def test_a_file_system_that_does_not_survive_a_fork_is_an_error_in_forked_workers(endpoint: str) -> None:
+    """Without it, the first read would never end."""
+    folder = obstore_folder(endpoint)
+    loader = fastload.DataLoader(folder, 4, num_workers=1, multiprocessing_context="fork")
+
+    with pytest.raises(RuntimeError, match=r"whose threads do not survive a fork.*forkserver"):
+        next(iter(loader))
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])

@@ -1,0 +1,193 @@
+"""How much of an object store's latency reaches the training loop?
+
+Question: with photographs in a store that answers each request after 0, 10 or 50 ms, how many images a second
+do two workers read, decode and crop? The plain dataset reads and decodes one file at each access, with s3fs,
+as a dataset of a user's own does; with torch's loader and with ours. `fastload.ImageFolder` reads ahead: in
+torch's loader the files of a batch, in fastload's also those of the next batches. obstore is another client,
+compiled, with the same interface. The same files on the local disk are the upper bound.
+
+The store is a process on the same machine (object_store.py), so its work and the network's are taken from the
+same cores: the figures at 0 ms are what S3's protocol costs in Python, with no network.
+
+Held out: bandwidth and throttling of a real store. A cache removes all of this from the second epoch on.
+
+Command: python benchmarks/remote.py PHOTOS [--runs 5] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import fsspec
+import numpy as np
+import torch.utils.data
+from harness import Contender, contender, interleave, report, save
+from PIL import Image
+
+import fastload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LATENCIES_MS = (0, 10, 50)
+BATCH_SIZE, NUM_WORKERS, CROP_SIDE = 64, 2, 224
+SERVER = Path(__file__).with_name("object_store.py")
+PLAIN_TORCH = "plain dataset, torch's loader"
+PLAIN_OURS = "plain dataset, fastload's loader"
+FOLDER_TORCH = "ImageFolder, torch's loader"
+FOLDER_OURS = "ImageFolder, fastload's loader"
+OBSTORE = "ImageFolder through obstore, fastload's loader"
+LOCAL = "ImageFolder on the local disk, fastload's loader"
+
+
+class PlainDataset(torch.utils.data.Dataset[Any]):
+    """What people write: each access reads one object and decodes it."""
+
+    def __init__(self, samples: list[tuple[str, int]], options: dict[str, Any], transform: Any) -> None:
+        self.samples = samples
+        self.options = options
+        self.transform = transform
+        self.opened: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        path, label = self.samples[index]
+        if self.opened is None or self.opened[0] != os.getpid():  # fsspec's file systems must not be forked
+            self.opened = os.getpid(), fsspec.filesystem("s3", **self.options)
+        data = self.opened[1].cat_file(path)
+        image = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+        return self.transform(image=image)["image"], label
+
+
+class Cropped(torch.utils.data.Dataset[Any]):
+    """A folder and a random crop; it forwards what the loader says about the next batches."""
+
+    def __init__(self, folder: fastload.ImageFolder, transform: Any) -> None:
+        self.folder = folder
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.folder)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        image, label = self.folder[index]
+        return self.transform(image=image)["image"], label
+
+    def read_ahead(self, indices: Any) -> None:
+        """Pass on which samples come next."""
+        self.folder.read_ahead(indices)
+
+
+class CroppedFolder(fastload.ImageFolder):
+    """The same as a subclass, which torch's loader asks for whole batches."""
+
+    transform: Any = None
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:  # type: ignore[override]
+        image, label = super().__getitem__(index)
+        return self.transform(image=image)["image"], label
+
+
+@contextlib.contextmanager
+def store(photos: Path, latency_ms: int) -> Iterator[dict[str, Any]]:
+    """The options of s3fs for a store that serves a folder."""
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(photos), str(latency_ms / 1000)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if process.stdin is None or process.stdout is None:
+        raise AssertionError("both are pipes")
+    with process:
+        try:
+            yield {
+                "endpoint_url": f"http://127.0.0.1:{int(process.stdout.readline())}",
+                "key": "none",
+                "secret": "none",
+            }
+        finally:
+            process.stdin.close()
+
+
+def through_obstore(options: dict[str, Any]) -> fastload.ImageFolder:
+    """The folder through the other client."""
+    from obstore.fsspec import FsspecStore
+
+    config = {"endpoint": options["endpoint_url"], "access_key_id": "none", "secret_access_key": "none"}
+    filesystem = FsspecStore(
+        "s3", config={**config, "region": "us-east-1"}, client_options={"allow_http": True}
+    )
+    return fastload.ImageFolder("s3://photos", filesystem=filesystem)
+
+
+def contenders(photos: Path, options: dict[str, Any]) -> list[Contender]:
+    """All rows for one latency."""
+    crop = A.Compose([A.RandomCrop(CROP_SIDE, CROP_SIDE), A.HorizontalFlip(p=0.5)])
+    folder = fastload.ImageFolder("s3://photos", storage_options=options)
+    batches = CroppedFolder("s3://photos", storage_options=options)
+    batches.transform = crop
+    plain = PlainDataset(list(folder.samples), options, crop)
+    torchs = torch.utils.data.DataLoader
+    rows: list[tuple[str, Any, Any]] = [
+        (PLAIN_TORCH, torchs, plain),
+        (PLAIN_OURS, fastload.DataLoader, plain),
+        (FOLDER_TORCH, torchs, batches),
+        (FOLDER_OURS, fastload.DataLoader, Cropped(folder, crop)),
+        (OBSTORE, fastload.DataLoader, Cropped(through_obstore(options), crop)),
+        (LOCAL, fastload.DataLoader, Cropped(fastload.ImageFolder(photos), crop)),
+    ]
+    loading = {
+        "shuffle": True,
+        "num_workers": NUM_WORKERS,
+        "persistent_workers": True,
+        "multiprocessing_context": "forkserver",
+    }
+    return [
+        contender(label, label, lambda cls=cls, data=data: cls(data, BATCH_SIZE, **loading), len(folder))
+        for label, cls, data in rows
+    ]
+
+
+def question(photos: Path, latency_ms: int, runs: int) -> dict[str, Any]:
+    """All rows, interleaved."""
+    with store(photos, latency_ms) as options:
+        rows = contenders(photos, options)
+        interleave(rows, runs)
+    rates = {row.label: row.median for row in rows}
+    ratios = {
+        "ImageFolder with fastload's loader / plain dataset with torch's": (
+            rates[FOLDER_OURS] / rates[PLAIN_TORCH],
+            1.0,
+        ),
+        "the same dataset, fastload's loader / torch's": (rates[FOLDER_OURS] / rates[FOLDER_TORCH], 1.0),
+        "the same through obstore": (rates[OBSTORE] / rates[PLAIN_TORCH], 1.0),
+        "through obstore / the local disk": (rates[OBSTORE] / rates[LOCAL], 0.5),
+    }
+    title = f"{len(fastload.ImageFolder(photos)):,} photographs in an object store, {latency_ms} ms a request"
+    return report(title, "images/s", rows, ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--save", action="store_true")
+    arguments = parser.parse_args()
+    questions = [question(arguments.photos, latency, arguments.runs) for latency in LATENCIES_MS]
+    if arguments.save:
+        save("remote", f"python benchmarks/remote.py PHOTOS --runs {arguments.runs}", questions)
+
+
+if __name__ == "__main__":
+    main()
