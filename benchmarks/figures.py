@@ -36,6 +36,10 @@ SHOWN = {
     ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
+    "remote": (
+        "Photographs from an object store on the same machine, by the latency that it adds to each request; "
+        "a plain dataset reads one object at each access."
+    ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
@@ -384,6 +388,23 @@ def times(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
+def latencies() -> str:
+    """Images a second by the latency of an object store, a column for each latency."""
+    results = json.loads((RESULTS / "remote.json").read_text())
+    questions, machine = results["questions"], results["machine"]
+    columns = [question["title"].rpartition(", ")[2] for question in questions]
+    lines = ["| images/s | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for label in questions[0]["rows"]:
+        rates = (digits(question["rows"][label]["median"]) for question in questions)
+        lines.append(f"| {label} | " + " | ".join(rates) + " |")
+    where = f"{machine['cores']} cores, {machine['cpu']}"
+    return (
+        "Photographs of 500 x 375 pixels in a store on the same machine, which answers each request after a "
+        "pause; two workers read, decode and crop them, and the store and its clients share their cores "
+        f"({where}; [details](../../benchmarks/README.md#remote)):\n\n" + "\n".join(lines)
+    )
+
+
 def blocks() -> dict[Path, dict[str, str]]:
     """The parts of the documents that lie between comments with their names: page -> name -> text."""
     return {
@@ -393,6 +414,7 @@ def blocks() -> dict[Path, dict[str, str]]:
             "peers": peers(),
             "sizing": will_it_fit(),
         },
+        ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "sizing.md": {
             "best": best_designs(),
             "largest": largest_sets(),
