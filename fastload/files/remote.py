@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -74,15 +75,11 @@ class RemoteFolder:
         self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
-        self._opened: tuple[int, Any, str] | None = None  # process, file system, path of the folder
+        self._opened: _Opened | None = None
         self._home_pid = os.getpid()  # a forked process is another one
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._home_pid = os.getpid()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.url, self._options, self._maker)
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
@@ -120,8 +117,8 @@ class RemoteFolder:
         Raises:
             RemoteFolderError: The list is there, and cannot be read.
         """
-        fs, root = self._file_system()
-        path = f"{root.rstrip('/')}/{SAVED_NAME}"
+        opened = self._open()
+        fs, path = opened.fs, f"{opened.root}/{SAVED_NAME}"
         try:
             data = _retried(lambda: fs.cat_file(path), self._saved_failed)
         except FileNotFoundError:
@@ -148,9 +145,9 @@ class RemoteFolder:
         Raises:
             RemoteFolderError: It cannot be written.
         """
-        fs, root = self._file_system()
+        opened = self._open()
+        fs, path = opened.fs, f"{opened.root}/{SAVED_NAME}"
         data = to_bytes(classes, files)
-        path = f"{root.rstrip('/')}/{SAVED_NAME}"
 
         def failed(error: Exception, tried: str) -> Exception:
             return RemoteFolderError(
@@ -169,11 +166,11 @@ class RemoteFolder:
         Raises:
             ImageReadError: The file cannot be read, or has another length.
         """
-        fs, root = self._file_system()
-        path = f"{root.rstrip('/')}/{name}"
+        opened = self._open()
+        path = f"{opened.root}/{name}"
 
         def attempt() -> bytes:
-            data: bytes = fs.cat_file(path)
+            data = opened.read(path)
             if nbytes not in (UNKNOWN_BYTES, len(data)):
                 raise _OtherLengthError(
                     f"{len(data):,} bytes arrived, but the file had {nbytes:,} when the folder was listed"
@@ -185,11 +182,15 @@ class RemoteFolder:
 
         return _retried(attempt, failed)
 
-    def _file_system(self) -> tuple[Any, str]:
+    def _open(self) -> _Opened:
+        """The file system of this process."""
         opened = self._opened
-        if opened is None or opened[0] != os.getpid():
-            self._opened = opened = (os.getpid(), *self._make())
-        return opened[1:]
+        if opened is None or opened.pid != os.getpid():
+            with _locks.setdefault(os.getpid(), threading.Lock()):
+                opened = self._opened
+                if opened is None or opened.pid != os.getpid():
+                    self._opened = opened = _Opened(*self._make())
+        return opened
 
     def _make(self, *, for_listing: bool = False) -> tuple[Any, str]:
         """A new file system, and the folder's path in it."""
@@ -206,8 +207,39 @@ class RemoteFolder:
         return _open(self.url, {**self._options, **unkept})
 
 
+class _Opened:
+    """A file system of this process, and the folder's path in it.
+
+    Until one read has succeeded, only one thread reads: the first request makes the client, and s3fs would
+    make one of 14 MB for each thread that sends a request before there is one.
+    """
+
+    def __init__(self, fs: Any, root: str) -> None:
+        self.pid = os.getpid()
+        self.fs = fs
+        self.root = root.rstrip("/")
+        self._connecting = threading.Lock()
+        self._is_connected = False
+
+    def read(self, path: str) -> bytes:
+        """The content of a file."""
+        if not self._is_connected:
+            with self._connecting:
+                if not self._is_connected:
+                    content: bytes = self.fs.cat_file(path)
+                    self._is_connected = True
+                    return content
+        return bytes(self.fs.cat_file(path))  # a copy only if it is not bytes
+
+
 class _OtherLengthError(OSError):
     """A body was cut short, or the file was replaced after the folder was listed."""
+
+
+def _unpickled(url: str, options: dict[str, Any], maker: tuple[Any, ...] | None) -> RemoteFolder:
+    folder = RemoteFolder(url, options)
+    folder._maker = maker
+    return folder
 
 
 def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -277,6 +309,9 @@ def _pause_s(number: int) -> float:
     """
     return _FIRST_PAUSE_S * float(2 ** (number - 1)) * (0.5 + os.urandom(1)[0] / 510)
 
+
+# By process, because a lock that another thread held during a fork is never released in the child.
+_locks: dict[int, threading.Lock] = {}
 
 _sleep = time.sleep  # tests replace it
 

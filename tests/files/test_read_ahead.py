@@ -55,7 +55,7 @@ def opened() -> Iterator[Callable[..., ReadAhead]]:
 
 def test_announced_files_are_read_at_the_same_time(opened: Callable[..., ReadAhead]) -> None:
     """No read ends before eight have begun."""
-    reader = opened(Store(meet(8)).read)
+    reader = opened(Store(meet(8, alone=0)).read)
 
     reader.announce(range(8))
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -16,7 +17,7 @@ import pytest
 import fastload
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
 from fastload.files.remote import RemoteFolder, is_url
-from tests.kit.remote import cut, raising
+from tests.kit.remote import cut, meet, raising
 
 if TYPE_CHECKING:
     from tests.kit.remote import FaultyFileSystem
@@ -234,14 +235,24 @@ def test_it_pickles_without_its_connections(folder: RemoteFolder) -> None:
 def test_a_forked_process_makes_its_own_file_system(folder: RemoteFolder) -> None:
     """File systems of fsspec must not be used after a fork."""
     folder.read("cat/1.jpg", 3)
-    parents, _ = folder._file_system()
+    parents = folder._open()
 
     pid = os.fork()
     if pid == 0:
-        own, _ = folder._file_system()
-        os._exit(5 if own is not parents and folder.read("cat/1.jpg", 3) == b"one" else 1)
+        own = folder._open()
+        os._exit(5 if own.fs is not parents.fs and folder.read("cat/1.jpg", 3) == b"one" else 1)
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
+
+
+def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[FaultyFileSystem]) -> None:
+    """The first read is finished before others begin; those are made at the same time."""
+    faulty.gate = staticmethod(meet(7))
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._open().fs)), range(8)))
+
+    assert {content for content, _ in found} == {b"one"}
+    assert len({fs for _, fs in found}) == 1
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,12 +82,23 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def meet(parties: int) -> Callable[..., object]:
-    """A gate that opens once this many reads are there at the same time, and stays open."""
+def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
+    """A gate that opens once this many reads are there at the same time, and stays open.
+
+    Args:
+        parties: How many.
+        alone: The number of reads that pass before; a folder makes its first read alone.
+    """
     barrier = threading.Barrier(parties)
     is_open = threading.Event()
+    lock = threading.Lock()
+    left = [alone]
 
     def wait(_: str = "") -> None:
+        with lock:
+            if left[0]:
+                left[0] -= 1
+                return
         if not is_open.is_set():
             barrier.wait(TIMEOUT_S)
             is_open.set()
