@@ -33,6 +33,7 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
 from fastload.errors import add_note
+from fastload.images.encoded import EncodedImage
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
 
@@ -361,6 +362,7 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
     except Exception as error:
         if isinstance(values, (list, tuple)):
             _explain_shapes(values, path, error)
+            _explain_undecoded(values, path, error)
         raise
 
 
@@ -380,16 +382,35 @@ def _explain_shapes(values: Any, path: str, error: Exception) -> None:
                 return
 
 
-def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        if not (isinstance(value, torch.Tensor) and value.is_nested):  # it has no shape
-            yield path, tuple(value.shape)
-    elif isinstance(value, dict):
+def _explain_undecoded(values: Any, path: str, error: Exception) -> None:
+    """If the samples hold undecoded images, note in an error of default_collate who decodes them."""
+    for place, leaf in _leaves(values[0], path):
+        if isinstance(leaf, EncodedImage):
+            add_note(
+                error,
+                f"fastload: {place} is an EncodedImage, which a CachedDataset decodes: give the loader "
+                "fastload.CachedDataset(dataset, transform=..., cache=None), which stores nothing, or return "
+                "image.decode() from the dataset.",
+            )
+            return
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
         for key, part in value.items():
-            yield from _shapes(part, f"{path}[{key!r}]")
+            yield from _leaves(part, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
         for place, part in enumerate(value):
-            yield from _shapes(part, f"{path}[{place}]")
+            yield from _leaves(part, f"{path}[{place}]")
+    else:
+        yield path, value
+
+
+def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for place, leaf in _leaves(value, path):
+        has_shape = not (isinstance(leaf, torch.Tensor) and leaf.is_nested)
+        if isinstance(leaf, (np.ndarray, torch.Tensor)) and has_shape:
+            yield place, tuple(leaf.shape)
 
 
 def _has_row(sample: Any, batch: _Batch) -> bool:

@@ -52,6 +52,10 @@ def an_object(index: int) -> Any:
     return np.zeros(index + 1) if index < 0 else object()
 
 
+def undecoded(index: int) -> Any:
+    return {"label": index, "image": fastload.EncodedImage(b"a file")}
+
+
 def _parts(index: int) -> list[Any]:
     size = 3 + index // 4  # each batch of 4 has a shape of its own
     return [

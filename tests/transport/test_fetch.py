@@ -195,6 +195,18 @@ def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: in
     assert "size=(256, 256)" in told
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_undecoded_images_are_torchs_error_with_the_way_out(num_workers: int) -> None:
+    """The text says where they are in a sample, and who decodes them."""
+    loader = fastload.DataLoader(datasets.Made(fetch_zoo.undecoded, 4), 4, num_workers=num_workers)
+
+    with pytest.raises(TypeError, match="default_collate: batch must contain tensors") as caught:
+        list(loader)
+
+    told = str(caught.value) + "\n".join(caught.value.__notes__)
+    assert "$['image'] is an EncodedImage, which a CachedDataset decodes" in told
+
+
 def test_bytes_that_no_leaf_shares_are_no_excuse_for_another_error() -> None:
     """An error of default_collate that has nothing to do with shapes stays as it is."""
     with pytest.raises(TypeError) as caught:
