@@ -11,6 +11,8 @@ same cores: the figures at 0 ms are what S3's protocol costs in Python, with no 
 
 Held out: bandwidth and throttling of a real store. A cache removes all of this from the second epoch on.
 
+An epoch has 640 photographs: with 50 ms a request, the plain dataset reads 40 a second.
+
 Command: python benchmarks/remote.py PHOTOS [--runs 5] [--save]
 """
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LATENCIES_MS = (0, 10, 50)
+NUM_IMAGES = 640
 BATCH_SIZE, NUM_WORKERS, CROP_SIDE = 64, 2, 224
 SERVER = Path(__file__).with_name("object_store.py")
 PLAIN_TORCH = "plain dataset, torch's loader"
@@ -153,9 +156,11 @@ def contenders(photos: Path, options: dict[str, Any]) -> list[Contender]:
         "persistent_workers": True,
         "multiprocessing_context": "forkserver",
     }
+    chosen = np.linspace(0, len(folder) - 1, NUM_IMAGES).astype(int).tolist()
+    parts = [(label, cls, torch.utils.data.Subset(data, chosen)) for label, cls, data in rows]
     return [
-        contender(label, label, lambda cls=cls, data=data: cls(data, BATCH_SIZE, **loading), len(folder))
-        for label, cls, data in rows
+        contender(label, label, lambda cls=cls, data=data: cls(data, BATCH_SIZE, **loading), NUM_IMAGES)
+        for label, cls, data in parts
     ]
 
 
@@ -174,7 +179,7 @@ def question(photos: Path, latency_ms: int, runs: int) -> dict[str, Any]:
         "the same through obstore": (rates[OBSTORE] / rates[PLAIN_TORCH], 1.0),
         "through obstore / the local disk": (rates[OBSTORE] / rates[LOCAL], 0.5),
     }
-    title = f"{len(fastload.ImageFolder(photos)):,} photographs in an object store, {latency_ms} ms a request"
+    title = f"{NUM_IMAGES} photographs in an object store, {latency_ms} ms a request"
     return report(title, "images/s", rows, ratios)
 
 

@@ -42,6 +42,7 @@ from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
+from fastload.system.freed_memory import keep_freed_memory
 from fastload.system.limits import too_many_files
 from fastload.workers.tally import Meter, Work
 
@@ -199,6 +200,7 @@ class _Worker:
         try:
             _be_quiet()
             self._job = job = setup.job.load()
+            keep_freed_memory(job.num_workers)
             seed = seeding.seed_libraries(job.base_seed, self._id)
             # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
             torch_worker._worker_info = torch_worker.WorkerInfo(

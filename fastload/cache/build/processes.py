@@ -13,6 +13,7 @@ import torch
 import torch.utils.data
 
 from fastload.system.cpus import worthwhile_cpus
+from fastload.system.freed_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +57,7 @@ def run(
         num_workers=num_workers,
         prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,
-        worker_init_fn=_quiet_worker if num_workers else None,
+        worker_init_fn=_prepare_worker if num_workers else None,
         generator=torch.Generator(),  # keeps torch's global random state unchanged
     )
     return iter(loader)
@@ -77,6 +78,8 @@ def _unchanged(answer: Any) -> Any:
     return answer
 
 
-def _quiet_worker(_: int) -> None:
+def _prepare_worker(_: int) -> None:
+    worker = torch.utils.data.get_worker_info()
+    keep_freed_memory(1 if worker is None else worker.num_workers)
     if "cv2" in sys.modules:  # one thread per worker: thread pools that compete for cores are much slower
         sys.modules["cv2"].setNumThreads(0)

@@ -1,0 +1,50 @@
+"""Lets a worker process keep memory that it has freed, so that the next image does not fault in new pages.
+
+A decoder allocates megabytes for each image, and frees them. glibc gives such memory back to the system at
+once, and each page of the next image is faulted in and zeroed again, which takes up to half of the time of
+decoding (benchmarks/NOTES.md, "Freed memory").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from fastload.system.budget import available_bytes
+
+# Of mallopt(3), and in malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+_MOST_KEPT_BYTES = 128 << 20  # by each process
+_LEAST_KEPT_BYTES = 4 << 20  # less would not hold the memory of an image
+_SHARE_OF_FREE = 1 / 16  # of the machine's free memory, for all workers together
+# The largest allocation that is not mapped by itself, which glibc would unmap when it is freed. Releases
+# before 2.35 accept 32 MiB at most.
+_LARGEST_BYTES = (64 << 20, 32 << 20)
+# The user has made these choices already.
+_OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
+
+
+def keep_freed_memory(num_processes: int) -> int:
+    """Let this process keep memory that it frees.
+
+    Nothing happens if an environment variable sets glibc's thresholds, or if the C library is another one.
+
+    Args:
+        num_processes: How many processes of this machine do the same.
+
+    Returns:
+        The most bytes of freed memory that it keeps; 0 if nothing was changed.
+    """
+    if any(name in os.environ for name in _OWN_SETTINGS) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return 0
+    kept_bytes = min(_MOST_KEPT_BYTES, int(available_bytes() * _SHARE_OF_FREE) // max(1, num_processes))
+    if kept_bytes < _LEAST_KEPT_BYTES:
+        return 0
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return 0
+    if not any(mallopt(_M_MMAP_THRESHOLD, min(nbytes, kept_bytes)) for nbytes in _LARGEST_BYTES):
+        return 0
+    return kept_bytes if mallopt(_M_TRIM_THRESHOLD, kept_bytes) else 0
