@@ -253,7 +253,7 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     protocol = _URL.match(url)
     name = "" if protocol is None else protocol.group().rstrip(":/")
     if name in ("s3", "s3a"):
-        options = _with_connections(options)
+        options = _for_images(options)
     try:
         # Without fsspec's table of instances, connections are closed once the folder is not used any more.
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
@@ -272,10 +272,14 @@ def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[A
     return fs, root
 
 
-def _with_connections(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs with as many connections as this module reads files at once; its default is ten."""
+def _for_images(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of s3fs for many small files; those that the user gave stay.
+
+    By default it has ten connections, and asks for the size of each file before it reads the file, in order
+    to read large ones in parts at the same time.
+    """
     config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
-    return {**options, "config_kwargs": config}
+    return {"max_concurrency": 1, **options, "config_kwargs": config}
 
 
 def _retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import pytest
+import s3fs
 import torch
 from obstore.fsspec import FsspecStore
 from PIL import Image
@@ -67,6 +68,17 @@ def test_it_lists_classes_files_and_versions(folder: fastload.ImageFolder) -> No
     assert folder.samples[11] == ("s3://photos/train/class1/11.png", 1)
     assert parts is not None
     assert parts["files"].startswith("20 files, digest ")
+
+
+def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, s3fs asks for the size of an object before it reads the object."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a second request")
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_info", refuse)
+
+    assert folder[3][0][0, 0, 0] == 3
 
 
 def obstore_folder(endpoint: str, **options: Any) -> fastload.ImageFolder:
