@@ -5,26 +5,37 @@ handle. Other ranks and jobs of the same user find a cache that has a fingerprin
 segment (see `layout`) is sparse, so memory is allocated as samples are stored, and sealed, so its size never
 changes. How samples are read and stored is in `generation`. Rules:
 
-1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
-2. The memory is freed when the last process that holds the segment ends, in whatever way.
+1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset. Only `retain`
+   drops samples: it copies the others to a new segment, the next generation of the cache (see `successor`).
+2. Each access checks whether there is a next generation, and follows. A sample that a process stores in an
+   old generation meanwhile is lost, and is read from the dataset again.
+3. What was handed out keeps its generation's memory, so it never changes.
+4. The memory is freed when the last process that holds the segment ends, in whatever way.
+5. Other processes reach the cache through its anchor: a descriptor that is never read or written, and that
+   refers to the newest generation that this process holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import weakref
+from multiprocessing import context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastload.cache.locks import try_lock, unlock
+from fastload.cache.ram import owners, successor
 from fastload.cache.ram.generation import NOT_MAPPED, Generation
-from fastload.cache.ram.layout import Layout, Origin, create
+from fastload.cache.ram.layout import Layout, Origin, Stamp, create
 from fastload.cache.sample_cache import BaseCache
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.spec import flatten
-from fastload.system.budget import parse_budget
+from fastload.system.budget import available_bytes, parse_budget
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -33,6 +44,11 @@ if TYPE_CHECKING:
 
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.ram.owners import Entry
+
+_COPY_SHARE = 0.8  # of the free memory, for the samples that a new generation takes over
+_RETAIN_WAIT_S = 120.0  # for another process that makes the next generation
+_POLL_S = 0.005
 
 
 class SharedMemoryCache(BaseCache):
@@ -82,16 +98,160 @@ class SharedMemoryCache(BaseCache):
         """Set all attributes but the generation in use."""
         self._plan = layout
         self._logged: set[str] = set()
+        self._anchor: Segment | None = None
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self._now.segment, self._plan)
+        now = self._newest() or self._now
+        if context.get_spawning_popen() is None and now.followed != NOT_MAPPED:
+            # Pickled for another purpose than to start a child process. This process may move to another
+            # generation before the pickle is read; that one is then found through the anchor.
+            entry = owners.entry_of("", self.anchor_fd())
+            if entry is not None:
+                return _found, (entry, now.stamp.cache_id, self._plan)
+        return _attached, (now.segment, self._plan)
 
-    def _usable(self) -> Generation | None:
-        """The generation in use; None if the cache is closed or cannot be mapped."""
+    # --- generations --------------------------------------------------------------------------------------
+
+    def _newest(self) -> Generation | None:
+        """The newest generation that this process can reach; None if the cache is closed or unmappable."""
         now = self._now
-        return now if now.followed != NOT_MAPPED or now.map() else None
+        while now.successor[0] != now.followed:
+            if now.followed == NOT_MAPPED:
+                if not now.map():
+                    return None
+                continue
+            number = now.successor[0]
+            newer = successor.attach(now)
+            if newer is None:
+                log.info("cache: process %d keeps an old part of it: the new one is gone", os.getpid())
+                now.followed = number
+                break
+            self._move(now, newer)
+            now = newer
+        return now
+
+    def _move(self, old: Generation, new: Generation) -> None:
+        """Use another generation from here on; the old one goes with the last view of its samples."""
+        anchor = self._anchor
+        # If another part of the program has closed the anchor, its number may stand for another file by now.
+        with contextlib.suppress(OSError):
+            if anchor is not None and os.path.samestat(os.fstat(anchor.fd), os.fstat(old.segment.fd)):
+                os.dup2(new.segment.fd, anchor.fd, inheritable=False)
+        self._now = new
+
+    def anchor_fd(self) -> int:
+        """A descriptor in this process that always refers to the newest generation that the process holds.
+
+        Raises:
+            OSError: This process has no descriptor left.
+        """
+        if self._anchor is None:
+            fd = os.dup(self._now.segment.fd)
+            self._anchor = Segment(fd, self._now.segment.nbytes)
+            weakref.finalize(self, self._anchor.close).atexit = False
+        return self._anchor.fd
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in use; the first one is 1. It is 0 if the cache cannot be read."""
+        now = self._newest()
+        return 0 if now is None else now.stamp.number
+
+    def is_retained(self, index: int) -> bool:
+        """Whether the sample may be stored."""
+        now = self._newest()
+        return now is not None and now.is_retained(index)
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these, and store no others, in all processes that use this cache.
+
+        The samples that are stored already are copied to new memory, and the old memory is freed when all
+        processes have followed, each at its next access, and nobody holds a sample of it. Until then, the
+        cache takes the old memory and in addition that of the copies and of samples that are stored
+        meanwhile: at most `nbytes + budget_bytes`. Copies take at most 80% of the free memory; samples
+        beyond that are dropped, and stored again later.
+
+        Processes that share the cache may each call this: the first one makes the copies, and the others wait
+        for it and return. If the indices are those of the last call, nothing is done. If all samples that may
+        be stored now are among the indices, nothing is copied.
+
+        Args:
+            indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
+        """
+        retained = np.ones(self.num_samples, np.bool_)
+        if indices is not None:
+            retained[:] = False
+            retained[indices] = True
+        digest = successor.digest_of(retained)
+        deadline_s = time.monotonic() + _RETAIN_WAIT_S
+        while True:
+            now = self._newest()
+            if now is not None and now.followed:  # it could not be reached before, but may be now
+                newer = successor.attach(now)
+                if newer is not None:
+                    self._move(now, newer)
+                    continue
+            if now is None or now.stamp.digest == digest:
+                return
+            try:
+                fd = now.segment.reopen()
+            except OSError as error:
+                self._log_not_retained(f"the lock on the cache cannot be opened: {error}")
+                return
+            try:
+                if self._retain_locked(fd, now, retained, digest):
+                    return
+            except (OSError, MemoryError, SegmentError) as error:
+                self._log_not_retained(str(error))
+                return
+            finally:
+                os.close(fd)
+            if time.monotonic() > deadline_s:
+                self._log_not_retained(f"another process has held its lock for {_RETAIN_WAIT_S:,.0f} s")
+                return
+            time.sleep(_POLL_S)
+
+    def _retain_locked(
+        self, fd: int, now: Generation, retained: npt.NDArray[np.bool_], digest: bytes
+    ) -> bool:
+        """Make the next generation; False if another process holds the lock, or was faster."""
+        if not try_lock(fd):
+            return False
+        try:
+            if now.successor[0] != now.followed:
+                return False
+            if not now.widen(retained, digest):
+                self._succeed(now, retained, digest)
+            return True
+        finally:
+            # A fork in another thread may have copied the descriptor, so close() may not release the lock.
+            unlock(fd)
+
+    def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
+        """Copy the retained samples to a new generation, and tell the other processes."""
+        anchor_fd = self.anchor_fd()
+        holder = owners.entry_of("", anchor_fd)
+        if holder is None:
+            self._log_not_retained("other processes could not follow, because this needs /proc")
+            return
+        number = max(old.stamp.number, old.successor[0]) + 1
+        segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
+        new = old.next(segment, mapping)
+        num_copied = new.copy_from(old, retained, int(_COPY_SHARE * available_bytes()))
+        self._move(old, new)  # before others are told: they attach through the anchor
+        successor.announce(old, number, holder)
+        log.info(
+            "cache: retains %s of %s samples, of which %s are cached already, in %s",
+            f"{new.num_retained:,}",
+            f"{self.num_samples:,}",
+            f"{num_copied:,}",
+            readable_size(new.nbytes),
+        )
+
+    def _log_not_retained(self, reason: str) -> None:
+        log.warning("cache: it goes on with the samples that it has, which are right: %s", reason)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -122,25 +282,29 @@ class SharedMemoryCache(BaseCache):
 
     @property
     def fd(self) -> int:
-        """The segment's descriptor in this process; -1 once closed."""
-        return self._now.segment.fd
+        """A descriptor of the cache in this process; -1 once closed."""
+        return self._now.segment.fd if self._anchor is None else self._anchor.fd
 
     def explain(self) -> str:
         """The reason why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self._plan.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
+        now = self._newest()
+        retained = self.num_samples if now is None else now.num_retained
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        if retained < self.num_samples:
+            held += f", {retained:,} samples are retained"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
-        now = self._usable()
+        now = self._newest()
         return np.empty(0, np.intp) if now is None else now.missing()
 
     @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        now = self._usable()
+        now = self._newest()
         return 0 if now is None else now.num_cached
 
     @property
@@ -153,7 +317,7 @@ class SharedMemoryCache(BaseCache):
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        now = self._usable()
+        now = self._newest()
         return now is not None and now.holds(int(index))
 
     def get(self, index: int) -> Any | None:
@@ -164,7 +328,7 @@ class SharedMemoryCache(BaseCache):
         """
         now = self._now
         if now.successor[0] != now.followed:
-            usable = self._usable()
+            usable = self._newest()
             if usable is None:
                 return None
             now = usable
@@ -175,25 +339,25 @@ class SharedMemoryCache(BaseCache):
 
     def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of these samples are cached as uniform rows, `(len(indices),) bool`."""
-        now = self._usable()
+        now = self._newest()
         return np.zeros(len(indices), np.bool_) if now is None else now.cached_rows(indices)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        now = self._usable()
+        now = self._newest()
         return None if now is None else now.gather(indices, allocate)
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit, or another process holds the lock.
+        """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
 
         Raises:
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
         spec, values = flatten(sample)
-        now = self._usable()
-        if now is None or now.is_full:
+        now = self._newest()
+        if now is None or now.is_full or not now.is_retained(index):
             return False
         try:
             return now.put(index, spec, values)
@@ -211,6 +375,8 @@ class SharedMemoryCache(BaseCache):
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
         if self.unregister is not None:
             self.unregister()
+        if self._anchor is not None:
+            self._anchor.close()
         self._now.segment.close()
         self._now = Generation(Segment(-1, 0), self._plan, self._logged)
 
@@ -220,3 +386,7 @@ def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache._hold(layout)
     cache._now = Generation(segment, layout, cache._logged)
     return cache
+
+
+def _found(entry: Entry, cache_id: int, layout: Layout) -> SharedMemoryCache:
+    return _attached(successor.attach_to(entry, cache_id), layout)
