@@ -56,7 +56,7 @@ _NOT_FORWARDED = frozenset(
     }
 )
 
-_RETAIN_USAGE = "retain() needs a sequence, range, array or tensor of int indices in one dimension, or None for all samples"
+_RETAIN_USAGE = "retain() needs a one-dimensional sequence, range, array or tensor of int indices, or None"
 
 
 @dataclass(frozen=True)
@@ -392,10 +392,13 @@ def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
     try:
         given = np.asarray(indices)
     except ValueError as error:  # nested lists of several lengths
-        raise TypeError(f"{_RETAIN_USAGE}, but got {type(indices).__name__}: {error}") from error
+        raise TypeError(
+            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__}: {error}"
+        ) from error
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise TypeError(
-            f"{_RETAIN_USAGE}, but got {type(indices).__name__} of dtype {given.dtype} and shape {given.shape}"
+            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__} of dtype {given.dtype} and "
+            f"shape {given.shape}"
         )
     if given.size and (given.min() < 0 or given.max() >= num_samples):
         outside = given[(given < 0) | (given >= num_samples)][0]
