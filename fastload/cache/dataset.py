@@ -360,8 +360,10 @@ class CachedDataset(Dataset[Any]):
         and the new memory. Copies take at most 80% of the free memory; samples beyond that are read from
         their source once more. If each index that may be stored now is among the indices, nothing is copied.
 
-        On a system without shared memory, each process has its own cache, and workers that run already do
-        not follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`, only the cache in RAM does.
+        If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
+        and the log gives the reason. On a system without shared memory, each process has its own cache, and
+        workers that run already do not follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`,
+        only the cache in RAM does.
 
         Args:
             indices: A sequence, range, array or tensor of ints, each `0 <= index < len(self)`; duplicates

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 import torch.utils.data
@@ -898,6 +899,38 @@ def test_tiers_retain_in_ram(path: Path) -> None:
 
     assert dataset.reads == before
     assert ds.cache_info().num_cached == 2
+
+
+def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
+    """Samples that are not retained take room in neither; a full first cache is tried again after a deal."""
+    for index in range(40):
+        PIL.Image.fromarray(Images(40, shape=(64, 64, 3)).sample(index)[0]).save(tmp_path / f"{index:02}.png")
+    paths = [tmp_path / f"{index:02}.png" for index in range(40)]
+    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget="500KB")
+    fast, slow = ds.cache.fast, ds.cache.slow  # type: ignore[union-attr]
+    found = []
+    for part in (range(20), range(20, 40)):
+        ds.retain(part)
+        for index in range(40):
+            assert np.array_equal(ds[index], fastload.read_image(paths[index]))
+        found.append((set(cached(fast)), set(cached(slow))))
+
+    for (decoded, encoded), part in zip(found, (range(20), range(20, 40)), strict=True):
+        assert len(decoded) > 10
+        assert decoded | encoded == set(part)
+
+
+class Files(torch.utils.data.Dataset[Any]):
+    """Undecoded images."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return fastload.EncodedImage(self.paths[index])
 
 
 class OtherCache:

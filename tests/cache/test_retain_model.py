@@ -32,8 +32,10 @@ def as_indices(part: set[int] | None) -> Any:
     return None if part is None else np.array(sorted(part), np.intp)
 
 
-def serve(cache: SharedMemoryCache, dataset: Images, pipe: Connection) -> None:
-    """Run in a child: do what the pipe asks for until it is closed."""
+def serve(cache: SharedMemoryCache, dataset: Images, pipe: Connection, copied: list[Connection]) -> None:
+    """Run in a child: do what the pipe asks for until the parent is gone, whose pipes a fork has copied."""
+    for other in copied:
+        other.close()
     while True:
         try:
             work, value = pipe.recv()
@@ -84,7 +86,8 @@ class RetainMachine(RuleBasedStateMachine):
         self.children: list[tuple[Any, Connection]] = []
         for _ in range(2):
             pipe, other = FORK.Pipe()
-            child = FORK.Process(target=serve, args=(self.handles[0], self.dataset, other))
+            copied = [pipe, *(earlier for _, earlier in self.children)]
+            child = FORK.Process(target=serve, args=(self.handles[0], self.dataset, other, copied))
             child.start()
             other.close()
             self.children.append((child, pipe))
@@ -208,7 +211,6 @@ class RetainMachine(RuleBasedStateMachine):
         self.let_go()
         for child, pipe in self.children:
             pipe.close()
-            child.kill()  # a later child may have copied the pipe
             child.join()
             child.close()
 

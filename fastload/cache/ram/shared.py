@@ -251,7 +251,7 @@ class SharedMemoryCache(BaseCache):
         )
 
     def _log_not_retained(self, reason: str) -> None:
-        log.warning("cache: it goes on with the samples that it has, which are right: %s", reason)
+        log.warning("cache: retain() has changed nothing, and all samples stay right: %s", reason)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -344,7 +344,8 @@ class SharedMemoryCache(BaseCache):
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        now = self._newest()
+        used = self._now
+        now = used if used.successor[0] == used.followed else self._newest()
         return None if now is None else now.gather(indices, allocate)
 
     # --- writing ------------------------------------------------------------------------------------------
