@@ -28,7 +28,7 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import Segment
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import something_else
 
@@ -261,6 +261,31 @@ def test_a_held_sample_never_changes_and_its_memory_goes_with_it(kind: type[Imag
 
     assert was_held
     assert not is_held(old)
+
+
+@pytest.mark.parametrize("budget", [64 * MB, 8192 + 12_000])
+def test_rows_of_every_kind_of_value_are_copied(budget: int) -> None:
+    """Numbers, texts, tensors, empty arrays, and dtypes that offer no buffer, or not in this byte order."""
+    dataset = Odd(40)
+    cache = filled(dataset, budget)
+    before = cached(cache)
+    cache.retain(some(*range(5, 30)))
+
+    assert cache.layout == "uniform"
+    assert cached(cache) == [index for index in before if 5 <= index < 30]
+    assert_right(cache, dataset)
+
+
+class Odd(Everything):
+    """Everything, and arrays of unusual dtypes."""
+
+    def sample(self, index: int) -> Any:
+        return {
+            **super().sample(index),
+            "time": np.array([index, 1], "M8[s]"),
+            "other order": np.array([index, 2], ">f4"),
+            "complex": np.full((2, 2), index + 1j),
+        }
 
 
 def test_the_old_memory_is_given_back_at_once() -> None:

@@ -374,7 +374,10 @@ class Generation:
         for start, end in zip(starts, [*starts[1:], len(to_rows)], strict=True):
             try:
                 for column, array in zip(self.plan.columns, old.columns.arrays, strict=True):
-                    copied = array.take(from_rows[start:end], axis=0)
+                    if not column.row_bytes:
+                        continue
+                    # Not every dtype has a buffer, such as datetime64, but its bytes have.
+                    copied = array.take(from_rows[start:end], axis=0).reshape(-1).view(np.uint8)
                     self._write([copied], column.offset + int(to_rows[start]) * column.row_bytes)
             except (OSError, MemoryError) as error:
                 _log_refusal(error)
