@@ -1,4 +1,4 @@
-"""Stores uniform samples as columns: one contiguous `(rows, *shape)` array per leaf, with row = index.
+"""Stores uniform samples as columns: one contiguous `(rows, *shape)` array per leaf.
 
 A column of str or bytes is `(rows, 4 + width) uint8`: the length in four little-endian bytes, then the text.
 A batch is one gather per column, in the structure that torch's default_collate would give it.
@@ -128,16 +128,21 @@ class ColumnReader:
             self._made_readers = [_row_reader(leaf, array) for leaf, array in self._columns]
         return self._made_readers
 
-    def sample(self, index: int) -> Any:
+    @property
+    def arrays(self) -> list[Array]:
+        """The columns, `(rows, *shape)` each, read-only."""
+        return [array for _, array in self._columns]
+
+    def sample(self, row: int) -> Any:
         """The sample in a row, with read-only views of arrays and private copies of tensors."""
         readers = self._made_readers or self._readers
-        return self._spec.build([read(index) for read in readers])
+        return self._spec.build([read(row) for read in readers])
 
-    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """A batch of rows, `(len(indices), ...)` each, in the structure of torch's default_collate.
+    def gather(self, rows: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """A batch of rows, `(len(rows), ...)` each, in the structure of torch's default_collate.
 
         Args:
-            indices: Of rows that are written; the caller checks the bounds.
+            rows: Numbers of rows that are written; the caller checks the bounds.
             allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
         Returns:
@@ -149,10 +154,10 @@ class ColumnReader:
         batch: list[Any] = []
         for (leaf, array), read in zip(self._columns, self._readers, strict=True):
             if leaf.kind in TEXT_KINDS:
-                batch.append([read(index) for index in indices.tolist()])
+                batch.append([read(row) for row in rows.tolist()])
                 continue
-            out = allocate((len(indices), *array.shape[1:]), array.dtype)
-            np.take(array, indices, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
+            out = allocate((len(rows), *array.shape[1:]), array.dtype)
+            np.take(array, rows, axis=0, out=out, mode="clip")  # "raise" would use a temporary buffer
             batch.append(make.batch_tensor(leaf, out))
         return build_batch(self._spec.node, iter(batch))
 
@@ -160,14 +165,14 @@ class ColumnReader:
 def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     """A function that returns the value in a row, by the row's number."""
     if leaf.kind == "array":
-        return lambda index: array[index, ...]
+        return lambda row: array[row, ...]
     if leaf.kind == "tensor":
         array_tensor = torch_side().array_tensor
-        return lambda index: array_tensor(array[index, ...].copy(), leaf.dtype)
+        return lambda row: array_tensor(array[row, ...].copy(), leaf.dtype)
     if leaf.kind == "scalar":
-        return lambda index: array[index, ...].copy()[()]
+        return lambda row: array[row, ...].copy()[()]
     if leaf.kind in TEXT_KINDS:
-        return lambda index: text_value(leaf.kind, _text(array[index]))
+        return lambda row: text_value(leaf.kind, _text(array[row]))
     if leaf.kind == "none":
         return lambda _: None
     return array.item

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
@@ -29,6 +30,7 @@ from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.pace import Pace
+from fastload.cache.sample_cache import retain
 from fastload.cache.sources import StoredSamples
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError, add_note
@@ -38,6 +40,8 @@ from fastload.rng.sample_rng import mark
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
     from fastload.cache.sample_cache import SampleCache
@@ -52,6 +56,8 @@ _NOT_FORWARDED = frozenset(
         *("set_format", "reset_format", "set_transform"),
     }
 )
+
+_RETAIN_USAGE = "retain() needs a one-dimensional sequence, range, array or tensor of int indices, or None"
 
 
 @dataclass(frozen=True)
@@ -362,10 +368,66 @@ class CachedDataset(Dataset[Any]):
         fill(self, self.cache, num_workers=num_workers, shown=progress)
         return self.cache_info()
 
+    def retain(self, indices: Any) -> None:
+        """Let the cache in RAM hold only these samples; all other samples are read from their source.
+
+        Samples of other indices are dropped and not stored again. This makes room in a cache that cannot hold
+        the whole dataset, for example if each node reads another part of it for some epochs. All processes
+        that share the cache follow at their next access: workers, persistent ones too, and other ranks. Each
+        rank of a host may call this with the same indices; the first call does the work.
+
+        Samples that are cached already and stay are copied to new memory. The old memory is freed when all
+        processes have followed and nobody holds a sample of it, so a sample that you hold never changes.
+        Until then, the cache takes at most `cache_info().nbytes + budget`: the memory that it took before,
+        and the new memory. Copies take at most 80% of the free memory; samples beyond that are read from
+        their source once more. If each index that may be stored now is among the indices, nothing is copied.
+
+        If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
+        and the log gives the reason. On a system without shared memory, each process has its own cache, and
+        workers that run already do not follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`,
+        only the cache in RAM does.
+
+        Args:
+            indices: A sequence, range, array or tensor of ints, each `0 <= index < len(self)`; duplicates
+                count once. None lets the cache hold any sample again.
+
+        Raises:
+            TypeError: The indices are not ints in one dimension, or the cache object is yours and has no
+                method `retain`.
+            IndexError: An index is outside of the dataset.
+        """
+        retain(self.cache, None if indices is None else _checked_indices(indices, self._num_samples))
+
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and how many bytes they take."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.budget_bytes, cache.layout)
+
+
+def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
+    """The distinct indices, ascending.
+
+    Raises:
+        TypeError: They are not ints in one dimension.
+        IndexError: One of them is outside of the dataset.
+    """
+    if isinstance(indices, torch.Tensor):
+        indices = indices.detach().cpu()
+    try:
+        given = np.asarray(indices)
+    except ValueError as error:  # nested lists of several lengths
+        raise TypeError(
+            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__}: {error}"
+        ) from error
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise TypeError(
+            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__} of dtype {given.dtype} and "
+            f"shape {given.shape}"
+        )
+    if given.size and (given.min() < 0 or given.max() >= num_samples):
+        outside = given[(given < 0) | (given >= num_samples)][0]
+        raise IndexError(f"retain() got the index {outside}, but the dataset has {num_samples} samples")
+    return np.unique(given.astype(np.intp))
 
 
 def _nothing() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.encoded import decode_images
+from fastload.cache.sample_cache import retain
 from fastload.cache.tiered import TieredCache
 from fastload.nested.tree import read_only
 
@@ -34,7 +35,8 @@ class DecodedAndEncodedCache(TieredCache):
 
     def __init__(self, fast: SampleCache, slow: SampleCache) -> None:
         super().__init__(fast, slow)
-        self._num_refused = 0  # samples in a row that the fast cache has refused
+        self._num_refused = 0  # samples in a row that this generation of the fast cache has refused
+        self._generation = 0
 
     @property
     def num_cached(self) -> int:
@@ -71,12 +73,26 @@ class DecodedAndEncodedCache(TieredCache):
 
     def put(self, index: int, sample: Any) -> bool:
         """Decode the sample and store it, or store it with undecoded images if there is no room."""
+        if not getattr(self.fast, "is_retained", _always)(index):
+            return False
+        generation = getattr(self.fast, "generation", 0)
+        if generation != self._generation:
+            self._generation, self._num_refused = generation, 0
         if self._num_refused < _MOST_REFUSED:
             if self.fast.put(index, read_only(decode_images(sample))):
                 self._num_refused = 0
                 return True
             self._num_refused += 1
         return self.slow.put(index, sample)
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these from both caches, and store no others."""
+        retain(self.fast, indices)
+        retain(self.slow, indices)
+
+
+def _always(_: int) -> bool:
+    return True
 
 
 def split_budget(

@@ -1,6 +1,7 @@
 """SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
-A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it.
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it. A cache may
+have one more method, `retain(indices)`, which `CachedDataset.retain` needs; see `BaseCache`.
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ class BaseCache(SampleCache):
         """Empty: `put` accepts nothing."""
         return np.empty(0, np.intp)
 
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these, and store no others; nothing to do for a cache that takes no memory.
+
+        Args:
+            indices: Of the samples, ascending, each `0 <= index < num_samples`; None for all samples.
+        """
+
     def put(self, index: int, sample: Any) -> bool:
         """False: the cache stores nothing more."""
         return False
@@ -103,3 +111,19 @@ class BaseCache(SampleCache):
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """None: each sample is read by itself."""
         return None
+
+
+def retain(cache: SampleCache, indices: npt.NDArray[np.intp] | None) -> None:
+    """Let a cache retain only some samples; see `BaseCache.retain`.
+
+    Raises:
+        TypeError: The cache, which is the user's, has no method `retain`.
+    """
+    method = getattr(cache, "retain", None)
+    if method is None:
+        raise TypeError(
+            f"{type(cache).__name__} has no method retain(indices): add one that drops all samples but these "
+            "and stores no others (indices is an ascending integer array, or None for all samples), or let "
+            "the class inherit from one of fastload's caches"
+        )
+    method(indices)

@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.pace import Pace
-from fastload.cache.sample_cache import BaseCache, SampleCache
+from fastload.cache.sample_cache import BaseCache, SampleCache, retain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,6 +96,10 @@ class TieredCache(BaseCache):
         if batch is not None:
             self._pace.hits += len(indices)
         return batch
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these from the fast cache, and store no others there."""
+        retain(self.fast, indices)
 
     def close(self) -> None:
         """Release this process's resources of both caches."""

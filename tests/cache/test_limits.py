@@ -355,6 +355,21 @@ def test_uniform_samples_need_no_lock(refused_locks: None) -> None:
     assert ds.cache.missing().tolist() == odd
 
 
+def test_rows_that_do_not_all_fit_are_those_of_the_first_samples_without_a_lock(
+    refused_locks: None, caplog: Any
+) -> None:
+    """Rows cannot be claimed there, so each row belongs to one index; a log line says so."""
+    dataset = Images(30)
+    with caplog.at_level(logging.INFO, "fastload"):
+        cache = SharedMemoryCache(30, [dataset.sample(0)], budget=8192 + 128 + 10 * (32 * 24 * 3 + 8))
+    stored = [index for index in reversed(range(30)) if cache.put(index, dataset.sample(index))]
+
+    assert stored == list(reversed(range(10)))
+    assert "only the first 10 samples have a row" in caplog.text
+    for index in stored:
+        assert_same_samples(cache.get(index), dataset.sample(index))
+
+
 def test_samples_of_several_sizes_without_a_lock_are_cached_privately(
     refused_locks: None, caplog: Any
 ) -> None:

@@ -120,7 +120,7 @@ class CacheMachine(RuleBasedStateMachine):
         """A process is killed in the middle of a write; nothing wrong is left, and nothing locked."""
         cache = self.handles[0]
         killed_at(call, lambda: [cache.put(index, self.dataset.sample(index)) for index in indices])
-        fd = cache._segment.reopen()
+        fd = cache._now.segment.reopen()
         assert try_lock(fd)
         unlock(fd)
         os.close(fd)
@@ -129,7 +129,7 @@ class CacheMachine(RuleBasedStateMachine):
     def put_under_a_held_lock(self, index: int) -> None:
         """While another holds the lock a put may fail, and harms nothing."""
         cache = self.handles[0]
-        fd = cache._segment.reopen()
+        fd = cache._now.segment.reopen()
         assert try_lock(fd)
         try:
             self.put(index, 0)

@@ -327,12 +327,12 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
     assert fingerprint is not None
     cache = SharedMemoryCache(3, [dataset.sample(0)], budget=MB, fingerprint=fingerprint)
     name = fingerprint.name
-    segment = cache._segment
+    segment = cache._now.segment
     if fault == "foreign":
         segment = Segment.create(MB, sealed=True)
     elif fault == "unsealed":
-        segment = Segment.create(cache._segment.nbytes)
-        os.pwrite(segment.fd, os.pread(cache._segment.fd, segment.nbytes, 0), 0)
+        segment = Segment.create(cache._now.segment.nbytes)
+        os.pwrite(segment.fd, os.pread(cache._now.segment.fd, segment.nbytes, 0), 0)
     elif fault == "open to others":
         os.fchmod(segment.fd, 0o644)
     elif fault == "damaged":

@@ -19,7 +19,7 @@ import fastload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.ram import shared
+from fastload.cache.ram import generation
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheMismatchError
@@ -79,9 +79,9 @@ def test_workers_fill_a_cache_in_shared_memory() -> None:
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
     calls = itertools.count()
-    real = shared.try_lock
+    real = generation.try_lock
     monkeypatch.setattr(
-        shared, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
+        generation, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
     )
     ds = CachedDataset(RaggedImages(100), budget=1 << 20)
 

@@ -3,12 +3,19 @@
 The process that creates the segment plans the layout; other processes read it from the segment. In order:
 
     header       magic, format version; crc32, length and offset of the description
-    cursor       at byte 64: how much of the ragged area is used (see `shared`)
-    table        from the second page on, 8 bytes a sample: 0 = empty, 1 = a uniform row, else the offset of a
-                 ragged record
-    columns      uniform samples, row = index (see `columns`); the first `rows` indices have a row
+    stamp        at byte 32: which generation of which cache this is, and which samples it retains
+    cursor       at byte 64: how much of the rows and of the ragged area is used (see `generation`)
+    successor    at byte 128: the number of the next generation and a process that holds it (see `successor`)
+    table        from the second page on, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number
+                 2 * row + 1 = a uniform row, else the offset of a ragged record
+    columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
+                 given out one after another, so that any subset of the samples can be stored
     ragged       records (see `record`), each after a frame that names its sample
     description  JSON, ASCII
+
+Rows that are given out one after another fill whole pages. If each sample had a row of its own in a larger,
+sparse segment, small rows of a random subset would touch nearly all pages, and so take much more memory than
+the samples themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +25,8 @@ import logging
 import os
 import struct
 import zlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
@@ -38,7 +45,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEGMENT_NAME = "fastload-cache"
+STAMP_AT = 32
 CURSOR_AT = 64
+SUCCESSOR_AT = 128
 TABLE_AT = PAGE_BYTES
 ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
@@ -47,9 +56,55 @@ _RAGGED_MULTIPLE = 8
 _LEAST_RAGGED_BYTES = 256 << 20
 
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version; crc32, length and offset of the description
+_STAMP = struct.Struct("<QQ16s")  # number of the generation, id of the cache, digest of the retained samples
 _MAGIC = b"FLcache\0"
-_VERSION = 2
+_VERSION = 3
 _MOST_DESCRIPTION_BYTES = 1 << 24
+
+
+RETAINS_ALL = bytes(16)
+"""The digest of a generation in which every sample may be stored."""
+
+
+class Stamp(NamedTuple):
+    """Which generation of which cache a segment is.
+
+    Attributes:
+        number: Of the generation; the first one is 1.
+        cache_id: A random number that all generations of a cache share.
+        digest: Of the indices that may be stored; `RETAINS_ALL` for all of them.
+    """
+
+    number: int
+    cache_id: int
+    digest: bytes
+
+    @classmethod
+    def of_new_cache(cls) -> Stamp:
+        """The stamp of a first generation."""
+        return cls(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
+
+    @classmethod
+    def parse(cls, header: bytes | memoryview) -> Stamp:
+        """The stamp in the first bytes of a segment."""
+        return cls(*_STAMP.unpack_from(header, STAMP_AT))
+
+    @classmethod
+    def read(cls, segment: Segment) -> Stamp | None:
+        """The stamp of a segment; None if the segment is not a cache of this format version."""
+        header = os.pread(segment.fd, STAMP_AT + _STAMP.size, 0)
+        if len(header) < STAMP_AT + _STAMP.size:
+            return None
+        magic, version, *_ = _HEADER.unpack_from(header)
+        return cls.parse(header) if (magic, version) == (_MAGIC, _VERSION) else None
+
+    def write(self, segment: Segment) -> None:
+        """Write the stamp to a segment.
+
+        Raises:
+            OSError: The system refused the memory.
+        """
+        segment.write(_STAMP.pack(*self), STAMP_AT)
 
 
 @dataclass(frozen=True)
@@ -76,6 +131,7 @@ class Layout:
     spec: Spec | None  # of uniform samples; None if the layout is ragged
     columns: tuple[Column, ...]
     rows: int
+    is_packed: bool  # rows are given out one after another, because not all samples have one
     ragged_at: int
     ragged_bytes: int  # address space; less of it may be used
     spare_bytes: int  # the part of the budget that header, table and columns leave free
@@ -137,15 +193,19 @@ class Layout:
         if segment_bytes is not None:
             ragged_bytes = min(ragged_bytes, max(0, segment_bytes - at))
         ragged_bytes = round_up(ragged_bytes, PAGE_BYTES)
-        return cls(num_samples, budget_bytes, spec, columns, rows, at, ragged_bytes, spare, origin)
+        is_packed = spec is not None and rows < num_samples
+        return cls(num_samples, budget_bytes, spec, columns, rows, is_packed, at, ragged_bytes, spare, origin)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one uniform sample."""
         return sum(column.row_bytes for column in self.columns)
 
-    def create_segment(self) -> tuple[Segment, mmap.mmap]:
+    def create_segment(self, stamp: Stamp | None = None) -> tuple[Segment, mmap.mmap]:
         """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
+
+        Args:
+            stamp: Which generation it is; None for the first one of a new cache.
 
         Raises:
             SegmentError: The system refused the memory.
@@ -156,6 +216,7 @@ class Layout:
         try:
             mapping = segment.map(writable=False)
             segment.write(text, text_at)
+            (stamp or Stamp.of_new_cache()).write(segment)
             header = _HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text), text_at)
             segment.write(header)  # last: a segment without a header is not a cache
         except SegmentError:
@@ -247,8 +308,17 @@ def create(
             # Also try the size that all samples need if they are as large as the examples.
             segment_bytes = needed_bytes if half_bytes < needed_bytes < segment_bytes else half_bytes
         layout = Layout.plan(num_samples, budget_bytes, examples, origin, segment_bytes=segment_bytes)
-    if layout.spec is None:
-        _check_lock(segment)
+    refused_lock = _why_no_lock(segment) if layout.spec is None or layout.is_packed else None
+    if refused_lock is not None:
+        segment.close()
+        if layout.spec is None:
+            raise SegmentError(
+                f"samples of several sizes need a lock on their shared memory, which the system refuses: "
+                f"{refused_lock}"
+            ) from refused_lock
+        log.info("cache: only the first %d samples have a row, as the system refuses locks", layout.rows)
+        layout = replace(layout, is_packed=False)
+        segment, mapping = layout.create_segment()
     if refusal is not None:
         is_enough = layout.rows == planned.rows and layout.ragged_bytes >= ragged_bytes
         log.log(
@@ -266,8 +336,8 @@ def _ragged_bytes(spec: Spec, values: list[Any]) -> int:
     return round_up(FRAME_BYTES + record_parts(spec, values)[1], ALIGNMENT_BYTES)
 
 
-def _check_lock(segment: Segment) -> None:
-    """Close the segment and raise SegmentError if the system refuses the lock that ragged records need."""
+def _why_no_lock(segment: Segment) -> OSError | None:
+    """The error with which the system refuses the lock under which space is claimed; None if it grants it."""
     try:
         fd = segment.reopen()
         try:
@@ -276,10 +346,16 @@ def _check_lock(segment: Segment) -> None:
         finally:
             os.close(fd)
     except OSError as error:
-        segment.close()
-        raise SegmentError(
-            f"samples of several sizes need a lock on their shared memory, which the system refuses: {error}"
-        ) from error
+        return error
+    return None
 
 
-_PLAIN_FIELDS = ("num_samples", "budget_bytes", "rows", "ragged_at", "ragged_bytes", "spare_bytes")
+_PLAIN_FIELDS = (
+    "num_samples",
+    "budget_bytes",
+    "rows",
+    "is_packed",
+    "ragged_at",
+    "ragged_bytes",
+    "spare_bytes",
+)

@@ -166,13 +166,17 @@ def entries(name: str | None = None) -> list[Entry]:
     return found
 
 
+def entry_of(name: str, fd: int) -> Entry | None:
+    """The entry that names a descriptor of this process; None without /proc."""
+    namespace, pid = _own_namespace(), os.getpid()
+    return None if namespace is None else Entry(name, pid, _start_time(pid) or 0, fd, namespace)
+
+
 def register(name: str, fd: int) -> Entry | None:
     """Register that this process holds a cache; None if there is no registry."""
-    path, namespace = directory(), _own_namespace()
-    if path is None or namespace is None:
+    path, entry = directory(), entry_of(name, fd)
+    if path is None or entry is None:
         return None
-    pid = os.getpid()
-    entry = Entry(name, pid, _start_time(pid) or 0, fd, namespace)
     try:
         os.close(_open(path / entry.file_name))
     except OSError as error:  # a full or read-only disk: other processes will not find this cache

@@ -47,13 +47,16 @@ class PrivateCache(BaseCache):
         self.budget_bytes = parse_budget(budget)
         self.reason = reason
         self.nbytes = 0
+        self.generation = 1
         self._records: dict[int, bytes] = {}
+        self._retained: npt.NDArray[np.bool_] | None = None  # None for all samples
         self._is_full = False
         self._checked_bytes = 0
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.num_samples, self.budget_bytes, self.reason)
+        packed = None if self._retained is None else np.packbits(self._retained).tobytes()
+        return _empty, (self.num_samples, self.budget_bytes, self.reason, packed)
 
     @property
     def num_cached(self) -> int:
@@ -65,8 +68,14 @@ class PrivateCache(BaseCache):
         return f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: {self.reason}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored in this process, ascending."""
-        return np.array([i for i in range(self.num_samples) if i not in self._records], np.intp)
+        """Indices of the samples that are not stored in this process and are retained, ascending."""
+        lacking = [i for i in range(self.num_samples) if i not in self._records and self.is_retained(i)]
+        return np.array(lacking, np.intp)
+
+    def is_retained(self, index: int) -> bool:
+        """Whether the sample may be stored."""
+        retained = self._retained
+        return retained is None or bool(retained[index])
 
     def __contains__(self, index: object) -> bool:
         return index in self._records
@@ -77,26 +86,31 @@ class PrivateCache(BaseCache):
         return None if record is None else decode(record)
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit.
+        """Store a sample; False if it does not fit or is not retained.
 
         Raises:
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
         if index in self._records:
             return True
-        if self._is_full:
+        if self._is_full or not self.is_retained(index):
             return False
         try:
             record = encode(sample)
         except MemoryError:  # the budget does not know all limits of this process
             return self._stop_growing("this process gets no more memory")
         # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
-        with self._locks.setdefault(os.getpid(), threading.Lock()):
+        with self._lock():
             return self._add(index, record)
+
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def _add(self, index: int, record: bytes) -> bool:
         if index in self._records:  # another thread was faster
             return True
+        if not self.is_retained(index):
+            return False
         nbytes = self.nbytes + len(record)
         if nbytes > self.budget_bytes:
             return False
@@ -108,6 +122,25 @@ class PrivateCache(BaseCache):
         self._records[index] = record
         self.nbytes = nbytes
         return True
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these, and store no others, in this process and in those that it starts.
+
+        Worker processes that run already keep their own samples.
+
+        Args:
+            indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
+        """
+        retained: npt.NDArray[np.bool_] | None = None
+        if indices is not None:
+            retained = np.zeros(self.num_samples, np.bool_)
+            retained[indices] = True
+        with self._lock():
+            self._retained = retained
+            self._records = {i: record for i, record in self._records.items() if self.is_retained(i)}
+            self.nbytes = self._checked_bytes = sum(map(len, self._records.values()))
+            self._is_full = False
+            self.generation += 1
 
     def _stop_growing(self, reason: str) -> bool:
         self._is_full = True
@@ -126,5 +159,9 @@ class PrivateCache(BaseCache):
         self.nbytes = self.budget_bytes = 0
 
 
-def _empty(num_samples: int, budget_bytes: int, reason: str) -> PrivateCache:
-    return PrivateCache(num_samples, budget=max(1, budget_bytes), reason=reason)
+def _empty(num_samples: int, budget_bytes: int, reason: str, packed: bytes | None) -> PrivateCache:
+    cache = PrivateCache(num_samples, budget=max(1, budget_bytes), reason=reason)
+    if packed is not None:
+        retained = np.unpackbits(np.frombuffer(packed, np.uint8), count=num_samples)
+        cache.retain(np.flatnonzero(retained))
+    return cache

@@ -172,6 +172,11 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
 
 
 def _register(cache: SharedMemoryCache, name: str) -> None:
-    entry = owners.register(name, cache.fd)
+    try:
+        fd = cache.anchor_fd()
+    except OSError as error:
+        log.info("cache: not registered, so other jobs make their own: %s", error.strerror)
+        return
+    entry = owners.register(name, fd)
     if entry is not None:
         cache.unregister = weakref.finalize(cache, owners.unregister, entry)

@@ -3,58 +3,52 @@
 The parent makes it; the parent and its workers of every start method use it, as the cache pickles as a
 handle. Other ranks and jobs of the same user find a cache that has a fingerprint (see `registry`). The
 segment (see `layout`) is sparse, so memory is allocated as samples are stored, and sealed, so its size never
-changes. Rules:
+changes. How samples are read and stored is in `generation`. Rules:
 
-1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
-   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. This
-   relies on x86, where stores are seen in order; each read also checks the frame of a ragged record.
-2. Uniform rows need no lock, because all writers of a row write the same bytes. Ragged space is claimed by
-   increasing one number under a try-lock; a process that does not get the lock returns the sample uncached.
-3. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
-   share an inherited one.
-4. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
-5. The memory is freed when the last process that holds the segment ends, in whatever way.
+1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset. Only `retain`
+   drops samples: it copies the others to a new segment, the next generation of the cache (see `successor`).
+2. Each access checks whether there is a next generation, and follows. A sample that a process stores in an
+   old generation meanwhile is lost, and is read from the dataset again.
+3. What was handed out keeps its generation's memory, so it never changes.
+4. The memory is freed when the last process that holds the segment ends, in whatever way.
+5. Other processes reach the cache through its anchor: a descriptor that is never read or written, and that
+   refers to the newest generation that this process holds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import struct
 import time
 import weakref
+from multiprocessing import context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.columns import ColumnReader
 from fastload.cache.locks import try_lock, unlock
-from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout, Origin, create
-from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
+from fastload.cache.ram import owners, successor
+from fastload.cache.ram.generation import NOT_MAPPED, Generation
+from fastload.cache.ram.layout import Layout, Origin, Stamp, create
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheMismatchError, SegmentError
-from fastload.memory.segment import round_up
-from fastload.nested.spec import Spec, flatten
-from fastload.system.budget import parse_budget
+from fastload.memory.segment import Segment
+from fastload.nested.spec import flatten
+from fastload.system.budget import available_bytes, parse_budget
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    import mmap
     from collections.abc import Callable, Sequence
 
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
-    from fastload.memory.segment import Segment
+    from fastload.cache.ram.owners import Entry
 
-EMPTY, UNIFORM = 0, 1
-
-_CURSOR = struct.Struct("<QQ")  # used bytes of the ragged area; uniform rows replaced by ragged records
-_ENTRY = struct.Struct("<Q")
-_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
-_FRAME_MAGIC = b"FLragged"
-_MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
-_LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
+_COPY_SHARE = 0.8  # of the free memory, for the samples that a new generation takes over
+_RETAIN_WAIT_S = 120.0  # for another process that makes the next generation
+_POLL_S = 0.005
 
 
 class SharedMemoryCache(BaseCache):
@@ -72,6 +66,8 @@ class SharedMemoryCache(BaseCache):
         ValueError: `parse_budget` does not accept the budget.
     """
 
+    _now: Generation
+
     def __init__(
         self,
         num_samples: int,
@@ -82,8 +78,8 @@ class SharedMemoryCache(BaseCache):
     ) -> None:
         origin = Origin(os.getpid(), time.time(), fingerprint)
         layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
-        self._hold(segment, layout)
-        self._use(mapping)
+        self._hold(layout)
+        self._now = Generation(segment, layout, self._logged, mapping)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -98,23 +94,164 @@ class SharedMemoryCache(BaseCache):
             )
         return _attached(segment, Layout.read(segment))
 
-    def _hold(self, segment: Segment, layout: Layout) -> None:
-        """Take ownership of a segment; the caller maps it now, or the first access does."""
-        self._segment = segment
+    def _hold(self, layout: Layout) -> None:
+        """Set all attributes but the generation in use."""
         self._plan = layout
-        self._mapping: mmap.mmap | None = None
-        self._memory = memoryview(b"")
-        self._entries = self._memory.cast("Q")
-        self._columns: ColumnReader | None = None
-        self._is_full = False
-        self._is_unmappable = False
-        self._reasons_logged: set[str] = set()
+        self._logged: set[str] = set()
+        self._anchor: Segment | None = None
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
-        weakref.finalize(self, segment.close).atexit = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attached, (self._segment, self._plan)
+        now = self._newest() or self._now
+        if context.get_spawning_popen() is None and now.followed != NOT_MAPPED:
+            # Pickled for another purpose than to start a child process. This process may move to another
+            # generation before the pickle is read; that one is then found through the anchor.
+            entry = owners.entry_of("", self.anchor_fd())
+            if entry is not None:
+                return _found, (entry, now.stamp.cache_id, self._plan)
+        return _attached, (now.segment, self._plan)
+
+    # --- generations --------------------------------------------------------------------------------------
+
+    def _newest(self) -> Generation | None:
+        """The newest generation that this process can reach; None if the cache is closed or unmappable."""
+        now = self._now
+        while now.successor[0] != now.followed:
+            if now.followed == NOT_MAPPED:
+                if not now.map():
+                    return None
+                continue
+            number = now.successor[0]
+            newer = successor.attach(now)
+            if newer is None:
+                log.info("cache: process %d keeps an old part of it: the new one is gone", os.getpid())
+                now.followed = number
+                break
+            self._move(now, newer)
+            now = newer
+        return now
+
+    def _move(self, old: Generation, new: Generation) -> None:
+        """Use another generation from here on; the old one goes with the last view of its samples."""
+        anchor = self._anchor
+        # If another part of the program has closed the anchor, its number may stand for another file by now.
+        with contextlib.suppress(OSError):
+            if anchor is not None and os.path.samestat(os.fstat(anchor.fd), os.fstat(old.segment.fd)):
+                os.dup2(new.segment.fd, anchor.fd, inheritable=False)
+        self._now = new
+
+    def anchor_fd(self) -> int:
+        """A descriptor in this process that always refers to the newest generation that the process holds.
+
+        Raises:
+            OSError: This process has no descriptor left.
+        """
+        if self._anchor is None:
+            fd = os.dup(self._now.segment.fd)
+            self._anchor = Segment(fd, self._now.segment.nbytes)
+            weakref.finalize(self, self._anchor.close).atexit = False
+        return self._anchor.fd
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in use; the first one is 1. It is 0 if the cache cannot be read."""
+        now = self._newest()
+        return 0 if now is None else now.stamp.number
+
+    def is_retained(self, index: int) -> bool:
+        """Whether the sample may be stored."""
+        now = self._newest()
+        return now is not None and now.is_retained(index)
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these, and store no others, in all processes that use this cache.
+
+        The samples that are stored already are copied to new memory, and the old memory is freed when all
+        processes have followed, each at its next access, and nobody holds a sample of it. Until then, the
+        cache takes the old memory and in addition that of the copies and of samples that are stored
+        meanwhile: at most `nbytes + budget_bytes`. Copies take at most 80% of the free memory; samples
+        beyond that are dropped, and stored again later.
+
+        Processes that share the cache may each call this: the first one makes the copies, and the others wait
+        for it and return. If the indices are those of the last call, nothing is done. If all samples that may
+        be stored now are among the indices, nothing is copied.
+
+        Args:
+            indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
+        """
+        retained = np.ones(self.num_samples, np.bool_)
+        if indices is not None:
+            retained[:] = False
+            retained[indices] = True
+        digest = successor.digest_of(retained)
+        deadline_s = time.monotonic() + _RETAIN_WAIT_S
+        while True:
+            now = self._newest()
+            if now is not None and now.followed:  # it could not be reached before, but may be now
+                newer = successor.attach(now)
+                if newer is not None:
+                    self._move(now, newer)
+                    continue
+            if now is None or now.stamp.digest == digest:
+                return
+            try:
+                fd = now.segment.reopen()
+            except OSError as error:
+                self._log_not_retained(f"the lock on the cache cannot be opened: {error}")
+                return
+            try:
+                if self._retain_locked(fd, now, retained, digest):
+                    return
+            except (OSError, MemoryError, SegmentError) as error:
+                self._log_not_retained(str(error))
+                return
+            finally:
+                os.close(fd)
+            if time.monotonic() > deadline_s:
+                self._log_not_retained(f"another process has held its lock for {_RETAIN_WAIT_S:,.0f} s")
+                return
+            time.sleep(_POLL_S)
+
+    def _retain_locked(
+        self, fd: int, now: Generation, retained: npt.NDArray[np.bool_], digest: bytes
+    ) -> bool:
+        """Make the next generation; False if another process holds the lock, or was faster."""
+        if not try_lock(fd):
+            return False
+        try:
+            if now.successor[0] != now.followed:
+                return False
+            if not now.widen(retained, digest):
+                self._succeed(now, retained, digest)
+            return True
+        finally:
+            # A fork in another thread may have copied the descriptor, so close() may not release the lock.
+            unlock(fd)
+
+    def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
+        """Copy the retained samples to a new generation, and tell the other processes."""
+        anchor_fd = self.anchor_fd()
+        holder = owners.entry_of("", anchor_fd)
+        if holder is None:
+            self._log_not_retained("other processes could not follow, because this needs /proc")
+            return
+        number = max(old.stamp.number, old.successor[0]) + 1
+        segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
+        new = old.next(segment, mapping)
+        num_copied = new.copy_from(old, retained, int(_COPY_SHARE * available_bytes()))
+        self._move(old, new)  # before others are told: they attach through the anchor
+        successor.announce(old, number, holder)
+        log.info(
+            "cache: retains %s of %s samples, of which %s are cached already, in %s",
+            f"{new.num_retained:,}",
+            f"{self.num_samples:,}",
+            f"{num_copied:,}",
+            readable_size(new.nbytes),
+        )
+
+    def _log_not_retained(self, reason: str) -> None:
+        log.warning("cache: retain() has changed nothing, and all samples stay right: %s", reason)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -145,67 +282,43 @@ class SharedMemoryCache(BaseCache):
 
     @property
     def fd(self) -> int:
-        """The segment's descriptor in this process; -1 once closed."""
-        return self._segment.fd
+        """A descriptor of the cache in this process; -1 once closed."""
+        return self._now.segment.fd if self._anchor is None else self._anchor.fd
 
     def explain(self) -> str:
         """The reason why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self._plan.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
+        now = self._newest()
+        retained = self.num_samples if now is None else now.num_retained
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        if retained < self.num_samples:
+            held += f", {retained:,} samples are retained"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored and may fit, ascending."""
-        if self._is_full or not self._map():
-            return np.empty(0, np.intp)
-        plan = self._plan
-        empty = np.flatnonzero(np.asarray(self._entries) == EMPTY)
-        only_rows = plan.spec is not None and plan.spare_bytes < plan.row_bytes
-        return empty[empty < plan.rows] if only_rows else empty
+        """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
+        now = self._newest()
+        return np.empty(0, np.intp) if now is None else now.missing()
 
     @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        return int(np.count_nonzero(np.asarray(self._entries))) if self._map() else 0
+        now = self._newest()
+        return 0 if now is None else now.num_cached
 
     @property
     def nbytes(self) -> int:
         """Memory in use now, by all processes together."""
-        return os.fstat(self._segment.fd).st_blocks * 512 if self._segment.fd >= 0 else 0
+        return self._now.nbytes
 
     # --- reading ------------------------------------------------------------------------------------------
-
-    def _map(self) -> bool:
-        """Map the segment if it is not mapped in this process; False if it is closed or cannot be mapped."""
-        if self._mapping is None:
-            if self._segment.fd < 0 or self._is_unmappable:
-                return False
-            try:
-                mapping = self._segment.map(writable=False)
-            except SegmentError as error:  # for this process only: other processes may have other limits
-                self._is_unmappable = True
-                log.warning(
-                    "process %d reads all samples from the dataset, because it cannot map their cache: %s",
-                    os.getpid(),
-                    str(error),  # the error itself would keep this frame alive in a log handler
-                )
-                return False
-            self._use(mapping)
-        return True
-
-    def _use(self, mapping: mmap.mmap) -> None:
-        plan = self._plan
-        self._memory = memoryview(mapping)
-        self._entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
-        if plan.spec is not None:
-            self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
-        self._mapping = mapping  # last: other threads check this attribute before they use the others
 
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._map() and self._entries[int(index)] != EMPTY
+        now = self._newest()
+        return now is not None and now.holds(int(index))
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`, or None if it is not cached.
@@ -213,53 +326,44 @@ class SharedMemoryCache(BaseCache):
         Arrays are read-only views of the shared memory and keep it mapped, also after close(); tensors are
         private copies.
         """
-        if self._mapping is None and not self._map():
-            return None
-        entry = self._entries[index]
-        if entry == UNIFORM and self._columns is not None:
-            return self._columns.sample(index)
-        return self._ragged_sample(index, entry) if entry != EMPTY else None
-
-    def _ragged_sample(self, index: int, offset: int) -> Any | None:
-        plan = self._plan
-        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
-            return None
-        magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
-        if magic != _FRAME_MAGIC or owner != index:
-            return None  # the entry is not completely written yet
-        start = offset + FRAME_BYTES
-        return decode(self._memory[start : start + nbytes])
+        now = self._now
+        if now.successor[0] != now.followed:
+            usable = self._newest()
+            if usable is None:
+                return None
+            now = usable
+        entry = now.entries[index]
+        if entry & 1 and now.columns is not None:
+            return now.columns.sample(entry >> 1)
+        return now.ragged_sample(index, entry) if entry else None
 
     def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
         """Which of these samples are cached as uniform rows, `(len(indices),) bool`."""
-        if not self._map():
-            return np.zeros(len(indices), np.bool_)
-        rows: npt.NDArray[np.bool_] = np.asarray(self._entries).take(indices) == UNIFORM
-        return rows
+        now = self._newest()
+        return np.zeros(len(indices), np.bool_) if now is None else now.cached_rows(indices)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        if not self._map() or self._columns is None or not self.cached_rows(indices).all():
-            return None
-        return self._columns.gather(indices, allocate)
+        used = self._now
+        now = used if used.successor[0] == used.followed else self._newest()
+        return None if now is None else now.gather(indices, allocate)
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit, or another process holds the lock.
+        """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
 
         Raises:
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
         spec, values = flatten(sample)
-        if self._is_full or not self._map():
+        now = self._newest()
+        if now is None or now.is_full or not now.is_retained(index):
             return False
-        if self._entries[index] != EMPTY:
-            return True
         try:
-            return self._put_row(index, spec, values) or self._put_ragged(index, spec, values)
+            return now.put(index, spec, values)
         except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, but not an error
-            self._is_full = True
+            now.is_full = True
             log.warning(
                 "the cache stops growing at %s of %s, the rest is read from the dataset: %s",
                 readable_size(self.nbytes),
@@ -268,107 +372,22 @@ class SharedMemoryCache(BaseCache):
             )
             return False
 
-    def _put_row(self, index: int, spec: Spec, values: list[Any]) -> bool:
-        plan = self._plan
-        if index >= plan.rows or plan.spec is None or spec.node != plan.spec.node:
-            return False
-        rows = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
-        if any(row is None for row in rows):
-            return False
-        for column, row in zip(plan.columns, rows, strict=True):
-            self._write([row], column.offset + index * column.row_bytes)
-        self._publish(index, UNIFORM)
-        return True
-
-    def _put_ragged(self, index: int, spec: Spec, values: list[Any]) -> bool:
-        plan = self._plan
-        if (
-            plan.spec is not None
-            and spec.node == plan.spec.node
-            and index >= plan.rows
-            and plan.spare_bytes < plan.row_bytes
-        ):
-            return False  # usually the budget is too small: return before the record is built
-        parts, nbytes = record_parts(spec, values)
-        offset = self._claim(index, round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
-        if offset is None:
-            return False
-        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
-        self._write([frame, *parts], offset)
-        self._publish(index, offset)
-        return True
-
-    def _claim(self, index: int, nbytes: int) -> int | None:
-        """The offset of space that only this caller may write, or None."""
-        plan = self._plan
-        try:
-            fd = self._segment.reopen()
-        except OSError as error:
-            self._leave_out(f"the lock on the cache cannot be opened: {error}")
-            return None
-        try:
-            if not self._lock(fd):
-                return None
-            try:
-                used, given_up = _CURSOR.unpack(os.pread(fd, _CURSOR.size, CURSOR_AT))
-                given_up += index < plan.rows
-                if used + nbytes > plan.spare_bytes + given_up * plan.row_bytes:
-                    return None
-                if used + nbytes > plan.ragged_bytes:
-                    size = readable_size(plan.ragged_bytes)
-                    self._leave_out(f"they are larger than the examples, by which {size} were reserved")
-                    return None
-                os.pwrite(fd, _CURSOR.pack(used + nbytes, given_up), CURSOR_AT)
-                return plan.ragged_at + int(used)
-            finally:
-                # A fork in another thread may have copied the descriptor, so close() may not release the
-                # lock.
-                unlock(fd)
-        finally:
-            os.close(fd)
-
-    def _lock(self, fd: int) -> bool:
-        try:
-            return try_lock(fd, attempts=_LOCK_ATTEMPTS)
-        except OSError as error:
-            self._leave_out(f"the system refuses the lock on the cache: {error}")
-            return False
-
-    def _leave_out(self, reason: str) -> None:
-        """Log once per process why samples that need ragged space are not cached."""
-        if reason not in self._reasons_logged:
-            self._reasons_logged.add(reason)
-            log.warning("cache: some samples are read from the dataset at each access: %s", reason)
-
-    def _publish(self, index: int, entry: int) -> None:
-        os.pwrite(self._segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
-
-    def _write(self, buffers: Sequence[Any], offset: int) -> None:
-        """Write buffers one after another, without joining them, which would take as much memory again."""
-        fd = self._segment.fd
-        for first in range(0, len(buffers), _MOST_BUFFERS):
-            views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
-            left = [view.cast("B") for view in views if view.nbytes]
-            while left:
-                written = os.pwritev(fd, left, offset)
-                offset += written
-                while left and written >= left[0].nbytes:
-                    written -= left.pop(0).nbytes
-                if written:
-                    left[0] = left[0][written:]
-
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
         if self.unregister is not None:
             self.unregister()
-        self._segment.close()
-        self._columns = None
-        self._memory = memoryview(b"")
-        self._entries = self._memory.cast("Q")
-        self._mapping = None
+        if self._anchor is not None:
+            self._anchor.close()
+        self._now.segment.close()
+        self._now = Generation(Segment(-1, 0), self._plan, self._logged)
 
 
 def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
-    cache._hold(segment, layout)
+    cache._hold(layout)
+    cache._now = Generation(segment, layout, cache._logged)
     return cache
+
+
+def _found(entry: Entry, cache_id: int, layout: Layout) -> SharedMemoryCache:
+    return _attached(successor.attach_to(entry, cache_id), layout)

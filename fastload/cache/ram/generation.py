@@ -1,0 +1,494 @@
+"""One generation of a shared cache: its segment, mapped in this process, and how samples are read and stored.
+
+Rules:
+
+1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
+   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. This
+   relies on x86, where stores are seen in order; each read also checks the frame of a ragged record.
+2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
+   bytes. All other space is claimed by increasing a number under a try-lock: ragged space, and rows of a
+   cache that cannot hold all samples. A process that does not get the lock returns the sample uncached.
+3. The claims together never exceed the budget.
+4. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
+   share an inherited one.
+5. The descriptor is closed with the object, so a thread that still writes to an old generation never writes
+   to another file. Views of samples keep the mapping, and with it the memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fastload.cache.columns import ColumnReader
+from fastload.cache.locks import try_lock, unlock
+from fastload.cache.ram.layout import (
+    CURSOR_AT,
+    ENTRY_BYTES,
+    FRAME_BYTES,
+    SUCCESSOR_AT,
+    TABLE_AT,
+    Layout,
+    Stamp,
+)
+from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
+from fastload.errors import SegmentError
+from fastload.memory.segment import round_up
+from fastload.system.logs import log
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+
+    from fastload.cache.columns import Allocate
+    from fastload.memory.segment import Segment
+    from fastload.nested.spec import Spec
+
+EMPTY, NOT_RETAINED = 0, 2
+WORD_BYTES = 8
+NOT_MAPPED = -1
+
+_CURSOR = struct.Struct("<QQQ")
+_ENTRY = struct.Struct("<Q")
+_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
+_FRAME_MAGIC = b"FLragged"
+_MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
+_LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
+_COPY_BYTES = 1 << 20  # at once
+_UNKNOWN = b"\xff" * 16  # no digest of samples that somebody retains
+
+
+class Cursor(NamedTuple):
+    """How much of a generation is claimed.
+
+    Attributes:
+        ragged_bytes: Claimed bytes of the ragged area.
+        given_up: Rows that a ragged record replaces, if each sample has a row of its own.
+        rows: Claimed rows, if rows are given out one after another.
+    """
+
+    ragged_bytes: int
+    given_up: int
+    rows: int
+
+
+class Generation:
+    """One segment of a shared cache.
+
+    Args:
+        segment: The segment; the generation owns it from here on.
+        plan: Its layout.
+        logged: Reasons that were logged before; further ones are added.
+        mapping: The segment, read-only; None to map it at the first access.
+
+    Attributes:
+        segment: As given.
+        plan: As given.
+        successor: The number of the next generation, which is 0 while there is none, as the only item.
+        followed: The successor's number that this process has dealt with; `NOT_MAPPED` before the mapping.
+        entries: The table of all samples, of Python numbers.
+        table: The same, `(num_samples,) intp`.
+        columns: Reads uniform samples; None if there are none.
+        is_full: Whether the system has refused memory for another sample.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_cursor", "_is_unmappable", "_logged", "_memory"),
+        *("columns", "entries", "followed", "is_full", "plan", "segment", "successor", "table"),
+    )
+
+    def __init__(
+        self, segment: Segment, plan: Layout, logged: set[str], mapping: mmap.mmap | None = None
+    ) -> None:
+        self.segment = segment
+        self.plan = plan
+        self.successor = self._cursor = memoryview(bytes(WORD_BYTES)).cast("Q")
+        self.followed = NOT_MAPPED
+        self.columns: ColumnReader | None = None
+        self.is_full = False
+        self._memory = memoryview(b"")
+        self.entries = self._memory.cast("Q")
+        self.table = np.empty(0, np.intp)
+        self._is_unmappable = False
+        self._logged = logged
+        if mapping is not None:
+            self._use(mapping)
+        weakref.finalize(self, segment.close).atexit = False
+
+    def map(self) -> bool:
+        """Map the segment if it is not mapped; False if it is closed or cannot be mapped."""
+        if self.followed != NOT_MAPPED:
+            return True
+        if self.segment.fd < 0 or self._is_unmappable:
+            return False
+        try:
+            mapping = self.segment.map(writable=False)
+        except SegmentError as error:  # for this process only: other processes may have other limits
+            self._is_unmappable = True
+            log.warning(
+                "process %d reads all samples from the dataset, because it cannot map their cache: %s",
+                os.getpid(),
+                str(error),  # the error itself would keep this frame alive in a log handler
+            )
+            return False
+        self._use(mapping)
+        return True
+
+    def _use(self, mapping: mmap.mmap) -> None:
+        plan = self.plan
+        self._memory = memoryview(mapping)
+        self.entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
+        if plan.spec is not None:
+            self.columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
+        self.table = np.frombuffer(self.entries, np.intp)
+        self._cursor = self._memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("Q")
+        self.successor = self._memory[SUCCESSOR_AT : SUCCESSOR_AT + WORD_BYTES].cast("Q")
+        self.followed = 0  # last: other threads check this attribute before they use the others
+
+    # --- properties ---------------------------------------------------------------------------------------
+
+    @property
+    def stamp(self) -> Stamp:
+        """Which generation of which cache it is."""
+        return Stamp.parse(self._memory)
+
+    @property
+    def num_cached(self) -> int:
+        """How many samples are stored now."""
+        return int(np.count_nonzero(self.table)) - int(np.count_nonzero(self.table == NOT_RETAINED))
+
+    @property
+    def num_retained(self) -> int:
+        """How many samples may be stored."""
+        return self.plan.num_samples - int(np.count_nonzero(self.table == NOT_RETAINED))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use now, by all processes together."""
+        return os.fstat(self.segment.fd).st_blocks * 512 if self.segment.fd >= 0 else 0
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
+        if self.is_full:
+            return np.empty(0, np.intp)
+        plan = self.plan
+        empty = np.flatnonzero(self.table == EMPTY)
+        if plan.is_packed:
+            return empty[: self._rows_left(Cursor(*self._cursor))]
+        only_rows = plan.spec is not None and plan.spare_bytes < plan.row_bytes
+        return empty[empty < plan.rows] if only_rows else empty
+
+    # --- reading ------------------------------------------------------------------------------------------
+
+    def holds(self, index: int) -> bool:
+        """Whether a sample is stored now."""
+        entry: int = self.entries[index]
+        return entry not in (EMPTY, NOT_RETAINED)
+
+    def is_retained(self, index: int) -> bool:
+        """Whether a sample may be stored."""
+        entry: int = self.entries[index]
+        return entry != NOT_RETAINED
+
+    def ragged_sample(self, index: int, offset: int) -> Any | None:
+        """The sample of a ragged record; None if the entry is not, or not completely, that of a record."""
+        plan = self.plan
+        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
+            return None
+        magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
+        if magic != _FRAME_MAGIC or owner != index:
+            return None  # the entry is not completely written yet
+        start = offset + FRAME_BYTES
+        return decode(self._memory[start : start + nbytes])
+
+    def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """Which of these samples are stored as uniform rows, `(len(indices),) bool`."""
+        rows: npt.NDArray[np.bool_] = self.table.take(indices) & 1 != 0
+        return rows
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
+        if self.columns is None:
+            return None
+        entries = self.table.take(indices)
+        if not (entries & 1).all():
+            return None
+        return self.columns.gather(entries >> 1 if self.plan.is_packed else indices, allocate)
+
+    # --- writing ------------------------------------------------------------------------------------------
+
+    def put(self, index: int, spec: Spec, values: list[Any]) -> bool:
+        """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
+
+        Raises:
+            OSError: The system refused the memory.
+            MemoryError: This process gets no more memory.
+        """
+        if self.entries[index] != EMPTY:
+            return self.holds(index)
+        plan = self.plan
+        if plan.spec is None or spec.node != plan.spec.node:
+            return self._put_ragged(index, spec, values)
+        # Claims only grow, so the cursor can be read without the lock here.
+        if not (self._rows_left(Cursor(*self._cursor)) if plan.is_packed else index < plan.rows):
+            # Usually the budget is too small: return before the record is built.
+            return plan.spare_bytes >= plan.row_bytes and self._put_ragged(index, spec, values)
+        parts = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
+        if any(part is None for part in parts):
+            return self._put_ragged(index, spec, values)
+        row = self._claim_row(index) if plan.is_packed else index
+        if row is None:
+            return self.holds(index)
+        for column, part in zip(plan.columns, parts, strict=True):
+            self._write([part], column.offset + row * column.row_bytes)
+        self.publish(index, 2 * row + 1)
+        return True
+
+    def _put_ragged(self, index: int, spec: Spec, values: list[Any]) -> bool:
+        parts, nbytes = record_parts(spec, values)
+        offset = self._claim_bytes(index, round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES))
+        if offset is None:
+            return self.holds(index)
+        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
+        self._write([frame, *parts], offset)
+        self.publish(index, offset)
+        return True
+
+    def _rows_left(self, cursor: Cursor) -> int:
+        """How many rows can be claimed, if rows are given out one after another."""
+        plan = self.plan
+        rows = plan.rows - cursor.rows
+        free_bytes = plan.spare_bytes + rows * plan.row_bytes - cursor.ragged_bytes
+        return max(0, min(rows, free_bytes // max(1, plan.row_bytes)))
+
+    def _claim_row(self, index: int) -> int | None:
+        """The number of a row that only this caller may write, or None."""
+        with _Claim(self, index) as claim:
+            cursor = claim.cursor
+            if cursor is None or not self._rows_left(cursor):
+                return None
+            claim.set(cursor._replace(rows=cursor.rows + 1))
+            return cursor.rows
+
+    def _claim_bytes(self, index: int, nbytes: int) -> int | None:
+        """The offset of ragged space that only this caller may write, or None."""
+        plan = self.plan
+        with _Claim(self, index) as claim:
+            cursor = claim.cursor
+            if cursor is None:
+                return None
+            end = cursor.ragged_bytes + nbytes
+            if plan.is_packed:
+                given_up = 0
+                free_bytes = plan.spare_bytes + (plan.rows - cursor.rows) * plan.row_bytes
+            else:
+                given_up = cursor.given_up + (index < plan.rows)
+                free_bytes = plan.spare_bytes + given_up * plan.row_bytes
+            if end > free_bytes:
+                return None
+            if end > plan.ragged_bytes:
+                size = readable_size(plan.ragged_bytes)
+                self.leave_out(f"they are larger than the examples, by which {size} were reserved")
+                return None
+            claim.set(cursor._replace(ragged_bytes=end, given_up=given_up))
+            return plan.ragged_at + cursor.ragged_bytes
+
+    def leave_out(self, reason: str) -> None:
+        """Log once per process why samples are not cached."""
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.warning("cache: some samples are read from the dataset at each access: %s", reason)
+
+    def publish(self, index: int, entry: int) -> None:
+        """Write an entry of the table; the payload must be written before."""
+        os.pwrite(self.segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
+
+    def _write(self, buffers: Sequence[Any], offset: int) -> None:
+        """Write buffers one after another, without joining them, which would take as much memory again."""
+        fd = self.segment.fd
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
+            left = [view.cast("B") for view in views if view.nbytes]
+            while left:
+                written = os.pwritev(fd, left, offset)
+                offset += written
+                while left and written >= left[0].nbytes:
+                    written -= left.pop(0).nbytes
+                if written:
+                    left[0] = left[0][written:]
+
+    # --- the next generation ------------------------------------------------------------------------------
+
+    def next(self, segment: Segment, mapping: mmap.mmap | None = None) -> Generation:
+        """The generation in another segment of the same cache; it owns the segment from here on."""
+        return Generation(segment, self.plan, self._logged, mapping)
+
+    def copy_from(self, old: Generation, retained: npt.NDArray[np.bool_], most_bytes: int) -> int:
+        """Copy samples of an old generation to this one, which no other process knows yet.
+
+        Args:
+            old: The generation to copy from; the caller holds its lock.
+            retained: Which samples may be stored here, `(num_samples,) bool`.
+            most_bytes: The most bytes to copy.
+
+        Returns:
+            How many samples were copied. Fewer are copied if the system refuses memory for more.
+
+        Raises:
+            OSError: The system refused the memory for the table.
+        """
+        plan = self.plan
+        found = old.table.copy()
+        table = np.where(retained, EMPTY, NOT_RETAINED)
+        wanted = retained & (found != EMPTY) & (found != NOT_RETAINED)
+        indices = np.flatnonzero(wanted & (found & 1 == 1))[: most_bytes // max(1, plan.row_bytes)]
+        rows = np.arange(len(indices)) if plan.is_packed else indices
+        ragged = np.flatnonzero(wanted & (found & 1 == 0))
+        num_rows = self._copy_rows(old, found[indices] >> 1, rows)
+        left_bytes = most_bytes - num_rows * plan.row_bytes
+        copied, offsets, end = self._copy_records(old, found[ragged], ragged, left_bytes)
+        indices, rows = indices[:num_rows], rows[:num_rows]
+        table[indices] = 2 * rows + 1
+        table[copied] = offsets
+        given_up = 0 if plan.is_packed else sum(index < plan.rows for index in copied)
+        cursor = Cursor(end, given_up, num_rows if plan.is_packed else 0)
+        self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
+        self.segment.write(table.astype("<i8").tobytes(), TABLE_AT)
+        return num_rows + len(offsets)
+
+    def _copy_rows(
+        self, old: Generation, from_rows: npt.NDArray[np.intp], to_rows: npt.NDArray[np.intp]
+    ) -> int:
+        """Copy uniform rows until the system gives no more memory; returns how many."""
+        if self.columns is None or old.columns is None or not len(to_rows):
+            return 0
+        most_rows = max(1, _COPY_BYTES // max(1, self.plan.row_bytes))
+        jumps = np.flatnonzero(np.diff(to_rows) != 1) + 1  # where the rows to write are no neighbours
+        starts = np.union1d(jumps, np.arange(0, len(to_rows), most_rows)).tolist()
+        for start, end in zip(starts, [*starts[1:], len(to_rows)], strict=True):
+            try:
+                for column, array in zip(self.plan.columns, old.columns.arrays, strict=True):
+                    if not column.row_bytes:
+                        continue
+                    # Not every dtype has a buffer, such as datetime64, but its bytes have.
+                    copied = array.take(from_rows[start:end], axis=0).reshape(-1).view(np.uint8)
+                    self._write([copied], column.offset + int(to_rows[start]) * column.row_bytes)
+            except (OSError, MemoryError) as error:
+                _log_refusal(error)
+                return int(start)
+        return len(to_rows)
+
+    def _copy_records(
+        self, old: Generation, old_offsets: npt.NDArray[np.intp], indices: npt.NDArray[np.intp], most: int
+    ) -> tuple[list[int], list[int], int]:
+        """Copy ragged records until the system gives no more memory.
+
+        Returns:
+            The indices and the offsets of the copied samples, and the bytes that they take.
+        """
+        plan = self.plan
+        copied: list[int] = []
+        offsets: list[int] = []
+        end = 0
+        for index, offset in zip(indices.tolist(), old_offsets.tolist(), strict=True):
+            magic, owner, record_bytes = _FRAME.unpack_from(old._memory, offset)
+            if magic != _FRAME_MAGIC or owner != index:
+                continue
+            nbytes = round_up(FRAME_BYTES + record_bytes, ALIGNMENT_BYTES)
+            if end + nbytes > most:
+                break
+            try:
+                self._write([old._memory[offset : offset + nbytes]], plan.ragged_at + end)
+            except (OSError, MemoryError) as error:
+                _log_refusal(error)
+                break
+            copied.append(index)
+            offsets.append(plan.ragged_at + end)
+            end += nbytes
+        return copied, offsets, end
+
+    def widen(self, retained: npt.NDArray[np.bool_], digest: bytes) -> bool:
+        """Allow more samples in this generation; the caller holds its lock.
+
+        Args:
+            retained: Which samples may be stored, `(num_samples,) bool`.
+            digest: Of `retained`.
+
+        Returns:
+            False, with nothing changed, if a sample that may be stored now is not in `retained`.
+
+        Raises:
+            OSError: The system refused the memory.
+        """
+        is_out = self.table == NOT_RETAINED
+        if (~retained & ~is_out).any():
+            return False
+        stamp = self.stamp
+        stamp._replace(digest=_UNKNOWN).write(self.segment)  # in case this process is killed half-way
+        opened = np.flatnonzero(retained & is_out)
+        starts = np.flatnonzero(np.diff(opened, prepend=-2) != 1)
+        for run in np.split(opened, starts[1:]):
+            if len(run):
+                self.segment.write(bytes(ENTRY_BYTES * len(run)), TABLE_AT + ENTRY_BYTES * int(run[0]))
+        stamp._replace(digest=digest).write(self.segment)
+        return True
+
+
+def _log_refusal(error: Exception) -> None:
+    log.warning(
+        "cache: only a part of the retained samples is copied, because the system gives no more memory: %s",
+        str(error),  # the error itself would keep this frame alive in a log handler
+    )
+
+
+class _Claim:
+    """Holds the lock on a generation's cursor.
+
+    Attributes:
+        cursor: The cursor; None if another process holds the lock, the system refuses it, or the sample was
+            stored meanwhile.
+    """
+
+    def __init__(self, generation: Generation, index: int) -> None:
+        self._generation = generation
+        self._index = index
+        self._fd = -1
+        self._has_lock = False
+        self.cursor: Cursor | None = None
+
+    def set(self, cursor: Cursor) -> None:
+        """Write the cursor."""
+        os.pwrite(self._fd, _CURSOR.pack(*cursor), CURSOR_AT)
+
+    def __enter__(self) -> _Claim:
+        generation = self._generation
+        try:
+            self._fd = generation.segment.reopen()
+        except OSError as error:
+            generation.leave_out(f"the lock on the cache cannot be opened: {error}")
+            return self
+        try:
+            self._has_lock = try_lock(self._fd, attempts=_LOCK_ATTEMPTS)
+        except OSError as error:
+            generation.leave_out(f"the system refuses the lock on the cache: {error}")
+            return self
+        if self._has_lock and generation.entries[self._index] == EMPTY:
+            self.cursor = Cursor(*_CURSOR.unpack(os.pread(self._fd, _CURSOR.size, CURSOR_AT)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd < 0:
+            return
+        try:
+            if self._has_lock:
+                # A fork in another thread may have copied the descriptor, so close() may not release the
+                # lock.
+                unlock(self._fd)
+        finally:
+            os.close(self._fd)

@@ -1,0 +1,1000 @@
+"""`retain`: a cache in RAM holds a part of the samples; all processes follow, and no view changes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torch.utils.data
+
+import fastload
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.ram import layout, owners, registry, shared, successor
+from fastload.cache.ram.private import PrivateCache
+from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.errors import CacheMismatchError, SegmentError
+from fastload.memory.segment import Segment
+from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.faults import something_else
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+MB = 1 << 20
+FORK = multiprocessing.get_context("fork")
+KINDS = [Images, RaggedImages, MixedImages]
+ROW_BYTES = 32 * 24 * 3 + 8
+TEN_ROWS = 8192 + 128 + 10 * ROW_BYTES
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+
+def make(dataset: Images, budget: int = 64 * MB, **options: Any) -> SharedMemoryCache:
+    """An empty cache, its layout chosen as CachedDataset chooses it."""
+    last = len(dataset) - 1
+    examples = [dataset.sample(index) for index in (0, len(dataset) // 2, last)]
+    return SharedMemoryCache(len(dataset), examples, budget=budget, **options)
+
+
+def filled(dataset: Images, budget: int = 64 * MB, **options: Any) -> SharedMemoryCache:
+    """A cache of all samples that fit."""
+    cache = make(dataset, budget, **options)
+    put_all(cache, dataset)
+    return cache
+
+
+def put_all(cache: SharedMemoryCache, dataset: Images) -> list[int]:
+    """Store all samples; the indices of those that were taken."""
+    return [index for index in range(len(dataset)) if cache.put(index, dataset.sample(index))]
+
+
+def cached(cache: Any) -> list[int]:
+    """The indices that are cached."""
+    return [index for index in range(cache.num_samples) if index in cache]
+
+
+def some(*indices: int) -> Any:
+    return np.array(sorted(indices), np.intp)
+
+
+def assert_right(cache: Any, dataset: Images) -> None:
+    """Each sample that the cache gives is the dataset's."""
+    for index in range(len(dataset)):
+        sample = cache.get(index)
+        assert (sample is not None) == (index in cache)
+        if sample is not None:
+            assert_same_samples(sample, dataset.sample(index))
+
+
+def inode(cache: SharedMemoryCache) -> int:
+    """The inode of the memory that a cache uses now."""
+    return os.fstat(cache._now.segment.fd).st_ino
+
+
+def is_held(number: int) -> bool:
+    """Whether this process holds memory with this inode, by a descriptor or a mapping."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.stat(f"/proc/self/fd/{fd}").st_ino == number:
+                return True
+        except OSError:  # the descriptor of the listing itself
+            continue
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(int(line.split()[4]) == number for line in lines if layout.SEGMENT_NAME in line)
+
+
+class Child:
+    """Another process with the cache; it runs functions of (cache, dataset, *args), one after another."""
+
+    def __init__(self, cache: Any, dataset: Any, method: str = "fork") -> None:
+        context = multiprocessing.get_context(method)
+        self._pipe, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(cache, dataset, other))  # type: ignore[attr-defined]
+        self.process.start()
+        other.close()
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid or 0)
+
+    def begin(self, work: Callable[..., Any], *args: Any) -> None:
+        """Let it run a function."""
+        self._pipe.send((work, args))
+
+    def answer(self) -> Any:
+        """What the function that began first returns."""
+        return self._pipe.recv()
+
+    def __call__(self, work: Callable[..., Any], *args: Any) -> Any:
+        self.begin(work, *args)
+        return self.answer()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()
+        self._pipe.close()
+
+
+def _serve(cache: Any, dataset: Any, pipe: Connection) -> None:
+    while True:
+        try:
+            work, args = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(work(cache, dataset, *args))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    """Starts children, which are ended with the test."""
+    children: list[Child] = []
+
+    def start(*args: Any) -> Child:
+        children.append(Child(*args))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.end()
+
+
+def state(cache: SharedMemoryCache, dataset: Images) -> tuple[int, list[int]]:
+    """Run in a child: the generation that it uses, and the samples that it finds, which must be right."""
+    assert_right(cache, dataset)
+    return cache.generation, cached(cache)
+
+
+def put(cache: SharedMemoryCache, dataset: Images, index: int) -> bool:
+    """Run in a child: store one sample."""
+    return cache.put(index, dataset.sample(index))
+
+
+def retain(cache: SharedMemoryCache, dataset: Images, indices: list[int]) -> int:
+    """Run in a child: retain some samples; gives the generation afterwards."""
+    cache.retain(some(*indices))
+    return cache.generation
+
+
+def retain_and_die(cache: SharedMemoryCache, dataset: Images, indices: list[int], when: str) -> None:
+    """Run in a child: SIGKILL ends it in the middle of retain()."""
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when == "before the copies":
+        SharedMemoryCache._succeed = die  # type: ignore[method-assign]
+    elif when == "before the pointer":
+        successor.announce = die
+    elif when == "between pointer and number":
+        successor.os.pwrite = die  # type: ignore[attr-defined]
+    cache.retain(some(*indices))
+    die()
+
+
+def drop_all(cache: SharedMemoryCache, dataset: Images) -> None:
+    """Run in a child: release the cache."""
+    cache.close()
+
+
+# --- one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [64 * MB, TEN_ROWS, 20_000])
+def test_only_the_retained_samples_stay(kind: type[Images], budget: int) -> None:
+    """The cached ones among them stay and are right; all others are gone, refused and not missing."""
+    dataset = kind(30)
+    cache = filled(dataset, budget)
+    before = cached(cache)
+    cache.retain(some(*range(0, 30, 2)))
+    after = cached(cache)
+    taken = put_all(cache, dataset)
+
+    assert after == [index for index in before if index % 2 == 0]
+    assert all(index % 2 == 0 for index in taken)
+    assert all(index % 2 == 0 for index in cache.missing().tolist())
+    assert [cache.is_retained(index) for index in range(30)] == [index % 2 == 0 for index in range(30)]
+    assert cache.num_cached == len(cached(cache)) == len(taken)
+    assert_right(cache, dataset)
+
+
+def test_room_of_dropped_samples_is_used_again() -> None:
+    """A cache for ten samples holds the ten of one part, and then the ten of the next part."""
+    dataset = Images(30)
+    cache = make(dataset, TEN_ROWS)
+    held = []
+    for first in (0, 10, 20, 5):
+        cache.retain(some(*range(first, first + 10)))
+        put_all(cache, dataset)
+        held.append(cached(cache))
+        assert_right(cache, dataset)
+        assert cache.nbytes <= TEN_ROWS + 3 * 4096
+
+    assert held == [list(range(first, first + 10)) for first in (0, 10, 20, 5)]
+
+
+def test_gathered_batches_are_right_in_every_generation() -> None:
+    """Rows that moved are gathered from their new places; a dropped sample makes no batch."""
+    dataset = Images(30)
+    cache = filled(dataset, TEN_ROWS)
+    cache.retain(some(3, 5, 9, 20))
+    images, labels = cache.gather(np.array([9, 3, 5]), np.empty)  # type: ignore[misc]
+
+    assert labels.tolist() == [9, 3, 5]
+    assert all(np.array_equal(images[n].numpy(), dataset.sample(i)[0]) for n, i in enumerate([9, 3, 5]))
+    assert cache.gather(np.array([3, 4]), np.empty) is None
+    assert cache.gather(np.array([3, 20]), np.empty) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_held_sample_never_changes_and_its_memory_goes_with_it(kind: type[Images]) -> None:
+    """A sample of an old generation keeps that generation's memory; nothing else does."""
+    dataset = kind(30)
+    cache = filled(dataset)
+    sample = cache.get(7)
+    old = inode(cache)
+    cache.retain(some(8, 9))
+    cache.retain(some(10, 11))
+    put_all(cache, dataset)
+    assert_same_samples(sample, dataset.sample(7))
+    was_held = is_held(old)
+    del sample
+    gc.collect()
+
+    assert was_held
+    assert not is_held(old)
+
+
+@pytest.mark.parametrize("budget", [64 * MB, 8192 + 12_000])
+def test_rows_of_every_kind_of_value_are_copied(budget: int) -> None:
+    """Numbers, texts, tensors, empty arrays, and dtypes that offer no buffer, or not in this byte order."""
+    dataset = Odd(40)
+    cache = filled(dataset, budget)
+    before = cached(cache)
+    cache.retain(some(*range(5, 30)))
+
+    assert cache.layout == "uniform"
+    assert cached(cache) == [index for index in before if 5 <= index < 30]
+    assert_right(cache, dataset)
+
+
+class Odd(Everything):
+    """Everything, and arrays of unusual dtypes."""
+
+    def sample(self, index: int) -> Any:
+        return {
+            **super().sample(index),
+            "time": np.array([index, 1], "M8[s]"),
+            "other order": np.array([index, 2], ">f4"),
+            "complex": np.full((2, 2), index + 1j),
+        }
+
+
+def test_the_old_memory_is_given_back_at_once() -> None:
+    """With no view and no other process, only the new generation takes memory."""
+    dataset = Images(30, shape=(64, 64, 3))
+    cache = filled(dataset)
+    old, before = inode(cache), cache.nbytes
+    cache.retain(some(0, 1, 2))
+
+    assert not is_held(old)
+    assert before > 30 * 64 * 64 * 3
+    assert cache.nbytes < 3 * (64 * 64 * 3 + 8) + 6 * 4096
+
+
+def test_the_same_indices_again_do_nothing() -> None:
+    """In any order, and repeated; so do all indices of a cache that holds any sample."""
+    cache = filled(Images(30))
+    cache.retain(some(*range(30)))
+    first = cache.generation
+    cache.retain(some(1, 2, 3))
+    cache.retain(np.array([3, 1, 2, 2]))
+
+    assert (first, cache.generation) == (1, 2)
+
+
+@pytest.mark.parametrize("indices", [None, range(30), [1, 2, 3, 4, 20]])
+def test_more_indices_are_allowed_without_a_copy(indices: Any) -> None:
+    """If nothing has to go the same memory is used on, and what is cached stays."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    cache.retain(some(1, 2, 3, 4))
+    place = inode(cache)
+    cache.retain(None if indices is None else some(*indices))
+    wanted = list(range(30) if indices is None else indices)
+
+    assert inode(cache) == place
+    assert cached(cache) == [1, 2, 3, 4]
+    assert put_all(cache, dataset) == wanted
+    assert_right(cache, dataset)
+
+
+def test_no_sample_may_be_retained() -> None:
+    """Without indices the cache is empty and takes none."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    cache.retain(some())
+
+    assert (cached(cache), put_all(cache, dataset), cache.missing().tolist()) == ([], [], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_take_only_a_share_of_the_free_memory(
+    kind: type[Images], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short some samples are dropped, and can be stored again."""
+    dataset = kind(30)
+    cache = filled(dataset)
+    monkeypatch.setattr(shared, "available_bytes", lambda: int(2.5 * ROW_BYTES / 0.8))
+    cache.retain(some(*range(20)))
+
+    assert 0 < cache.num_cached <= 10
+    assert_right(cache, dataset)
+    assert put_all(cache, dataset) == list(range(20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_writes", range(5))
+def test_memory_that_is_refused_in_the_middle_leaves_a_part(
+    kind: type[Images], num_writes: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The samples that were copied before are right, the others can be stored; one warning, no error."""
+    monkeypatch.setattr("fastload.cache.ram.generation._COPY_BYTES", 2 * ROW_BYTES)
+    dataset = kind(30)
+    cache = filled(dataset)
+    real, left = os.pwritev, num_writes
+
+    def refuse(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, buffers, offset)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fastload"):
+        patch.setattr(os, "pwritev", refuse)
+        cache.retain(some(*range(20)))
+
+    assert cache.num_cached < 20
+    assert "only a part of the retained samples is copied" in caplog.text
+    assert_right(cache, dataset)
+    assert put_all(cache, dataset) == list(range(20))
+    assert_right(cache, dataset)
+
+
+def test_a_segment_that_is_refused_leaves_the_cache_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """All samples stay, a warning says so, and no descriptor or lock is left."""
+    dataset = Images(30)
+    cache = filled(dataset)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise SegmentError("cannot create a shared segment")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fastload"):
+        patch.setattr(Segment, "create", refuse)
+        cache.retain(some(1))
+    before = cached(cache)
+    cache.retain(some(1))
+
+    assert before == list(range(30))
+    assert cached(cache) == [1]
+    assert "cannot create a shared segment" in caplog.text
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """The cache goes on as it is, with a warning."""
+    monkeypatch.setattr(shared, "_RETAIN_WAIT_S", 0.02)
+    dataset = Images(30)
+    cache = filled(dataset)
+    fd = cache._now.segment.reopen()
+    assert shared.try_lock(fd)
+    with caplog.at_level(logging.WARNING, "fastload"):
+        cache.retain(some(1))
+    os.close(fd)
+
+    assert cached(cache) == list(range(30))
+    assert "another process has held its lock" in caplog.text
+
+
+def test_threads_read_and_store_while_the_cache_moves() -> None:
+    """Each thread always sees one whole generation: samples are right, with the old descriptor closed too."""
+    dataset = MixedImages(30)
+    cache = make(dataset, TEN_ROWS)
+    stop = threading.Event()
+    wrong: list[Exception | AssertionError] = []
+
+    def use(first: int) -> None:
+        try:
+            while not stop.is_set():
+                for index in range(30):
+                    cache.put((first + index) % 30, dataset.sample((first + index) % 30))
+                assert_right_now(cache, dataset)
+        except (Exception, AssertionError) as error:  # noqa: BLE001  # for the thread that looks
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use, args=(first,)) for first in (0, 10, 20)]
+    for thread in threads:
+        thread.start()
+    for turn in range(60):
+        cache.retain(some(*((turn * 7 + step) % 30 for step in range(12))))
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+    assert wrong == []
+    assert_right(cache, dataset)
+
+
+def assert_right_now(cache: SharedMemoryCache, dataset: Images) -> None:
+    """Each sample that the cache gives is the dataset's; others may drop samples meanwhile."""
+    for index in range(len(dataset)):
+        sample = cache.get(index)
+        if sample is not None:
+            assert_same_samples(sample, dataset.sample(index))
+
+
+def test_a_closed_cache_retains_nothing() -> None:
+    """After close() the call does nothing."""
+    cache = filled(Images(3))
+    cache.close()
+    cache.retain(some(1))
+
+    assert (cache.generation, cache.fd, cache.get(1)) == (0, -1, None)
+    assert not cache.is_retained(1)
+
+
+def test_caches_of_the_format_before_are_refused() -> None:
+    """A release without generations would not follow, so its caches and ours are not shared."""
+    cache = filled(Images(3))
+    os.pwrite(cache._now.segment.fd, (2).to_bytes(4, "little"), 8)
+
+    segment = Segment.attach(os.dup(cache.fd))
+
+    with pytest.raises(CacheMismatchError, match="of format 2, but this release of fastload uses format 3"):
+        SharedMemoryCache.attach(segment)
+    segment.close()
+
+
+# --- other processes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_another_process_follows_at_its_next_access(
+    kind: type[Images], method: str, start: Callable[..., Child]
+) -> None:
+    """What it stores from then on is there for all, and it refuses what is not retained."""
+    dataset = kind(30)
+    cache = make(dataset)
+    for index in range(10):
+        cache.put(index, dataset.sample(index))
+    child = start(cache, dataset, method)
+    before = child(state)
+    cache.retain(some(*range(5, 15)))
+    after = child(state)
+    stored = [child(put, index) for index in (4, 12)]
+
+    assert before == (1, list(range(10)))
+    assert after == (2, list(range(5, 10)))
+    assert stored == [False, True]
+    assert_same_samples(cache.get(12), dataset.sample(12))
+
+
+def test_a_child_that_retains_is_followed_by_its_parent(start: Callable[..., Child]) -> None:
+    """Each process may make the next generation."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    child = start(cache, dataset)
+
+    assert child(retain, [1, 2]) == 2
+    assert state(cache, dataset) == (2, [1, 2])
+
+
+def test_the_old_memory_is_freed_once_all_processes_have_followed(start: Callable[..., Child]) -> None:
+    """A process that has followed holds the old memory neither by a descriptor nor by a mapping."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    child = start(cache, dataset)
+    child(state)
+    old = inode(cache)
+    cache.retain(some(1))
+    before = is_held(old), child(holds, old)
+    child(state)
+
+    assert before == (False, True)
+    assert not child(holds, old)
+
+
+def holds(cache: SharedMemoryCache, dataset: Images, number: int) -> bool:
+    """Run in a child: whether it holds memory with this inode."""
+    return is_held(number)
+
+
+def test_a_process_that_missed_generations_needs_one_step(start: Callable[..., Child]) -> None:
+    """The maker holds the newest generation only, and that is the one that is found."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    child = start(cache, dataset)
+    for number in range(5):
+        cache.retain(some(*range(number, number + 10)))
+
+    assert child(state) == (6, list(range(4, 10)))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_processes_that_retain_at_once(same: bool, start: Callable[..., Child]) -> None:
+    """With the same indices one of them makes copies; with others, one after another, and all agree."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    children = [start(cache, dataset) for _ in range(4)]
+    for number, child in enumerate(children):
+        child.begin(retain, [1, 2, 3] if same else [1, 2, 3, 10 + number])
+    numbers = [child.answer() for child in children]
+    states = [child(state) for child in children] + [state(cache, dataset)]
+
+    assert all(one == states[0] for one in states)
+    assert states[0][1] == [1, 2, 3]
+    assert numbers == [2] * 4 if same else sorted(numbers) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("when", ["before the copies", "before the pointer", "between pointer and number"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_is_killed_before_the_pointer_is_complete_changes_nothing(
+    kind: type[Images], when: str, start: Callable[..., Child]
+) -> None:
+    """The others keep what they have, and can retain themselves: no lock is left."""
+    dataset = kind(30)
+    cache = filled(dataset)
+    child = start(cache, dataset)
+    child.begin(retain_and_die, [1, 2], when)
+    child.process.join()
+    after = state(cache, dataset)
+    cache.retain(some(3, 4))
+
+    assert after == (1, list(range(30)))
+    assert state(cache, dataset)[1] == [3, 4]
+
+
+def test_a_process_that_is_killed_behind_the_pointer_takes_the_generation_with_it(
+    start: Callable[..., Child], caplog: Any
+) -> None:
+    """If nobody else holds it, all go on with the old one, and the next call is followed by all."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    child, other = start(cache, dataset), start(cache, dataset)
+    child.begin(retain_and_die, [1, 2], "behind the pointer")
+    child.process.join()
+    with caplog.at_level(logging.INFO, "fastload"):
+        after = [state(cache, dataset), other(state)]
+    stored = put(cache, dataset, 20)
+    cache.retain(some(3, 4))
+
+    assert after == [(1, list(range(30)))] * 2
+    assert "the new one is gone" in caplog.text
+    assert stored
+    assert [state(cache, dataset), other(state)] == [(3, [3, 4])] * 2
+
+
+def open_and_follow(cache: Any, dataset: Images) -> tuple[int, int]:
+    """Run in a child: open the cache of this name, as another rank does."""
+    global opened
+    opened = registry.find(fingerprint_of(dataset), len(dataset))  # type: ignore[arg-type]
+    assert opened is not None
+    return opened.generation, opened.num_cached
+
+
+def follow(cache: Any, dataset: Images) -> tuple[int, int]:
+    """Run in a child: what the cache that it opened holds now."""
+    return opened.generation, opened.num_cached  # type: ignore[union-attr]
+
+
+def retain_opened(cache: Any, dataset: Images, indices: list[int]) -> int:
+    """Run in a child: retain in the cache that it opened."""
+    opened.retain(some(*indices))  # type: ignore[union-attr]
+    return opened.generation  # type: ignore[union-attr]
+
+
+opened: SharedMemoryCache | None = None
+
+
+def named(dataset: KnownImages) -> SharedMemoryCache:
+    """A registered cache of all samples."""
+    fingerprint = fingerprint_of(dataset)
+    assert fingerprint is not None
+    examples = [dataset.sample(index) for index in (0, 1)]
+    cache = registry.create(fingerprint, len(dataset), examples, 64 * MB)
+    put_all(cache, dataset)
+    return cache
+
+
+def test_a_generation_whose_maker_has_died_is_found_through_another_rank(start: Callable[..., Child]) -> None:
+    """A rank that follows late asks the other ranks of this cache."""
+    dataset = KnownImages(30)
+    cache = named(dataset)
+    maker, other = start(None, dataset), start(None, dataset)
+    maker(open_and_follow)
+    other(open_and_follow)
+    maker(retain_opened, [1, 2, 3])
+    followed = other(follow)
+    maker.process.kill()
+    maker.process.join()
+
+    assert followed == (2, 3)
+    assert state(cache, dataset) == (2, [1, 2, 3])
+
+
+def test_a_rank_that_joins_later_gets_the_newest_generation(start: Callable[..., Child]) -> None:
+    """Also through the entry of a rank that has not followed yet."""
+    dataset = KnownImages(30)
+    cache = named(dataset)
+    idle, late = start(None, dataset), start(None, dataset)
+    idle(open_and_follow)
+    cache.retain(some(1, 2, 3))
+    cache.retain(some(1, 2))
+    entries = {entry.pid: entry for entry in owners.entries()}
+    owners.unregister(entries[os.getpid()])
+
+    assert late(open_and_follow) == (3, 2)
+
+
+def test_entries_stay_valid_from_generation_to_generation() -> None:
+    """The registry names the anchor, whose number does not change."""
+    dataset = KnownImages(30)
+    cache = named(dataset)
+    before = owners.entries()
+    cache.retain(some(1, 2, 3))
+    (live,) = registry.live_caches()
+
+    assert owners.entries() == before
+    assert (live.num_cached, live.nbytes) == (3, cache.nbytes)
+
+
+def test_a_generation_that_cannot_be_reached_is_followed_by_retain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without descriptors stays with its generation, which is right, until it retains itself."""
+    dataset = KnownImages(30)
+    one = named(dataset)
+    two = registry.find(fingerprint_of(dataset), 30)  # type: ignore[arg-type]
+    assert two is not None
+    assert state(two, dataset) == (1, list(range(30)))
+    one.retain(some(1, 2, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "fastload.cache.ram.owners.open_in_process",
+            lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")),
+        )
+        stuck = state(two, dataset)
+    still = state(two, dataset)
+    two.retain(some(1, 2, 3))
+
+    assert stuck == still == (1, list(range(30)))
+    assert state(two, dataset) == (2, [1, 2, 3])
+
+
+def test_a_torn_pointer_is_not_followed() -> None:
+    """A pointer whose checksum is wrong leads nowhere; the process goes on as it is."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    cache.retain(some(*range(20)))
+    segment = cache._now.segment
+    os.pwrite(segment.fd, os.urandom(44), layout.SUCCESSOR_AT + 8)
+    os.pwrite(segment.fd, (9).to_bytes(8, "little"), layout.SUCCESSOR_AT)
+
+    assert state(cache, dataset) == (2, list(range(20)))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "other memory"])
+def test_a_number_that_stands_for_another_file_by_now_is_left_alone(kind: str) -> None:
+    """If the program has closed the anchor, retain() does not replace what has its number now."""
+    dataset = KnownImages(30)
+    cache = named(dataset)
+    anchor = cache.anchor_fd()
+    with something_else(kind) as other:
+        os.dup2(other, anchor)
+        place = os.fstat(anchor).st_ino
+        cache.retain(some(1, 2))
+        after = os.fstat(anchor).st_ino
+
+    assert after == place
+    assert_right(cache, dataset)
+
+
+def test_a_pickle_leads_to_the_generation_of_the_moment_when_it_is_read() -> None:
+    """The cache may have moved on between."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    text = pickle.dumps(cache)
+    cache.retain(some(1, 2))
+    again = pickle.loads(text)
+
+    assert state(again, dataset) == (2, [1, 2])
+
+
+def test_a_pickle_of_a_cache_that_is_gone_is_an_error() -> None:
+    """The error names the process and the descriptor."""
+    cache = filled(Images(30))
+    text = pickle.dumps(cache)
+    fd = cache.fd
+    cache.close()
+
+    with pytest.raises(SegmentError, match=f"cannot attach the shared cache at /proc/{os.getpid()}/fd/{fd}"):
+        pickle.loads(text)
+
+
+def put_shuffled(cache: SharedMemoryCache, dataset: Images, seed: int) -> int:
+    """Run in a child: store all samples in an order of its own, twice."""
+    order = np.random.RandomState(seed).permutation(len(dataset)).tolist()
+    return sum(cache.put(index, dataset.sample(index)) for index in [*order, *order])
+
+
+@pytest.mark.parametrize("num_writers", [2, 4])
+@pytest.mark.parametrize("kind", [Images, MixedImages])
+def test_processes_that_store_at_once_stay_within_the_budget(
+    kind: type[Images], num_writers: int, start: Callable[..., Child]
+) -> None:
+    """Before and after retain(), what they store together is right, and is no more than fits."""
+    dataset = kind(200)
+    budget = 8192 + 128 + 50 * ROW_BYTES
+    cache = make(dataset, budget)
+    children = [start(cache, dataset) for _ in range(num_writers)]
+    for part in (None, range(0, 200, 2), range(100, 200)):
+        cache.retain(None if part is None else some(*part))
+        for seed, child in enumerate(children):
+            child.begin(put_shuffled, seed)
+        for child in children:
+            child.answer()
+        held = cached(cache)
+
+        assert held
+        assert cache.nbytes <= budget + 3 * 4096
+        assert part is None or set(held) <= set(part)
+        assert kind is not Images or len(held) <= 50
+        assert_right(cache, dataset)
+
+
+# --- through datasets and loaders -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [5, 3, 3, 4],
+        (3, 4, 5),
+        range(3, 6),
+        np.array([3, 4, 5], np.uint8),
+        torch.tensor([3, 4, 5]),
+        [np.int64(5), 4, 3],
+    ],
+)
+def test_indices_come_in_many_forms(indices: Any) -> None:
+    """Lists, tuples, ranges, arrays and tensors of ints, in any order; duplicates count once."""
+    dataset = Images(20)
+    ds = CachedDataset(dataset, budget=MB)
+    ds.fill(num_workers=0)
+    ds.retain(indices)
+
+    assert cached(ds.cache) == [3, 4, 5]
+    assert ds.cache_info().num_cached == 3
+    assert "3 samples are retained" in ds.explain()
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [0.5],
+        np.zeros(3),
+        torch.zeros(3),
+        [True, False],
+        3,
+        "abc",
+        {1, 2},
+        [[1], [2]],
+        [[1], [2, 3]],
+        [1 << 80],
+    ],
+)
+def test_what_is_no_list_of_ints_is_refused(indices: Any) -> None:
+    """A TypeError names the type, and nothing changes."""
+    ds = CachedDataset(Images(20), budget=MB)
+    ds.fill(num_workers=0)
+
+    with pytest.raises(
+        TypeError, match=r"retain\(\) needs a one-dimensional.*but got " + type(indices).__name__
+    ):
+        ds.retain(indices)
+    assert ds.cache_info().num_cached == 20
+
+
+@pytest.mark.parametrize("index", [-1, 20, 1 << 62])
+def test_an_index_outside_is_refused(index: int) -> None:
+    """An IndexError names the index, and nothing changes."""
+    ds = CachedDataset(Images(20), budget=MB)
+    ds.fill(num_workers=0)
+
+    with pytest.raises(IndexError, match=f"index {index}, but the dataset has 20 samples"):
+        ds.retain([3, index])
+    assert ds.cache_info().num_cached == 20
+
+
+def test_other_samples_are_read_from_the_source() -> None:
+    """Each access reads them, and they are right; fill() stores the retained ones only."""
+    dataset = Images(20)
+    ds = CachedDataset(dataset, budget=MB)
+    ds.retain(range(10))
+    info = ds.fill(num_workers=0)
+    before = list(dataset.reads)
+    for _ in range(2):
+        for index in range(20):
+            assert_same_samples(ds[index], dataset.sample(index))
+    reads = np.subtract(dataset.reads, before).tolist()
+
+    assert info.num_cached == 10
+    assert reads == [0] * 10 + [2] * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_loader", [fastload.DataLoader, torch.utils.data.DataLoader])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Path) -> None:
+    """They drop and store samples as the parts change, and all batches are right."""
+    dataset = Images(40, log=tmp_path / "reads")
+    ds = CachedDataset(dataset, budget=8192 + 128 + 20 * ROW_BYTES)
+    loader = make_loader(
+        ds, 4, num_workers=2, persistent_workers=True, multiprocessing_context=method, shuffle=True
+    )
+    for part in (range(20), range(20, 40), range(10, 30)):
+        ds.retain(part)
+        for _ in range(4):  # a sample whose worker did not get the lock is stored in a later epoch
+            for images, labels in loader:
+                for image, label in zip(images, labels.tolist(), strict=True):
+                    assert np.array_equal(image.numpy(), dataset.sample(label)[0])
+        before = dataset.reads
+        for _ in loader:
+            pass
+        reads = np.subtract(dataset.reads, before)
+
+        assert cached(ds.cache) == list(part)
+        assert reads.tolist() == [0 if index in part else 1 for index in range(40)]
+    del loader
+
+
+def test_a_private_cache_drops_its_own_samples() -> None:
+    """Its pickle, which is empty, retains the same ones."""
+    dataset = Images(20)
+    cache = PrivateCache(20, budget=MB)
+    for index in range(20):
+        cache.put(index, dataset.sample(index))
+    before = cache.nbytes
+    cache.retain(some(3, 4))
+    again = pickle.loads(pickle.dumps(cache))
+    found = cached(cache), cache.missing().tolist(), cache.nbytes
+    cache.retain(None)
+
+    assert found == ([3, 4], [], before // 10)
+    assert [index for index in range(20) if again.put(index, dataset.sample(index))] == [3, 4]
+    assert all(cache.put(index, dataset.sample(index)) for index in range(20))
+    assert_right(cache, dataset)
+
+
+def test_a_file_does_not_change(path: Path) -> None:
+    """A cache on disk takes no memory that could be given back."""
+    ds = CachedDataset(Images(20), cache=LMDBCache(path))
+    ds.retain([1])
+
+    assert ds.cache_info().num_cached == 20
+
+
+def test_without_a_cache_there_is_nothing_to_do() -> None:
+    """The dataset is read as ever."""
+    ds = CachedDataset(Images(20), cache=None)
+    ds.retain([1])
+
+    assert_same_samples(ds[2], Images(20).sample(2))
+
+
+def test_tiers_retain_in_ram(path: Path) -> None:
+    """Samples that are not retained come from the file at every access, and stay out of RAM."""
+    dataset = Images(20)
+    ds = CachedDataset(dataset, cache=["ram", LMDBCache(path)], budget=MB)
+    ds.retain([1, 2])
+    before = list(dataset.reads)
+    for index in range(20):
+        assert_same_samples(ds[index], dataset.sample(index))
+
+    assert dataset.reads == before
+    assert ds.cache_info().num_cached == 2
+
+
+def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
+    """Samples that are not retained take room in neither; a full first cache is tried again after a deal."""
+    paths = [tmp_path / f"{index:02}.png" for index in range(40)]
+    for index, path in enumerate(paths):
+        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
+    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget=200_000)
+    fast, slow = ds.cache.fast, ds.cache.slow  # type: ignore[union-attr]
+    for index in range(40):
+        _ = ds[index]
+    parts = range(20), range(20, 40)
+    found = []
+    for part in parts:
+        ds.retain(part)
+        for index in range(40):
+            assert np.array_equal(ds[index], fastload.read_image(paths[index]))
+        found.append((cached(fast), cached(slow)))
+
+    for (decoded, encoded), part in zip(found, parts, strict=True):
+        assert 10 < len(decoded) < 20
+        assert sorted([*decoded, *encoded]) == list(part)
+
+
+class Files(torch.utils.data.Dataset[Any]):
+    """Undecoded images."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return fastload.EncodedImage(self.paths[index])
+
+
+class OtherCache:
+    """A cache of the user's, without `retain`."""
+
+    layout = "mine"
+    is_shared = False
+    budget_bytes = None
+    num_samples = 20
+    num_cached = nbytes = 0
+
+    def explain(self) -> str:
+        return "mine"
+
+    def missing(self) -> Any:
+        return np.empty(0, np.intp)
+
+    def __contains__(self, index: object) -> bool:
+        return False
+
+    def get(self, index: int) -> Any:
+        return None
+
+    def put(self, index: int, sample: Any) -> bool:
+        return False
+
+    def gather(self, indices: Any, allocate: Any) -> Any:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_cache_without_the_method_is_refused() -> None:
+    """The error names the class and the method that it needs."""
+    ds = CachedDataset(Images(20), cache=OtherCache())  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match=r"OtherCache has no method retain\(indices\)"):
+        ds.retain([1])
