@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 
 from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.unfinished import NAMES, foreign_part
+from fastload.cache.build.partial_files import NAMES, foreign_part
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
