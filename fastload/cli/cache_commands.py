@@ -214,7 +214,7 @@ def list_disk(directory: str, answer: Answer) -> None:
     rows = []
     for item in found:
         said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
-        said = "a build is running" if item.state == "building" else said
+        said = "a build is running" if item.state == "building" and item.problem is None else said
         rows.append(
             [item.path, item.state, readable_size(item.nbytes), held(item.cache) if item.cache else said]
         )

@@ -519,9 +519,13 @@ class Build:
         """Log if samples differ in shape, which would fail in the first training batch; store the number."""
         self._shapes.add_stored(cache.path, self._position)  # samples of an earlier build
         cache.num_shapes = self._shapes.number
+        self.log_shapes(cache.path)
+
+    def log_shapes(self, title: str) -> None:
+        """Log if the samples that were written differ in shape."""
         explanation = self._shapes.explain()
         if explanation is not None:
-            log.info("%s: %s", cache.path, explanation)
+            log.info("%s: %s", title, explanation)
 
     def _explained(self, failed: Failed) -> Exception:
         error = failed.error

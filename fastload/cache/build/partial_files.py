@@ -177,14 +177,19 @@ def create_whole(path: str, text: str, new: str) -> bool:
     return is_new
 
 
-def link_new(source: str, path: str) -> bool:
+def link_new(source: str, path: str, *, directory_fd: int | None = None) -> bool:
     """Give a file a second name; returns False if a file has that name already.
+
+    Args:
+        source: Its first name.
+        path: Its second name.
+        directory_fd: The open directory in which both names are; None for paths.
 
     Raises:
         CacheError: The file system makes no hard links.
     """
     try:
-        os.link(source, path)
+        os.link(source, path, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
     except FileExistsError:
         return False
     except OSError as error:
