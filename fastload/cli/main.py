@@ -137,6 +137,14 @@ def build(
     shards: Annotated[
         int | None, typer.Option(min=1, help="Number of files of the cache; default: 1.")
     ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="Build shard I of N, from 1 to N, in DEST.partial. Any machine that sees DEST may build any "
+            "shard. When all are built, run 'fastload cache join DEST'.",
+            metavar="I/N",
+        ),
+    ] = None,
     on_error: Annotated[
         OnError,
         typer.Option(
@@ -163,23 +171,35 @@ def build(
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
         kept = Codec.RAW if codec is None else codec
         raise CommandError(f"--quality is for jpeg and webp, but --codec {kept.value} changes no pixels")
+    if shard is not None and shards is not None:
+        raise CommandError("--shard I/N states the number of shards itself: omit --shards")
+    chosen_shard = None if shard is None else cache_commands.parse_shard(shard)
     path = cache_commands.absolute("DEST", dest)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
         start = time.monotonic()
+        options: dict[str, Any] = {
+            "codec": None if codec is None else codec.value,
+            "quality": quality,
+            "on_error": on_error.value,
+            "error_budget": parse_error_budget(error_budget),
+            "progress": not quiet,
+        }
         try:
-            cache = cache_commands.build(
-                source,
-                size,
-                path,
-                codec=None if codec is None else codec.value,
-                quality=quality,
-                num_workers=workers,
-                shards=shards,
-                on_error=on_error.value,
-                error_budget=parse_error_budget(error_budget),
-                progress=not quiet,
-            )
+            if chosen_shard is not None:
+                built = cache_commands.build_shard(
+                    source, size, path, chosen_shard, num_workers=workers, **options
+                )
+                elapsed_s = time.monotonic() - start
+                answer.result = {
+                    **cache_commands.shard_facts(path, built),
+                    "elapsed_s": round(elapsed_s, 3),
+                }
+                answer.lines = cache_commands.shard_lines(path, built, elapsed_s)
+                if built.num_left_out:
+                    answer.exit_code = ExitCode.SKIPPED
+                return
+            cache = cache_commands.build(source, size, path, num_workers=workers, shards=shards, **options)
         except KeyboardInterrupt as error:
             raise CommandError(
                 cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"
@@ -192,6 +212,40 @@ def build(
             "elapsed_s": round(elapsed_s, 3),
         }
         done = "exists already and matches" if was_there else f"built in {elapsed_s:,.1f} s"
+        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
+        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
+        if skipped:
+            answer.exit_code = ExitCode.SKIPPED
+
+
+@cache_app.command(epilog=EPILOG)
+def join(
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="The cache whose shards 'build --shard' has built.")
+    ],
+    error_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="How many samples may be left out, as a number or as a share such as 0.01; default: the "
+            "budget of the process that began the build.",
+            metavar="NUMBER",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Make the cache at DEST from its shards, when all of them are built.
+
+    If shards are missing, the error names the commands that build them. The reports about skipped samples
+    become one report, DEST.errors.jsonl.
+    """
+    path = cache_commands.absolute("DEST", dest)
+    budget = None if error_budget is None else parse_error_budget(error_budget)
+    with answering(as_json, quiet=quiet) as answer:
+        was_there = os.path.exists(path)
+        cache = cache_commands.join(path, budget)
+        answer.result = {**cache_commands.facts(cache), "was_joined": not was_there}
+        done = "was joined before" if was_there else "joined"
         held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
         answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
         if skipped:
