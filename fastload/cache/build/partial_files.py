@@ -168,11 +168,12 @@ def create_whole(path: str, text: str, new: str) -> bool:
     Raises:
         CacheError: The file system makes no hard links.
     """
-    _write_new(new, text)
     try:
+        _write_new(new, text)
         is_new = link_new(new, path)
     finally:
-        os.unlink(new)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
     sync_directory(os.path.dirname(path))
     return is_new
 

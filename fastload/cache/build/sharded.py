@@ -158,11 +158,13 @@ def _write(
             finish=lambda: files.complete(shard),
         )
     except CacheError as error:
-        if type(error) is CacheError and not os.path.isdir(files.path) and not is_published(path, plan):
+        if is_published(path, plan):
+            return  # another process finished this shard, and the cache was joined
+        if files.was_removed(shard, error):
             raise files.removed() from error
         raise
     finally:
-        files.discard(shard)
+        files.discard()
     build.log_shapes(f"shard {shard + 1} of {path}")
     if files.skipped:
         log.warning(

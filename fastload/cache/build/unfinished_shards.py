@@ -133,12 +133,11 @@ class ShardFiles:
             CacheError: The directory contains files that no build made, or cannot be written.
         """
         if not self.open():
-            with contextlib.suppress(OSError):  # a file system without locks; rule 5 holds without them
-                if is_being_built(self._destination):
-                    raise CacheBusyError(
-                        f"{self._destination} is being built by one process, without --shard: wait until it "
-                        "has finished"
-                    )
+            if _is_being_built(self._destination):
+                raise CacheBusyError(
+                    f"{self._destination} is being built by one process, without --shard: wait until it has "
+                    "finished"
+                )
             with writing(self.path):
                 os.makedirs(self.path, exist_ok=True)
                 text = plan_text(plan, sharded=True, error_budget=error_budget)
@@ -230,36 +229,31 @@ class ShardFiles:
         """
         name = shard_name(self.plan, shard)
         own = os.path.basename(self._own(name))
-        try:
-            with writing(self.path):
-                if not self._is_followed():
-                    raise self.removed()
-                if self.skipped:
-                    left_out = runs_of(sorted(self.skipped))
-                    report = _report_name(name, left_out)
-                    lines = report_text(self.skipped[index] for index in sorted(self.skipped))
-                    replace_whole(os.path.join(self.path, report), lines, self._own(report))
-                if not link_new(own, name, directory_fd=self._fd) and self.finished(shard) is None:
-                    # The name has a damaged shard, or a shard of another build.
-                    os.rename(own, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-                os.fsync(self._fd)
-        except CacheError as error:
-            if is_published(self._destination, self.plan):
-                return  # another process finished this shard, and the cache
-            if not self.is_there(shard):
-                raise self.removed() from error
-            raise
-        finally:
-            self.discard(shard)
+        with writing(self.path):
+            if not self._is_followed():
+                raise self.removed()
+            if self.skipped:
+                left_out = runs_of(sorted(self.skipped))
+                report = _report_name(name, left_out)
+                lines = report_text(self.skipped[index] for index in sorted(self.skipped))
+                replace_whole(os.path.join(self.path, report), lines, self._own(report))
+            if not link_new(own, name, directory_fd=self._fd) and self.finished(shard) is None:
+                # The name has a damaged shard, or a shard of another build.
+                os.rename(own, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.fsync(self._fd)
 
-    def is_there(self, shard: int) -> bool:
-        """Whether this process's own file of a shard is still in the directory."""
-        return os.path.exists(self.shard_path(self.plan, shard))
+    def was_removed(self, shard: int, error: CacheError) -> bool:
+        """Whether an error comes from the removal of the directory, or of this process's file."""
+        if os.path.exists(self.shard_path(self.plan, shard)):
+            return False
+        return isinstance(error.__cause__, FileNotFoundError) or not self._is_followed()
 
-    def discard(self, shard: int) -> None:
-        """Remove this process's own file of a shard."""
+    def discard(self) -> None:
+        """Remove this process's own files, which are unfinished, or have got their lasting names."""
         with contextlib.suppress(OSError):
-            os.unlink(os.path.basename(self.shard_path(self.plan, shard)), dir_fd=self._fd)
+            for name in os.listdir(self._fd):
+                if name.endswith(f".{self._own_suffix}"):
+                    os.unlink(name, dir_fd=self._fd)
 
     def remove_leftovers(self, shard: int | None = None) -> None:
         """Remove the files of killed processes of this machine: of one shard, or of all shards."""
@@ -291,6 +285,13 @@ class ShardFiles:
             f"{self.path} was removed while a shard was built in it, for example by 'fastload cache rm': "
             "build this shard again"
         )
+
+
+def _is_being_built(destination: str) -> bool:
+    try:
+        return is_being_built(destination)
+    except OSError:
+        return False  # a file system without locks, where rule 5 alone must do
 
 
 def is_published(destination: str, plan: Plan) -> bool:
