@@ -14,7 +14,7 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.source_argument import code_ended, open_source, refuse_random
+from fastload.cli.source_argument import SourceElsewhere, code_ended, open_source
 from fastload.cli.terminal import Answer, CommandError, ExitCode, table
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from fastload.system.sizes import readable_size
@@ -88,6 +88,43 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         return build_lmdb(dataset, path, fingerprint=fingerprint, **options)
 
 
+def build_on_ray(
+    source: str, size: str | None, path: str, address: str, shards: int | None, **options: Any
+) -> LMDBCache:
+    """The cache at an absolute path; built on a Ray cluster if it does not exist.
+
+    Args:
+        source: The user's SOURCE, see `source_argument`.
+        size: The user's `--size`; None if not given.
+        path: The path of the cache.
+        address: The user's `--ray`.
+        shards: The user's `--shards`; None if not given.
+        options: Further arguments for `ray_build.build`.
+
+    Raises:
+        CommandError: Ray is not installed, or there is no cluster.
+    """
+    from fastload.integrations import ray_build
+
+    _check_directory(os.path.dirname(path))
+    try:
+        ray_build.imported()
+    except ImportError as error:
+        raise CommandError(f"--ray: {error}") from error
+    try:
+        return ray_build.build(
+            SourceElsewhere(source, size, os.getcwd()), path, address=address, shards=shards, **options
+        )
+    except SystemExit as error:
+        raise code_ended(source, error) from error
+    except ConnectionError as error:
+        raise CommandError(str(error), ExitCode.FAILED, "ConnectionError") from error
+    except (CacheCorruptError, CacheMismatchError) as error:
+        if _is_foreign(path):
+            error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
+        raise
+
+
 def build_shard(
     source: str, size: str | None, path: str, shard: tuple[int, int], **options: Any
 ) -> BuiltShard:
@@ -113,6 +150,7 @@ def _source_opened(
     """The dataset of SOURCE and its fingerprint, to build a cache at a path, with the errors of a build."""
     from fastload.cache.codecs import SOURCE
     from fastload.cache.fingerprint import fingerprint_of
+    from fastload.cache.random_check import refuse_random
     from fastload.cache.sources import decoded_source
 
     _check_directory(os.path.dirname(path))

@@ -135,7 +135,10 @@ def build(
         int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Number of files of the cache; default: 1.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of files of the cache; default: 1, or with --ray a few for each CPU."
+        ),
     ] = None,
     shard: Annotated[
         str | None,
@@ -143,6 +146,15 @@ def build(
             help="Build shard I of N, from 1 to N, in DEST.partial. Any machine that sees DEST may build any "
             "shard. When all are built, run 'fastload cache join DEST'.",
             metavar="I/N",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Build on a Ray cluster, one task for each shard: 'auto' for the running cluster, 'local' "
+            "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
+            "DEST. Needs the extra 'ray'.",
+            metavar="ADDRESS",
         ),
     ] = None,
     on_error: Annotated[
@@ -171,6 +183,10 @@ def build(
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
         kept = Codec.RAW if codec is None else codec
         raise CommandError(f"--quality is for jpeg and webp, but --codec {kept.value} changes no pixels")
+    if shard is not None and ray is not None:
+        raise CommandError("--ray builds all shards: omit --shard")
+    if workers is not None and ray is not None:
+        raise CommandError("--workers is for builds on one machine: with --ray, a task for each CPU decodes")
     if shard is not None and shards is not None:
         raise CommandError("--shard I/N states the number of shards itself: omit --shards")
     chosen_shard = None if shard is None else cache_commands.parse_shard(shard)
@@ -199,7 +215,12 @@ def build(
                 if built.num_left_out:
                     answer.exit_code = ExitCode.SKIPPED
                 return
-            cache = cache_commands.build(source, size, path, num_workers=workers, shards=shards, **options)
+            if ray is not None:
+                cache = cache_commands.build_on_ray(source, size, path, ray, shards, **options)
+            else:
+                cache = cache_commands.build(
+                    source, size, path, num_workers=workers, shards=shards, **options
+                )
         except KeyboardInterrupt as error:
             raise CommandError(
                 cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"

@@ -196,7 +196,7 @@ class Started:
 def started(
     dataset: Any,
     path: str | os.PathLike[str],
-    num_shards: int,
+    num_shards: int | None,
     *,
     probed: Mapping[int, Any] | None = None,
     codec: str | None = None,
@@ -207,7 +207,8 @@ def started(
 ) -> Iterator[Started]:
     """Make the plan of a build of shards, or follow the plan that another process made.
 
-    The arguments and errors are those of `build_shard`.
+    The arguments and errors are those of `build_shard`. If the cache is finished, a number of shards of None
+    accepts any.
     """
     built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
@@ -227,7 +228,7 @@ def started(
             lock=None,
         )
         if not os.path.lexists(path):
-            plan = build.make_plan(codec or "raw", num_shards, fingerprint)
+            plan = build.make_plan(codec or "raw", num_shards or 1, fingerprint)
             files.begin(plan, error_budget)
             if not os.path.lexists(path):
                 yield Started(files.plan, build, files)
