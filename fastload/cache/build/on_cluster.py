@@ -56,6 +56,7 @@ class Outcome:
         num_left_out: Samples of the shard that are left out.
         nbytes: Size of its file.
         failure: Why the shard was not built; None if it is finished.
+        is_over_budget: Whether the shard alone leaves out more samples than the budget of the cache allows.
     """
 
     shard: int
@@ -63,6 +64,7 @@ class Outcome:
     num_left_out: int = 0
     nbytes: int = 0
     failure: str | None = None
+    is_over_budget: bool = False
 
 
 class Engine(Protocol):
@@ -127,6 +129,8 @@ class Task:
             if type(error) is CacheError:  # the file system has refused
                 raise MayPassError(f"on {node}: {_told(error)}") from None
             return Outcome(shard, node, failure=_told(error))
+        except ErrorBudgetError as error:
+            return Outcome(shard, node, failure=str(error), is_over_budget=True)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code; the driver reports it
             return Outcome(shard, node, failure=_told(error))
         return Outcome(shard, node, built.num_left_out, built.nbytes)
@@ -227,6 +231,8 @@ def _run(
         title = f"building {task.path}"
         with BuildProgress(title, plan.num_samples, shown=shown, done=done) as progress:
             for outcome in outcomes:
+                if outcome.is_over_budget:
+                    raise ErrorBudgetError(f"shard {outcome.shard + 1}/{plan.num_shards}: {outcome.failure}")
                 if outcome.failure is not None:
                     failed.append(outcome)
                     continue
