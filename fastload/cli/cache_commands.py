@@ -201,6 +201,8 @@ def join(path: str, error_budget: int | float | None) -> LMDBCache:
         return sharded.join(path, error_budget=error_budget)
     except FileNotFoundError as error:
         raise CommandError(str(error)) from error
+    except NotADirectoryError as error:
+        raise CommandError(f"there is no cache at {path}: a part of that path is a file") from error
 
 
 def shard_facts(path: str, built: BuiltShard) -> dict[str, Any]:

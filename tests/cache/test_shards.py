@@ -257,7 +257,7 @@ def test_join_refuses_a_shard_that_is_damaged_or_foreign(damage: str, tmp_path: 
 
 def test_join_of_nothing(tmp_path: Path) -> None:
     """Without a cache and shards the error says so; an empty directory is nothing."""
-    with pytest.raises(FileNotFoundError, match=r"neither a cache nor a shard .* build the shards first"):
+    with pytest.raises(FileNotFoundError, match="neither a cache nor a shard"):
         join(tmp_path / "cache")
     (tmp_path / "cache.partial").mkdir()
     with pytest.raises(FileNotFoundError, match="neither a cache nor a shard"):

@@ -268,9 +268,7 @@ def join(path: str | os.PathLike[str], *, error_budget: int | float | None = Non
         if not files.open():
             if os.path.lexists(path):
                 return _joined_before(path)
-            raise FileNotFoundError(
-                f"there is neither a cache nor a shard of one at {path}: build the shards first"
-            )
+            raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}")
         plan = files.plan
         partial = Partial(path)
         if os.path.lexists(path) and is_published(
@@ -301,9 +299,7 @@ def _joined_before(path: str) -> LMDBCache:
     try:
         cache = LMDBCache(path)
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"there is neither a cache nor a shard of one at {path}: build the shards first"
-        ) from None
+        raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}") from None
     cache.reason = "opened, as its shards were joined before"
     return cache
 
