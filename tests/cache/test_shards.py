@@ -398,6 +398,13 @@ def test_a_shard_is_refused_while_one_process_begins(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("num_shards", [0, True, "4"])
+def test_numbers_of_shards_that_are_not_valid(num_shards: Any, tmp_path: Path) -> None:
+    """The error is that of a local build."""
+    with pytest.raises(ValueError, match="shards should be an int from 1"):
+        build_shard(Images(4), tmp_path / "cache", 0, num_shards)
+
+
 @pytest.mark.parametrize("shard", [-1, 4, True, "1"])
 def test_shards_that_do_not_exist(shard: Any, tmp_path: Path) -> None:
     """The error states the range."""
@@ -678,8 +685,10 @@ def test_a_file_system_without_locks(
     with caplog.at_level(logging.INFO, "fastload"):
         assert join(tmp_path / "cache").verify() == []
 
-    assert "joined without a lock" in caplog.text
+    assert "not locked, because" in caplog.text
     assert os.listdir(tmp_path) == ["cache"]
+    inventory.remove(str(tmp_path / "cache"))
+    assert os.listdir(tmp_path) == []
 
 
 def test_progress_and_skips_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, only_builder
+from fastload.cache.build.build_lock import is_being_built, only_builder_or_no_locks
 from fastload.cache.build.partial_files import NAMES, foreign_part, is_sharded, read_plan_file
 from fastload.cache.build.unfinished_shards import ShardFiles, is_alive_here
 from fastload.cache.lmdb.format import TRAILER_MAGIC
@@ -119,7 +119,7 @@ def remove(path: str) -> tuple[list[str], int]:
     """
     path = os.path.abspath(path)
     files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
-    with only_builder(path):
+    with only_builder_or_no_locks(path):
         files = files_of(path)
         if _builds_shards_here(path):
             raise CacheBusyError(

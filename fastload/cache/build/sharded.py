@@ -8,14 +8,13 @@ byte for byte, but for the facts that are new for each cache: its id and the tim
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import check_error_budget, most_failures
 from fastload.cache.build.build import Build, check_arguments, open_finished
-from fastload.cache.build.build_lock import SUFFIX, only_builder
+from fastload.cache.build.build_lock import only_builder_or_no_locks
 from fastload.cache.build.unfinished import Partial
 from fastload.cache.build.unfinished_shards import ShardFiles, is_published, listed
 from fastload.cache.codecs import SOURCE
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 _MOST_COMMANDS = 10  # that an error lists
 
 
@@ -103,7 +101,8 @@ def build_shard(
         ErrorBudgetError: The shard leaves out more samples than the budget allows.
         ValueError: An argument has none of the forms above.
     """
-    if isinstance(shard, bool) or not isinstance(shard, int) or not 0 <= shard < max(1, num_shards):
+    check_arguments(codec, quality, num_shards, on_error, error_budget)
+    if isinstance(shard, bool) or not isinstance(shard, int) or not 0 <= shard < num_shards:
         raise ValueError(f"shard should be an int from 0 to {num_shards - 1}, but got {shard!r}")
     with started(
         dataset,
@@ -136,9 +135,9 @@ def build_shard(
                 "with "
                 f"'fastload cache rm {os.path.abspath(os.fspath(path))}'"
             )
-        is_joined = not os.path.isdir(files.path)
-        nbytes = 0 if is_joined else files.shard_nbytes(shard)
-        return BuiltShard(shard, num_shards, len(indices), len(left_out), nbytes, was_built, is_joined)
+        nbytes = files.shard_nbytes(shard)
+        is_joined = nbytes is None
+        return BuiltShard(shard, num_shards, len(indices), len(left_out), nbytes or 0, was_built, is_joined)
 
 
 def _write(
@@ -264,7 +263,7 @@ def join(path: str | os.PathLike[str], *, error_budget: int | float | None = Non
     path = os.path.abspath(os.fspath(path))
     if not os.path.lexists(f"{path}.partial"):
         return _joined_before(path)
-    with _locked(path), contextlib.closing(ShardFiles(path)) as files:
+    with only_builder_or_no_locks(path), contextlib.closing(ShardFiles(path)) as files:
         if not files.open():
             if os.path.lexists(path):
                 return _joined_before(path)
@@ -351,19 +350,3 @@ def _over_budget(files: ShardFiles, left_out: list[FailedSample], most: int, pat
         f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
         f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again"
     )
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Hold the builder's lock; on a file system without locks, rely on the renaming, which is atomic."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(only_builder(path))
-        except (CacheError, OSError) as error:
-            cause = error.__cause__ if isinstance(error, CacheError) else error
-            if not isinstance(cause, OSError) or cause.errno not in _NO_LOCKS:
-                raise
-            log.info("%s: joined without a lock, because this file system does not have locks", path)
-            with contextlib.suppress(OSError):
-                os.unlink(f"{path}{SUFFIX}")
-        yield

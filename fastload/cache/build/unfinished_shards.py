@@ -203,9 +203,12 @@ class ShardFiles:
         # Without its report the shard is built again, so that no sample is left out without a reason.
         return report if runs_of([sample.index for sample in report]) == found.missing else None
 
-    def shard_nbytes(self, shard: int) -> int:
-        """The size of the file of a finished shard."""
-        return os.path.getsize(os.path.join(self.path, shard_name(self.plan, shard)))
+    def shard_nbytes(self, shard: int) -> int | None:
+        """The size of the file of a finished shard; None if the shards were joined meanwhile."""
+        try:
+            return os.path.getsize(os.path.join(self.path, shard_name(self.plan, shard)))
+        except FileNotFoundError:
+            return None
 
     def has_file(self, shard: int) -> bool:
         """Whether there is a file with the name of a finished shard, valid or not."""
