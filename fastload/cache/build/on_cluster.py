@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 SHARDS_A_CPU = 4  # so that machines of different speed finish at about the same time
 _MOST_FAILURES = 10  # that an error lists
-_MOST_LETTERS = 300  # of a failure
+_MOST_LETTERS = 500  # of a failure
 
 
 class MayPassError(Exception):
