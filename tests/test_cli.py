@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
-COMMANDS = ("build", "info", "verify", "ls", "rm")
+COMMANDS = ("build", "join", "info", "verify", "ls", "rm")
 
 
 def run(*words: Any) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-COMMANDS = {"info": ["info"], "verify": ["verify"], "ls": ["ls"], "rm": ["rm", "--yes"]}
+COMMANDS = {"join": ["join"], "info": ["info"], "verify": ["verify"], "ls": ["ls"], "rm": ["rm", "--yes"]}
 
 
 def complaint(result: Any) -> str:

@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING
 from fastload.cache.build.writer import writing
 from fastload.cache.locks import try_lock
 from fastload.errors import CacheBusyError, CacheError
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SUFFIX = ".lock"
 _MOST_DIGITS = 20
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 # The file is opened only if it is a lock file: no link is followed, and opening never waits for a pipe.
 # Windows lacks these flags, each of which is a bit of its own.
 _AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
@@ -76,6 +78,25 @@ def only_builder(path: str) -> Iterator[BuildLock]:
         if _is_at(fd, name):
             os.unlink(name)
         os.close(fd)
+
+
+@contextlib.contextmanager
+def only_builder_or_no_locks(path: str) -> Iterator[None]:
+    """As `only_builder`; on a file system without locks, nothing is locked.
+
+    This is for short work on a build of shards, which is safe without a lock (see `unfinished_shards`).
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(only_builder(path))
+        except (CacheError, OSError) as error:
+            cause = error.__cause__ if isinstance(error, CacheError) else error
+            if not isinstance(cause, OSError) or cause.errno not in _NO_LOCKS:
+                raise
+            log.info("%s: not locked, because this file system does not have locks", path)
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}{SUFFIX}")
+        yield
 
 
 def is_being_built(path: str) -> bool:

@@ -1,0 +1,251 @@
+"""Caches that a Ray cluster of two nodes builds: nodes and drivers that die, a full disk, one report."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.test_shards import files_at
+from tests.clients.harness import Started, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NUM_SAMPLES = 64
+
+# Both nodes run on this machine. Workers of a node find the node's variables in their environment.
+SETUP = """
+import os, resource, signal, sys, time
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from fastload.integrations import ray_build
+from tests.cache.build_zoo import BrokenImages
+
+FOLDER = Path(os.environ["CLIENT_FOLDER"])
+NODE = {"include_dashboard": False, "object_store_memory": 80_000_000, "num_cpus": 1}
+
+
+class Held(BrokenImages):
+    '''Marks each node that reads; a node waits at its first sample while the file `hold-NODE` is there.'''
+
+    def sample(self, index):
+        node = os.environ.get("NODE", "head")
+        (FOLDER / f"reads-{node}").write_text(str(os.getpid()))
+        while (FOLDER / f"hold-{node}").exists():
+            time.sleep(0.02)  # a test removes the file, or ends this process
+        return super().sample(index)
+
+
+def images():
+    if "DISK_BYTES" in os.environ:  # the kernel refuses longer files, as on a full disk
+        limit = int(os.environ["DISK_BYTES"])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return Held(64, bad=[int(word) for word in os.environ.get("BAD", "").split()])
+
+
+def start(**second):
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    node = cluster.add_node(env_vars={"NODE": "second", **second}, **NODE)
+    cluster.wait_for_nodes()
+    return cluster, node
+
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.02)
+"""
+
+PLAIN = (
+    SETUP
+    + """
+if __name__ == "__main__":
+    cluster, node = start()
+    (FOLDER / "address").write_text(cluster.address)
+    ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
+    cluster.shutdown()
+"""
+)
+
+NODE_DIES = (
+    SETUP
+    + """
+import threading
+
+if __name__ == "__main__":
+    cluster, node = start()
+    (FOLDER / "hold-second").touch()
+
+    def kill():
+        wait_for("reads-second")
+        cluster.remove_node(node, allow_graceful=False)
+
+    threading.Thread(target=kill, daemon=True).start()
+    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
+    assert cache.verify() == []
+    assert (FOLDER / "hold-second").exists()
+    cluster.shutdown()
+"""
+)
+
+DRIVER_DIES = (
+    SETUP
+    + """
+import subprocess
+
+if __name__ == "__main__" and sys.argv[1:]:
+    ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)
+elif __name__ == "__main__":
+    cluster, node = start()
+    (FOLDER / "hold-second").touch()
+    driver = subprocess.Popen([sys.executable, sys.argv[0], cluster.address])
+    wait_for("reads-second")
+    while not list((FOLDER / "cache.partial").glob("0*.lmdb")):
+        time.sleep(0.02)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    held = int((FOLDER / "reads-second").read_text())
+    while os.path.exists(f"/proc/{held}"):  # Ray ends the tasks of a driver that died
+        time.sleep(0.02)
+    finished = sorted(path.name for path in (FOLDER / "cache.partial").glob("0*.lmdb"))
+    assert 0 < len(finished) < 6, finished
+    inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
+    (FOLDER / "hold-second").unlink()
+    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
+    assert cache.num_shards == 6 and cache.verify() == []
+    assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
+    cluster.shutdown()
+"""
+)
+
+FULL_DISK = (
+    SETUP
+    + """
+if __name__ == "__main__":
+    cluster, node = start(DISK_BYTES="5000")
+    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6, max_retries=20)
+    assert cache.verify() == []
+    assert (FOLDER / "reads-second").exists()
+    cluster.shutdown()
+"""
+)
+
+FULL_EVERYWHERE = (
+    SETUP
+    + """
+if __name__ == "__main__":
+    os.environ["DISK_BYTES"] = "5000"
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    del os.environ["DISK_BYTES"]
+    from fastload.errors import CacheError
+    try:
+        ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1)
+    except CacheError as error:
+        (FOLDER / "error").write_text(str(error))
+    ray.shutdown()
+"""
+)
+
+SKIPPING = (
+    SETUP
+    + """
+if __name__ == "__main__":
+    os.environ["BAD"] = "3 40 63"
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    from fastload.errors import CacheError, ErrorBudgetError
+    for name, options in (("raise", {}), ("budget", {"on_error": "skip", "error_budget": 2})):
+        try:
+            ray_build.build(images, FOLDER / "cache", shards=4, **options)
+        except (CacheError, ErrorBudgetError) as error:
+            (FOLDER / name).write_text(f"{type(error).__name__}: {error}")
+    ray_build.build(images, FOLDER / "cache", on_error="skip")
+    ray.shutdown()
+"""
+)
+
+LIMIT_S = 150.0
+
+
+def local_twin(folder: Path, **options: Any) -> Path:
+    """The cache that one process builds with the id and the time of the cache in the folder."""
+    plan = LMDBCache(folder / "cache").plan
+    partial = folder / "twin.partial"
+    partial.mkdir()
+    from dataclasses import asdict
+
+    fields = {"version": 1, "plan": asdict(plan), "boot_id": "", "skips": True}
+    (partial / "plan.json").write_text(json.dumps(fields))
+    bad = options.pop("bad", ())
+    build_lmdb(
+        BrokenImages(NUM_SAMPLES, bad=bad), folder / "twin", shards=plan.num_shards, num_workers=0, **options
+    )
+    return folder / "twin"
+
+
+@pytest.mark.parametrize(
+    "script", [PLAIN, NODE_DIES, DRIVER_DIES, FULL_DISK], ids=["plain", "node", "driver", "disk"]
+)
+def test_a_cluster_builds_the_cache_of_one_process(script: str, tmp_path: Path) -> None:
+    """Byte for byte; also if a node dies, the driver is killed and started again, or one disk is full."""
+    run(script, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+
+    assert files_at(tmp_path / "cache") == files_at(local_twin(tmp_path))
+    assert not (tmp_path / "cache.partial").exists()
+
+
+def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
+    """It names the shards, the machine, the reason and the attempts."""
+    run(FULL_EVERYWHERE, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    said = (tmp_path / "error").read_text()
+
+    assert said.startswith("2 of 2 shards were not built: shard 1/2: on ")
+    assert said.count("cannot write the cache") == said.count("(2 attempts)") == 2
+
+
+def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
+    """Each fails its shard; with a budget too many end the build; otherwise one report lists them."""
+    run(SKIPPING, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    twin = local_twin(tmp_path, bad=[3, 40, 63], on_error="skip")
+
+    told = (tmp_path / "raise").read_text()
+    assert told.startswith("CacheError: 3 of 4 shards were not built: shard 1/4 on ")
+    assert told.count("ImageReadError: cannot read the image") == 3
+    assert (tmp_path / "budget").read_text().startswith("ErrorBudgetError: 3 samples could not be read")
+    assert files_at(tmp_path / "cache") == files_at(twin)
+    reports = [(tmp_path / f"{name}.errors.jsonl").read_text() for name in ("cache", "twin")]
+    assert reports[0] == reports[1]
+
+
+def test_ctrl_c_keeps_the_finished_shards(tmp_path: Path) -> None:
+    """The command ends with its exit code, its tasks are gone, and the next run finishes the cache."""
+    script = (
+        SETUP
+        + """
+if __name__ == "__main__":
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    try:
+        ray_build.build(images, FOLDER / "cache", shards=4)
+    except KeyboardInterrupt as error:
+        assert "build again to build the others" in error.__notes__[-1], error.__notes__
+        (FOLDER / "interrupted").touch()
+        left = [name for name in os.listdir(FOLDER / "cache.partial") if name.startswith(".")]
+        assert left == [], left
+    (FOLDER / "hold-head").unlink()
+    assert ray_build.build(images, FOLDER / "cache").verify() == []
+    ray.shutdown()
+"""
+    )
+    (tmp_path / "hold-head").touch()
+    started = Started("import tests.clients.in_rank\n" + script, tmp_path, "torch")
+    (tmp_path / "ready-0").unlink(missing_ok=True)
+    os.symlink(tmp_path / "reads-head", tmp_path / "ready-0")  # ready when a task reads
+    started.signal_when_ready(2)
+    started.end(LIMIT_S).check_end()
+
+    assert (tmp_path / "interrupted").exists()
