@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset, CacheInfo as CacheInfo
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
+    from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.training.backends import tune_backends as tune_backends
     from fastload.device.normalize import Normalize as Normalize
@@ -70,6 +71,7 @@ _NAMES = {
     "cache.dataset": ("CachedDataset", "CacheInfo"),
     "cache.lmdb.lmdb_cache": ("LMDBCache",),
     "cache.ram.shared": ("SharedMemoryCache",),
+    "epochs.node_partition": ("NodePartitionSampler",),
     "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
     "device.normalize": ("Normalize",),
