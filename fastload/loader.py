@@ -23,7 +23,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from fastload.batch.failures import check_error_budget, report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
-from fastload.epochs import resume
+from fastload.epochs import agreement, resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder_of
 from fastload.epochs.through_torch import torch_iterator
@@ -122,6 +122,8 @@ class DataLoader(LoaderSettings):
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
+        RanksDisagreeError: From the first `iter(loader)`: the ranks of torch.distributed have a
+            `DistributedSampler` or a `NodePartitionSampler`, and it splits another dataset on another rank.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -250,6 +252,7 @@ class DataLoader(LoaderSettings):
             least = 1 if needs_workers else 0
             self._auto_workers = AutoWorkers(make_loader, self.multiprocessing_context, least)
             self._choose_workers(self._auto_workers)
+        agreement.note(self)
 
     def _choose_workers(self, auto_workers: AutoWorkers) -> None:
         self.num_workers = auto_workers.choose(self.dataset)
@@ -322,6 +325,7 @@ class DataLoader(LoaderSettings):
 
     def __iter__(self) -> Any:
         began_ns = time.perf_counter_ns()
+        agreement.check(self)
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Subset
 
+from fastload.epochs.order import process_group
 from fastload.errors import ResumeError
 
 if TYPE_CHECKING:
@@ -276,24 +276,17 @@ def _retain(dataset: Any, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
 # --- the place of this rank ------------------------------------------------------------------------------
 
 
-def _process_group() -> Any | None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed
-    return None
-
-
 def _world_size(given: int | None) -> int:
     if given is not None:
         return operator.index(given)
-    group = _process_group()
+    group = process_group()
     return _from_environment("WORLD_SIZE", "num_replicas") if group is None else int(group.get_world_size())
 
 
 def _rank(given: int | None) -> int:
     if given is not None:
         return operator.index(given)
-    group = _process_group()
+    group = process_group()
     return _from_environment("RANK", "rank") if group is None else int(group.get_rank())
 
 
@@ -302,7 +295,7 @@ def _from_environment(variable: str, argument: str) -> int:
     if number is None:
         raise RuntimeError(
             f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
-            "torch.distributed.init_process_group() first, start the script with torchrun, or give "
+            "torch.distributed.initprocess_group() first, start the script with torchrun, or give "
             f"{argument}"
         )
     return number
