@@ -32,6 +32,10 @@ SHOWN = {
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
+    "partition": (
+        "NodePartitionSampler against torch's DistributedSampler: which samples are in a batch together, and "
+        "the accuracy of a training. Its header says what is counted."
+    ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",

@@ -223,6 +223,7 @@ class DataLoader(LoaderSettings):
         self.device = device
         self.device_transform = device_transform
         self._auto_workers: AutoWorkers | None = None
+        agreement.note(self)  # before any process is forked
         if num_workers == "auto":
             check_countable(dataset)
             make_loader = functools.partial(
@@ -252,7 +253,6 @@ class DataLoader(LoaderSettings):
             least = 1 if needs_workers else 0
             self._auto_workers = AutoWorkers(make_loader, self.multiprocessing_context, least)
             self._choose_workers(self._auto_workers)
-        agreement.note(self)
 
     def _choose_workers(self, auto_workers: AutoWorkers) -> None:
         self.num_workers = auto_workers.choose(self.dataset)

@@ -86,10 +86,10 @@ _ledger = _Ledger()
 
 def note(loader: DataLoader[Any]) -> None:
     """Record a loader that was just made, if its sampler splits the dataset among ranks."""
+    _watch_forks()
     sampler = _splitting_sampler(loader)
     if sampler is None:
         return
-    _watch_forks()
     key = _digest(
         [
             _place(sys._getframe(2)),
@@ -230,7 +230,8 @@ def _is_worker() -> bool:
 
 @functools.cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
+    if hasattr(os, "register_at_fork"):  # Windows does not fork
+        os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
