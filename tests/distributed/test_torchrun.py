@@ -112,7 +112,7 @@ def test_ranks_go_on_with_the_same_samples_after_one_was_killed(
 
 
 def test_ranks_that_disagree_end_with_an_error(interpreter: Interpreter, tmp_path: Path) -> None:
-    """The agent ends all ranks, and its output has both lengths; without the check they wait for ever."""
+    """The agent ends all ranks, and its output has both lengths."""
     done = torchrun(interpreter, tmp_path, "disagree")
 
     assert done.returncode != 0
