@@ -95,7 +95,7 @@ def note(loader: DataLoader[Any]) -> None:
             _place(sys._getframe(2)),
             type(loader.dataset).__qualname__,
             [type(one).__qualname__ for one in nested_samplers(loader)],
-            bool(sampler.shuffle),
+            bool(getattr(sampler, "shuffle", None)),
             repr(loader.batch_size),
             loader.drop_last,
         ]
@@ -115,7 +115,9 @@ def check(loader: DataLoader[Any]) -> None:
     if key is None:
         return
     group, sampler = process_group(), _splitting_sampler(loader)
-    if group is None or sampler is None or sampler.num_replicas != group.get_world_size() or _is_worker():
+    if group is None or sampler is None or _is_worker():
+        return
+    if _num_replicas(sampler) != group.get_world_size():
         return
     facts = _facts(sampler)
     _ledger.made[_digest(facts)] = None
@@ -135,9 +137,13 @@ def check(loader: DataLoader[Any]) -> None:
 def _splitting_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
     """The sampler that splits the loader's dataset among several ranks in a known way."""
     for sampler in nested_samplers(loader):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        if isinstance(sampler, DistributedSampler) and _num_replicas(sampler) > 1:
             return sampler if _keeps_order(sampler) or _is_lightning_s(sampler) else None
     return None
+
+
+def _num_replicas(sampler: DistributedSampler[Any]) -> int:
+    return _integer(getattr(sampler, "num_replicas", None)) or 1  # a subclass may set its attributes later
 
 
 def _keeps_order(sampler: DistributedSampler[Any]) -> bool:
@@ -150,10 +156,10 @@ def _is_lightning_s(sampler: DistributedSampler[Any]) -> bool:
 
 def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
     """The facts about a sampler that must be the same on every rank, by their names in messages."""
-    found: dict[str, Any] = {_LENGTH: _length(sampler.dataset)}
+    found: dict[str, Any] = {_LENGTH: _length(getattr(sampler, "dataset", None))}
     if _keeps_order(sampler):
-        found[_SEED] = sampler.seed if sampler.shuffle else None
-        found["drop_last of the sampler"] = bool(sampler.drop_last)
+        found[_SEED] = getattr(sampler, "seed", None) if getattr(sampler, "shuffle", None) else None
+        found["drop_last of the sampler"] = getattr(sampler, "drop_last", None)
     if isinstance(sampler, NodePartitionSampler):
         found["num_nodes of the sampler"] = sampler.num_nodes
         found["epochs_per_deal of the sampler"] = sampler.epochs_per_deal
@@ -163,7 +169,7 @@ def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
 def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
-    except Exception:  # noqa: BLE001  # the sampler knows its length; without this fact there is no check of it
+    except Exception:  # noqa: BLE001  # a class of the user's; then the length is not compared
         return None
 
 

@@ -268,6 +268,20 @@ def test_a_store_that_fails_means_no_check(
     assert "the store cannot be used" in caplog.text
 
 
+class SetsUpLate(DistributedSampler[int]):
+    """Sets its attributes when it is read."""
+
+    def __init__(self) -> None:
+        self.num_replicas = 2
+
+
+def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
+    """The loader of torch takes it too."""
+    loader = DataLoader(Numbers(40), 4, sampler=SetsUpLate())
+
+    assert isinstance(loader.sampler, SetsUpLate)
+
+
 def test_without_a_process_group_nothing_is_asked() -> None:
     """A loader that is read before the group exists is compared when it does."""
     loader = make(40, 0)
