@@ -40,6 +40,10 @@ SHOWN = {
         "Photographs from an object store on the same machine, by the latency that it adds to each request; "
         "a plain dataset reads one object at each access."
     ),
+    "partition": (
+        "NodePartitionSampler against torch's DistributedSampler: which samples are in a batch together, and "
+        "the accuracy of a training. Its header says what is counted."
+    ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset, CacheInfo as CacheInfo
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
+    from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.training.backends import tune_backends as tune_backends
     from fastload.device.normalize import Normalize as Normalize
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         ImageReadError as ImageReadError,
         LoaderClosedError as LoaderClosedError,
         RandomDatasetError as RandomDatasetError,
+        RanksDisagreeError as RanksDisagreeError,
         RemoteFolderError as RemoteFolderError,
         ResumeError as ResumeError,
         SegmentError as SegmentError,
@@ -71,6 +73,7 @@ _NAMES = {
     "cache.dataset": ("CachedDataset", "CacheInfo"),
     "cache.lmdb.lmdb_cache": ("LMDBCache",),
     "cache.ram.shared": ("SharedMemoryCache",),
+    "epochs.node_partition": ("NodePartitionSampler",),
     "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
     "device.normalize": ("Normalize",),
@@ -89,6 +92,7 @@ _NAMES = {
         "ImageReadError",
         "LoaderClosedError",
         "RandomDatasetError",
+        "RanksDisagreeError",
         "RemoteFolderError",
         "ResumeError",
         "SegmentError",

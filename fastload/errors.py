@@ -81,6 +81,14 @@ class ResumeError(FastloadError, ValueError):
     """A loader cannot resume from a state; the message says why."""
 
 
+class RanksDisagreeError(FastloadError, RuntimeError):
+    """The ranks would split different datasets, or one in different ways; the message has both values.
+
+    A rank raises it if it differs from the rank that came first. A launcher such as torchrun then ends the
+    other ranks.
+    """
+
+
 # --- caches ----------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from fastload.batch.failures import check_error_budget, report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.device.cuda import check_device
-from fastload.epochs import resume
+from fastload.epochs import agreement, resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder_of
 from fastload.epochs.through_torch import torch_iterator
@@ -122,6 +122,8 @@ class DataLoader(LoaderSettings):
 
     Raises:
         DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
+        RanksDisagreeError: From the first `iter(loader)`: the ranks of torch.distributed have a
+            `DistributedSampler` or a `NodePartitionSampler`, and it splits another dataset on another rank.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -221,6 +223,7 @@ class DataLoader(LoaderSettings):
         self.device = device
         self.device_transform = device_transform
         self._auto_workers: AutoWorkers | None = None
+        agreement.note(self)  # before any process is forked
         if num_workers == "auto":
             check_countable(dataset)
             make_loader = functools.partial(
@@ -322,6 +325,7 @@ class DataLoader(LoaderSettings):
 
     def __iter__(self) -> Any:
         began_ns = time.perf_counter_ns()
+        agreement.check(self)
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one

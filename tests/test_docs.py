@@ -36,6 +36,7 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+OF_RANKS = ("ranks", "several-nodes")
 # Runs `python -m fastload`. Epochs of a benchmark are repeated for as long as a figure needs, not a command.
 COMMAND = """
 import runpy
@@ -109,7 +110,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
         environment={
             **_registry(folder),
             **_hugging_face(folder),
-            **(ONE_RANK if page.stem == "ranks" else {}),
+            **(ONE_RANK if page.stem in OF_RANKS else {}),
         },
         limit_s=100,
     )

@@ -83,7 +83,7 @@ def rank_and_order(
             first draw. A generator whose place is missing is taken as it is now.
     """
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
-    samplers = _samplers(loader)
+    samplers = nested_samplers(loader)
     split = _split_of([loader.dataset] if is_iterable else samplers)
     sizes = [_integer(getattr(sampler, "batch_size", None)) for sampler in samplers]
     order = Order(
@@ -96,12 +96,18 @@ def rank_and_order(
     return _rank_of_process() if split is None else split[0], order
 
 
-def _rank_of_process() -> int | None:
+def process_group() -> Any | None:
+    """The module torch.distributed if this process is in a process group, else None."""
     # If the script never imported torch.distributed, this process is not in a process group.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
+        return distributed
     return None
+
+
+def _rank_of_process() -> int | None:
+    group = process_group()
+    return None if group is None else int(group.get_rank())
 
 
 def check(position: Position, rank: int | None, order: Order) -> bool:
@@ -150,14 +156,14 @@ def _differ(theirs: Any, ours: Any) -> bool:
     return theirs is not None and ours is not None and theirs != ours
 
 
-def _samplers(loader: DataLoader[Any]) -> list[Any]:
+def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
     """The loader's sampler, and the samplers inside it, from the outside in."""
     found: list[Any] = []
     sampler: Any = loader._index_sampler
     while sampler is not None and len(found) < _MAX_DEPTH and not any(sampler is other for other in found):
         found.append(sampler)
-        inner = getattr(sampler, "batch_sampler", None)
-        sampler = getattr(sampler, "sampler", None) if inner is None else inner
+        inner = _attribute(sampler, "batch_sampler")
+        sampler = _attribute(sampler, "sampler") if inner is None else inner
     return found
 
 

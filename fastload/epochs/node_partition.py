@@ -1,0 +1,346 @@
+"""NodePartitionSampler: each node trains on a part of the dataset of its own, for several epochs.
+
+Every rank computes its indices from its arguments and the epoch alone; the ranks do not communicate. Rules:
+
+1. A deal is a number of consecutive epochs in which the parts stay the same: ``deal = epoch //
+   epochs_per_deal``. A permutation of all indices follows from (seed, deal); node k has every num_nodes-th
+   index of it, from the k-th on.
+2. In each epoch, each node shuffles its part. The order follows from (seed, deal, epoch, node). The ranks of
+   the node take turns over it.
+3. Every rank gets as many indices as from torch's DistributedSampler. To get there, a node repeats indices of
+   its own part, or drops the last indices of its shuffled part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, Subset
+
+from fastload.epochs.order import process_group
+from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Number of ranks on this node: torchrun, Open MPI, MPICH and Intel MPI.
+_RANKS_PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """The numbers that a deal depends on; they must not change before its last epoch has ended."""
+
+    num_samples: int
+    num_nodes: int
+    num_replicas: int
+    epochs_per_deal: int
+    seed: int
+    shuffle: int
+    drop_last: int
+
+
+class NodePartitionSampler(DistributedSampler[int]):
+    """A `DistributedSampler` for which each node caches only its own part of the dataset.
+
+    The dataset is dealt to the nodes in parts of equal size (plus or minus one sample). For `epochs_per_deal`
+    epochs, the ranks of a node read samples of their node's part only; then all parts are dealt anew. The
+    parts follow from the seed and the epoch, without communication. Over all ranks, each epoch has every
+    sample at least once, and no sample twice except for the padding that makes all ranks equally long. With
+    `drop_last`, up to ``num_replicas - 1`` samples are left out instead, others in each epoch.
+
+    As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
+    rank.
+
+    When the first epoch of a deal begins, the sampler calls ``dataset.retain(part)`` if the dataset has that
+    method, so that a cache drops the samples that left the part. For a `Subset`, it calls the method of the
+    dataset inside, with the indices of that dataset. The cache then drops samples outside the part even if
+    another loader uses them: give a validation set a cache of its own. With one node nothing is dropped.
+
+    Args:
+        dataset: As for torch's sampler: its length is read once.
+        num_replicas: The number of ranks; default: from the process group, else from WORLD_SIZE.
+        rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
+            ``rank = node * ranks_per_node + local_rank``.
+        shuffle: False gives a fixed order: node k always has the indices k, k + num_nodes, ... in this order,
+            and no part is dealt anew. All ranks together then read the dataset from its beginning to its end,
+            and `drop_last` always drops its last samples.
+        seed: The same on every rank.
+        drop_last: Drop samples, instead of repeating some, so that all ranks are equally long.
+        num_nodes: The number of nodes; default: the number of ranks divided by LOCAL_WORLD_SIZE, which
+            torchrun sets (or the variables of mpirun).
+        epochs_per_deal: For how many epochs a node keeps its part. At 1, each epoch reads other samples, and
+            a cache in RAM is of no use.
+        retain: False: never call ``dataset.retain()``.
+
+    Attributes:
+        epoch: The number that `set_epoch` was given; 0 at first.
+        num_samples: How many indices each rank gets in an epoch; also the length of the sampler.
+        num_nodes, ranks_per_node, node, local_rank: The place of this rank.
+        epochs_per_deal: As given.
+
+    Raises:
+        RuntimeError: A number was not given, and neither the process group nor the environment has it.
+        ValueError: The nodes have different numbers of ranks, the ranks of a node are not consecutive, there
+            are fewer samples than nodes, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        num_nodes: int | None = None,
+        epochs_per_deal: int = 1,
+        retain: bool = True,
+    ) -> None:
+        num_replicas, rank = _world_size(num_replicas), _rank(rank)
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
+        if isinstance(epochs_per_deal, bool) or operator.index(epochs_per_deal) < 1:
+            raise ValueError(f"epochs_per_deal should be an int of at least 1, but got {epochs_per_deal!r}")
+        self.num_nodes = _num_nodes(num_nodes, num_replicas, rank)
+        super().__init__(dataset, num_replicas, rank, shuffle, operator.index(seed), drop_last)
+        self.ranks_per_node = num_replicas // self.num_nodes
+        self.node, self.local_rank = divmod(rank, self.ranks_per_node)
+        self.epochs_per_deal = operator.index(epochs_per_deal)
+        self.retain = retain
+        self._length = len(dataset)
+        if self.num_samples and self._length < self.num_nodes:
+            raise ValueError(
+                f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so that "
+                "some nodes would have none: use torch's DistributedSampler, or drop_last=True"
+            )
+        self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its deal
+        self._retained_deal: int | None = None
+        self._loaded: tuple[int, _Terms] | None = None  # the epoch and the terms of a loaded state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_part": None, "_retained_deal": None}
+
+    @property
+    def deal(self) -> int:
+        """The number of the deal that the current epoch belongs to."""
+        return self.epoch // self.epochs_per_deal
+
+    @property
+    def part(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The indices of this node's part in the current deal, read-only, int64, in no particular order."""
+        deal = self.deal if self.shuffle else 0
+        if self._part is None or self._part[0] != deal:
+            if self.shuffle:
+                everything = _permutation(self._length, "deal", self.seed, deal)
+            else:
+                everything = np.arange(self._length, dtype=np.int64)
+            part = everything[self.node :: self.num_nodes].copy()
+            part.flags.writeable = False
+            self._part = deal, part
+        return self._part[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the number of the next epoch; call it on every rank with the same number.
+
+        Raises:
+            TypeError: The number is not an integer.
+        """
+        self.epoch = operator.index(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's indices of the epoch, as Python ints.
+
+        Raises:
+            ResumeError: A state was loaded that belongs to this deal, and was saved with other arguments.
+        """
+        self._check_terms()
+        part = self.part
+        if self.retain and self.num_nodes > 1 and self._retained_deal != self.deal:
+            _retain(self.dataset, part)
+            self._retained_deal = self.deal
+        positions = np.arange(self.local_rank, self.num_samples * self.ranks_per_node, self.ranks_per_node)
+        if not self.num_samples:
+            return iter(())
+        positions %= len(part)  # the padding begins again at the start of the part
+        if self.shuffle:
+            shuffled = _permutation(len(part), "epoch", self.seed, self.deal, self.epoch, self.node)
+            positions = shuffled[positions]
+        return iter(part[positions].tolist())
+
+    def __len__(self) -> int:
+        """How many indices each rank gets in an epoch."""
+        return self.num_samples
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch and the arguments that its order depends on; the same on every rank.
+
+        The position in the epoch is part of the state of `fastload.DataLoader`.
+        """
+        terms = self._own_terms()
+        if self._loaded is not None and self._is_in_loaded_deal():
+            terms = self._loaded[1]
+        return {"epoch": self.epoch, **vars(terms)}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Continue from the epoch of a state, which any rank may have saved.
+
+        A sampler with other arguments (another number of nodes or ranks, for example) can only begin a new
+        deal: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises ResumeError.
+
+        Raises:
+            ResumeError: This is not a state of a NodePartitionSampler.
+        """
+        names = ("epoch", *_Terms.__annotations__)
+        if not isinstance(state_dict, dict) or any(
+            not isinstance(state_dict.get(name), int) for name in names
+        ):
+            raise ResumeError(
+                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(names)}, "
+                f"but got {state_dict!r:.200}"
+            )
+        terms = _Terms(**{name: int(state_dict[name]) for name in names[1:]})
+        if terms.epochs_per_deal < 1:
+            raise ResumeError(
+                "the state of a NodePartitionSampler is damaged: epochs_per_deal should be at least 1, but "
+                f"got {terms.epochs_per_deal}"
+            )
+        self.epoch = int(state_dict["epoch"])
+        self._loaded = self.epoch, terms
+
+    def _own_terms(self) -> _Terms:
+        return _Terms(
+            num_samples=self._length,
+            num_nodes=self.num_nodes,
+            num_replicas=self.num_replicas,
+            epochs_per_deal=self.epochs_per_deal,
+            seed=self.seed,
+            shuffle=int(self.shuffle),
+            drop_last=int(self.drop_last),
+        )
+
+    def _is_in_loaded_deal(self) -> bool:
+        """Whether the current epoch belongs to the deal of the loaded state."""
+        if self._loaded is None:
+            return False
+        epoch, terms = self._loaded
+        return self.epoch // terms.epochs_per_deal == epoch // terms.epochs_per_deal
+
+    def _check_terms(self) -> None:
+        if self._loaded is None or not self._is_in_loaded_deal():
+            return
+        epoch, theirs = self._loaded
+        ours = self._own_terms()
+        names = [name for name in _Terms.__annotations__ if getattr(theirs, name) != getattr(ours, name)]
+        if not names:
+            return
+        deal, per_deal = epoch // theirs.epochs_per_deal, theirs.epochs_per_deal
+        first, end = deal * per_deal, (deal + 1) * per_deal
+        saved, own = (", ".join(f"{n}={getattr(t, n)}" for n in names) for t in (theirs, ours))
+        raise ResumeError(
+            f"epoch {self.epoch} cannot be resumed: the state was saved within deal {deal} (epochs {first} "
+            f"to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train with {saved} until "
+            f"epoch {end - 1} has ended, or begin a new deal: load a state that was saved between two "
+            f"epochs, and then call loader.set_epoch({end})"
+        )
+
+
+def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """A permutation that follows from the key alone."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    # torch's generator on the CPU, like that of DistributedSampler: NumPy may change its permutations.
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    found: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(length, generator=generator).numpy()
+    return found
+
+
+def _retain(dataset: Any, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Call the `retain` of the dataset, or of the dataset inside torch's subsets."""
+    while type(dataset) is Subset:
+        indices = np.asarray(dataset.indices, dtype=np.int64)[indices]
+        dataset = dataset.dataset
+    retain = getattr(dataset, "retain", None)
+    if callable(retain):
+        retain(indices)
+
+
+# --- the place of this rank ------------------------------------------------------------------------------
+
+
+def _world_size(given: int | None) -> int:
+    if given is not None:
+        return operator.index(given)
+    group = process_group()
+    return _from_environment("WORLD_SIZE", "num_replicas") if group is None else int(group.get_world_size())
+
+
+def _rank(given: int | None) -> int:
+    if given is not None:
+        return operator.index(given)
+    group = process_group()
+    return _from_environment("RANK", "rank") if group is None else int(group.get_rank())
+
+
+def _from_environment(variable: str, argument: str) -> int:
+    number = _variable(variable)
+    if number is None:
+        raise RuntimeError(
+            f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
+            "torch.distributed.initprocess_group() first, start the script with torchrun, or give "
+            f"{argument}"
+        )
+    return number
+
+
+def _variable(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _num_nodes(given: int | None, num_replicas: int, rank: int) -> int:
+    """The number of nodes.
+
+    Raises:
+        RuntimeError: It is unknown.
+        ValueError: The nodes have different numbers of ranks, or their ranks are not consecutive.
+    """
+    if given is not None:
+        if isinstance(given, bool) or operator.index(given) < 1:
+            raise ValueError(f"num_nodes should be an int of at least 1, but got {given!r}")
+        if num_replicas % given:
+            raise ValueError(
+                f"every node needs the same number of ranks, but {num_replicas} ranks on {given} nodes were "
+                "given: give another num_nodes or num_replicas"
+            )
+        return operator.index(given)
+    if num_replicas == 1:
+        return 1
+    per_node = next((n for n in map(_variable, _RANKS_PER_NODE) if n), None)
+    if per_node is None:
+        raise RuntimeError(
+            "num_nodes is unknown: the environment has no LOCAL_WORLD_SIZE. Start the script with torchrun, "
+            "or give num_nodes"
+        )
+    nodes = _variable("GROUP_WORLD_SIZE") if _variable("WORLD_SIZE") == num_replicas else None
+    if num_replicas % per_node or (nodes is not None and nodes * per_node != num_replicas):
+        on_nodes = "" if nodes is None else f" on {nodes} nodes"
+        raise ValueError(
+            f"every node needs the same number of ranks, but this node has {per_node} of {num_replicas} "
+            f"ranks{on_nodes}: start every node with the same --nproc-per-node, or give num_nodes"
+        )
+    node = _variable("GROUP_RANK") if _variable("RANK") == rank else None
+    if node is not None and nodes is not None and rank // per_node != node:
+        raise ValueError(
+            f"the ranks of a node must be consecutive, but rank {rank} is on node {node} of {nodes}, with "
+            f"{per_node} ranks each: number them as torchrun does, or use torch's DistributedSampler"
+        )
+    return num_replicas // per_node

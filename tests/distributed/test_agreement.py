@@ -1,0 +1,312 @@
+"""The ranks' loaders are compared at their first epoch; ranks that differ for a good reason raise nothing.
+
+One process plays all ranks: each has a ledger of its own, and all have one store.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+
+from fastload import DataLoader, NodePartitionSampler
+from fastload.epochs import agreement
+from fastload.errors import RanksDisagreeError
+from tests.resume.zoo import Numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+
+class Ranks:
+    """Makes this process one of several ranks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any, size: int = 2) -> None:
+        self._patch = monkeypatch
+        self._ledgers: dict[int, agreement._Ledger] = {}
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: size)
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+
+    def become(self, rank: int) -> None:
+        self._patch.setattr(dist, "get_rank", lambda: rank)
+        self._patch.setattr(agreement, "_ledger", self._ledgers.setdefault(rank, agreement._Ledger()))
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch, dist.HashStore())
+
+
+def make(length: int, rank: int, batch_size: int = 4, **options: Any) -> DataLoader:
+    sampler: Any = DistributedSampler(range(length), 2, rank, **options)
+    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+
+
+def partitioned(length: int, rank: int, **options: Any) -> DataLoader:
+    sampler = NodePartitionSampler(range(length), 2, rank, **({"num_nodes": 2} | options))
+    return DataLoader(Numbers(length), 4, sampler=sampler)
+
+
+def run(ranks: Ranks, program: Callable[[int], Iterable[DataLoader]], order: Iterable[int] = (0, 1)) -> None:
+    """Run the program of each rank, one after another, and begin an epoch of each loader that it gives."""
+    for rank in order:
+        ranks.become(rank)
+        for loader in program(rank):
+            iter(loader)
+
+
+# --- disagreement ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            lambda rank: [make(40 - rank, rank)],
+            r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \(host .+\)\. .*files",
+        ),
+        (lambda rank: [make(40, rank, seed=rank)], r"seed of the sampler is 1 on rank 1 .* but 0 on rank 0"),
+        (lambda rank: [make(41, rank, drop_last=rank == 0)], r"drop_last of the sampler is 0 on rank 1"),
+        (lambda rank: [partitioned(40 + rank, rank)], r"length of the dataset is 41 on rank 1"),
+        (
+            lambda rank: [partitioned(40, rank, num_nodes=1 + rank)],
+            r"num_nodes of the sampler is 2 on rank 1",
+        ),
+        (
+            lambda rank: [partitioned(40, rank, epochs_per_deal=3 - rank)],
+            r"epochs_per_deal .* is 2 on rank 1",
+        ),
+    ],
+    ids=["length", "seed", "drop_last", "length of parts", "nodes", "epochs_per_deal"],
+)
+def test_ranks_that_split_in_different_ways_are_an_error(
+    program: Callable[[int], list[DataLoader]], text: str, ranks: Ranks
+) -> None:
+    """The error has both ranks and both values."""
+    with pytest.raises(RanksDisagreeError, match=text):
+        run(ranks, program)
+
+
+def test_the_error_comes_again_and_the_rank_that_came_first_gets_none(ranks: Ranks) -> None:
+    """The later rank raises at each iter(); the first rank has nothing to compare with."""
+    loaders = {}
+    for rank in (1, 0):
+        ranks.become(rank)
+        loaders[rank] = make(40 - rank, rank)
+    ranks.become(1)
+    iter(loaders[1])
+    ranks.become(0)
+
+    for _ in range(2):
+        with pytest.raises(RanksDisagreeError, match=r"is 40 on rank 0 .*, but 39 on rank 1"):
+            iter(loaders[0])
+
+
+def test_the_second_loader_is_compared_with_the_second(ranks: Ranks) -> None:
+    """Loaders of one place in the code are compared by their turn."""
+    with pytest.raises(RanksDisagreeError, match="19 on rank 1"):
+        run(ranks, lambda rank: [make(length, rank) for length in (40, 20 - rank)])
+
+
+def test_a_file_store_works_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The store of init_method="file://", below a prefix."""
+    store = dist.PrefixStore("default_pg", dist.FileStore(str(tmp_path / "store"), 2))
+
+    with pytest.raises(RanksDisagreeError, match="39 on rank 1"):
+        run(Ranks(monkeypatch, store), lambda rank: [make(40 - rank, rank)])
+
+
+# --- no alarm --------------------------------------------------------------------------------------------
+
+
+def extra_on_rank_0(rank: int) -> list[DataLoader]:
+    """Rank 0 makes and reads one more loader, at the same place in the code."""
+    return [make(length, rank) for length in ((10, 40, 20) if rank == 0 else (40, 20))]
+
+
+def another_order(rank: int) -> list[DataLoader]:
+    return [make(length, rank) for length in ((10, 40) if rank == 0 else (40, 10))]
+
+
+def another_place(rank: int) -> list[DataLoader]:
+    if rank == 0:
+        return [make(10, rank)]
+    return [make(40, rank)]
+
+
+def another_epoch(rank: int) -> Iterator[DataLoader]:
+    loader = make(40, rank)
+    loader.set_epoch(rank)
+    yield loader
+
+
+class OwnShard(DistributedSampler[int]):
+    """Each rank reads its whole dataset, in an order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self.dataset)))  # type: ignore[arg-type]
+
+
+def own_shard(rank: int) -> list[DataLoader]:
+    sampler = OwnShard(range(40 - rank), 2, rank)  # type: ignore[arg-type]
+    return [DataLoader(Numbers(40 - rank), 4, sampler=sampler)]
+
+
+class NotTorchs(Sampler[int]):
+    """A sampler with the attributes of torch's."""
+
+    num_replicas = 2
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def group_of_one(rank: int) -> list[DataLoader]:
+    sampler: Any = DistributedSampler(range(40 - rank), 1, 0)
+    return [DataLoader(Numbers(40), 4, sampler=sampler)]
+
+
+def another_sampler(rank: int) -> list[DataLoader]:
+    return [DataLoader(Numbers(40), 4, sampler=NotTorchs(40 - rank))]
+
+
+def other_batch_sizes(rank: int) -> list[DataLoader]:
+    return [make(40, rank, batch_size=4 * (rank + 1))]
+
+
+def in_batch_samplers(rank: int) -> list[DataLoader]:
+    sampler: Any = DistributedSampler(range(40), 2, rank)
+    return [DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, 4 + rank, False))]
+
+
+def without_shuffle(rank: int) -> list[DataLoader]:
+    return [make(40, rank, shuffle=False, seed=rank)]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        extra_on_rank_0,
+        another_order,
+        another_place,
+        another_epoch,
+        own_shard,
+        group_of_one,
+        another_sampler,
+        other_batch_sizes,
+        in_batch_samplers,
+        without_shuffle,
+    ],
+)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_may_differ_for_a_good_reason(
+    program: Callable[[int], Iterable[DataLoader]], order: tuple[int, int], ranks: Ranks
+) -> None:
+    """No alarm, whichever rank comes first."""
+    made = {}
+    for rank in order:
+        ranks.become(rank)
+        made[rank] = list(program(rank))
+    for rank in order:
+        ranks.become(rank)
+        for loader in made[rank]:
+            iter(loader)
+
+
+def test_a_group_within_the_ranks_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks that share a dataset of their own have nothing to do with the other two."""
+    run(
+        Ranks(monkeypatch, dist.HashStore(), size=4), lambda rank: [make(40 - rank, rank % 2)], order=range(4)
+    )
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"])
+def test_another_start_of_the_ranks_is_not_compared(
+    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store of torchrun's agent outlives the ranks; the dataset may have grown since."""
+
+    def program(rank: int) -> list[DataLoader]:
+        monkeypatch.setenv(name, str(rank))
+        return [make(40 - rank, rank)]
+
+    run(ranks, program)
+
+
+def test_a_new_process_of_a_rank_is_not_compared_with_an_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change of the nodes, torchrun's names may be the same."""
+    store = dist.HashStore()
+    for length in (40, 41):
+        run(Ranks(monkeypatch, store), lambda rank, length=length: [make(length, rank)])
+
+
+def test_ranks_with_very_many_loaders_raise_no_alarm(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not publish them all, so that rule 3 cannot be checked."""
+    monkeypatch.setattr(agreement, "_MAX_MADE", 1)
+    run(ranks, lambda rank: [make(length, rank) for length in (40, 20 - rank)])
+
+
+# --- where there is no check -----------------------------------------------------------------------------
+
+
+def test_a_store_that_fails_means_no_check(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on; the reason is logged at level DEBUG."""
+    with caplog.at_level(logging.DEBUG, "fastload"):
+        run(Ranks(monkeypatch, None), lambda rank: [make(40 - rank, rank)])
+
+    assert "the store cannot be used" in caplog.text
+
+
+class SetsUpLate(DistributedSampler[int]):
+    """Sets its attributes when it is read."""
+
+    def __init__(self) -> None:
+        self.num_replicas = 2
+
+
+def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
+    """The loader of torch takes it too."""
+    loader = DataLoader(Numbers(40), 4, sampler=SetsUpLate())
+
+    assert isinstance(loader.sampler, SetsUpLate)
+
+
+def test_without_a_process_group_nothing_is_asked() -> None:
+    """A loader that is read before the group exists is compared when it does."""
+    loader = make(40, 0)
+    iter(loader)
+
+    assert loader in agreement._ledger.keys
+
+
+def test_each_loader_is_compared_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later epochs ask the store nothing."""
+    ranks.become(0)
+    loader = make(40, 0)
+    iter(loader)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: pytest.fail("asked again"))
+    iter(loader)
+
+
+def test_a_forked_process_leaves_the_connection_of_its_rank_alone(ranks: Ranks) -> None:
+    """It shares the socket: two processes would read each other's answers."""
+    ranks.become(0)
+    loader = make(40, 0)
+    child = os.fork()
+    if child == 0:
+        dist.distributed_c10d._get_default_store = lambda: os._exit(1)
+        iter(loader)
+        os._exit(0)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

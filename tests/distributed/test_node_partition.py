@@ -1,0 +1,410 @@
+"""NodePartitionSampler: coverage, equal lengths, its reference description, resuming, and `retain`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler, Subset
+
+from fastload import DataLoader, NodePartitionSampler
+from fastload.epochs import node_partition
+from fastload.errors import ResumeError
+
+VARIABLES = (
+    *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests run as if no launcher had started them."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Recording:
+    """A dataset whose samples are their indices; it keeps what `retain` was called with."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.retained: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def retain(self, indices: Any) -> None:
+        self.retained.append(sorted(indices.tolist()))
+
+
+def every_rank(length: int, num_nodes: int, per_node: int, **options: Any) -> list[NodePartitionSampler]:
+    num_ranks = num_nodes * per_node
+    return [
+        NodePartitionSampler(range(length), num_ranks, rank, num_nodes=num_nodes, **options)
+        for rank in range(num_ranks)
+    ]
+
+
+def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
+    """The description of the sampler in plain lists."""
+    deal = sampler.epoch // sampler.epochs_per_deal
+    everything = list(range(length))
+    if sampler.shuffle:
+        everything = node_partition._permutation(length, "deal", sampler.seed, deal).tolist()
+    part = everything[sampler.node :: sampler.num_nodes]
+    if sampler.shuffle:
+        key = ("epoch", sampler.seed, deal, sampler.epoch, sampler.node)
+        part = [part[place] for place in node_partition._permutation(len(part), *key)]
+    num_ranks = sampler.num_nodes * sampler.ranks_per_node
+    count = length // num_ranks if sampler.drop_last else math.ceil(length / num_ranks)
+    padded = list(itertools.islice(itertools.cycle(part), count * sampler.ranks_per_node))
+    return padded[sampler.local_rank :: sampler.ranks_per_node]
+
+
+# --- the order -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    length=st.integers(0, 200),
+    num_nodes=st.integers(1, 6),
+    per_node=st.integers(1, 4),
+    epochs_per_deal=st.integers(1, 4),
+    epoch=st.integers(0, 12),
+    seed=st.integers(0, 2**40),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_an_epoch_has_every_sample_once_in_disjoint_parts(
+    length: int,
+    num_nodes: int,
+    per_node: int,
+    epochs_per_deal: int,
+    epoch: int,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool,
+) -> None:
+    """Parts are a partition, ranks are as long as torch's, and only the padding comes twice."""
+    assume(length >= num_nodes or length == 0)
+    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
+    samplers = every_rank(length, num_nodes, per_node, epochs_per_deal=epochs_per_deal, **options)
+    orders = []
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+
+        torch_s = DistributedSampler(range(length), len(samplers), sampler.rank, drop_last=drop_last)
+        assert len(sampler) == len(orders[-1]) == len(torch_s)
+        assert orders[-1] == reference(sampler, length)
+        assert all(type(index) is int for index in orders[-1][:1])
+
+    parts = [sampler.part.tolist() for sampler in samplers[::per_node]]
+    assert sorted(itertools.chain(*parts)) == list(range(length))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for node, part in enumerate(parts):
+        of_node = list(itertools.chain(*orders[node * per_node : (node + 1) * per_node]))
+        num_distinct = len(set(of_node))
+        assert set(of_node) <= set(part)
+        assert num_distinct == (len(of_node) if drop_last else len(part))
+
+
+def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
+    """With epochs_per_deal=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part."""
+    sampler = every_rank(100, 2, 1, epochs_per_deal=3)[1]
+    parts, orders = [], []
+    for epoch in range(3, 7):
+        sampler.set_epoch(epoch)
+        parts.append(set(sampler.part.tolist()))
+        orders.append(list(sampler))
+
+    assert parts[0] == parts[1] == parts[2] != parts[3]
+    assert len({tuple(order) for order in orders}) == 4
+    assert sampler.deal == 2
+
+
+def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
+    """Over the epochs of one deal, no sample is left out each time."""
+    samplers = every_rank(23, 2, 2, drop_last=True, epochs_per_deal=20)
+    left_out = []
+    for epoch in range(20):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        left_out.append(set(range(23)) - set(itertools.chain(*samplers)))
+
+    assert {len(some) for some in left_out} == {3}
+    assert not set.intersection(*left_out)
+
+
+def test_without_shuffle_a_global_step_reads_the_dataset_in_order() -> None:
+    """The n-th indices of all ranks together are the n-th piece of the dataset, as with torch's sampler."""
+    steps = zip(*every_rank(24, 2, 2, shuffle=False, epochs_per_deal=1), strict=True)
+
+    assert [sorted(step) for step in steps] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
+
+
+def test_other_seeds_give_other_parts() -> None:
+    """The seed decides on the parts too."""
+    some, others = (set(every_rank(100, 2, 1, seed=seed)[0].part.tolist()) for seed in (0, 1))
+
+    assert some != others
+
+
+def test_the_part_cannot_be_written_to() -> None:
+    """The array is the sampler's own."""
+    part = every_rank(10, 2, 1)[0].part
+
+    with pytest.raises(ValueError, match="read-only"):
+        part[0] = 1
+
+
+def test_a_copy_gives_the_same_indices() -> None:
+    """A pickled sampler computes its part again."""
+    sampler = every_rank(50, 2, 2)[3]
+    expected = list(sampler)
+
+    assert list(pickle.loads(pickle.dumps(sampler))) == expected
+
+
+# --- retain ----------------------------------------------------------------------------------------------
+
+
+def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
+    """`retain` gets the part at the first epoch of each deal, however often iter() is called."""
+    dataset = Recording(40)
+    sampler = NodePartitionSampler(dataset, 2, 1, num_nodes=2, epochs_per_deal=2)
+    expected = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        iter(sampler), iter(sampler)
+        if epoch % 2 == 0:
+            expected.append(sorted(sampler.part.tolist()))
+
+    assert dataset.retained == expected
+    assert expected[0] != expected[1]
+
+
+def test_the_dataset_inside_of_subsets_gets_its_own_indices() -> None:
+    """The indices of a Subset of a Subset are translated."""
+    dataset = Recording(40)
+    inner = Subset(dataset, list(range(39, -1, -1)))
+    outer = Subset(inner, list(range(10, 20)))
+    sampler = NodePartitionSampler(outer, 2, 0, num_nodes=2)
+    iter(sampler)
+
+    assert dataset.retained == [sorted(39 - (10 + index) for index in sampler.part.tolist())]
+
+
+@pytest.mark.parametrize("options", [{"num_nodes": 2, "retain": False}, {"num_nodes": 1}])
+def test_retain_is_not_called_without_need(options: dict[str, Any]) -> None:
+    """With retain=False, and with one node, whose part is everything."""
+    dataset = Recording(40)
+    iter(NodePartitionSampler(dataset, 2, 0, **options))
+
+    assert dataset.retained == []
+
+
+# --- resuming --------------------------------------------------------------------------------------------
+
+
+def loader_of(
+    num_nodes: int, per_node: int, rank: int, batch_size: int = 3, length: int = 60, **options: Any
+) -> DataLoader:
+    options = {"epochs_per_deal": 2, "seed": 5} | options
+    sampler = NodePartitionSampler(range(length), num_nodes * per_node, rank, num_nodes=num_nodes, **options)
+    return DataLoader(Recording(length), batch_size, sampler=sampler)
+
+
+def numbers(loader: Any) -> list[int]:
+    return [int(number) for batch in loader for number in batch]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_nodes=st.integers(1, 3),
+    per_node=st.integers(1, 3),
+    num_batches=st.integers(0, 30),
+    epoch=st.integers(0, 5),
+    data=st.data(),
+)
+def test_every_rank_resumes_in_mid_epoch_from_the_state_of_one(
+    num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any
+) -> None:
+    """The rest of the epoch, and the next epoch, are those of a run without an interruption."""
+    saver = loader_of(num_nodes, per_node, data.draw(st.integers(0, num_nodes * per_node - 1)))
+    saver.set_epoch(epoch)
+    num_batches = min(num_batches, len(saver) - 1)
+    list(itertools.islice(saver, num_batches))
+    state = json.loads(json.dumps(saver.state_dict()))
+    for rank in range(num_nodes * per_node):
+        whole, resumed = (loader_of(num_nodes, per_node, rank) for _ in range(2))
+        whole.set_epoch(epoch)
+        resumed.load_state_dict(state)
+
+        assert numbers(resumed) == numbers(whole)[num_batches * 3 :]
+        for loader in (whole, resumed):
+            loader.set_epoch(epoch + 1)
+        assert numbers(resumed) == numbers(whole)
+
+
+def state_after_epoch(epoch: int) -> dict[str, Any]:
+    """The state of a loader of 2 nodes of 2 ranks after a whole epoch."""
+    saver = loader_of(2, 2, 0)
+    saver.set_epoch(epoch)
+    numbers(saver)
+    return saver.state_dict()
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(3, 2), (4, 1), (1, 2)])
+def test_a_new_deal_begins_with_another_number_of_nodes(num_nodes: int, per_node: int) -> None:
+    """After the last epoch of a deal, the state loads anywhere, and the next epoch has every sample."""
+    state = state_after_epoch(1)
+    found = []
+    for rank in range(num_nodes * per_node):
+        resumed = loader_of(num_nodes, per_node, rank)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(2)
+        found += numbers(resumed)
+
+    assert sorted(found) == list(range(60))
+
+
+@pytest.mark.parametrize(("num_nodes", "per_node"), [(4, 1), (2, 1)])
+def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_node: int) -> None:
+    """The error has both numbers, and the epoch at which a new deal begins; that epoch works."""
+    resumed = loader_of(num_nodes, per_node, 0)
+    resumed.load_state_dict(state_after_epoch(2))
+    resumed.set_epoch(3)
+    name, theirs, ours = ("num_nodes", 2, 4) if per_node * num_nodes == 4 else ("num_replicas", 4, 2)
+
+    with pytest.raises(
+        ResumeError,
+        match=rf"deal 1 \(epochs 2 to 3\) with {name}={theirs}, .* has {name}={ours}\..*set_epoch\(4\)",
+    ):
+        numbers(resumed)
+    resumed.set_epoch(4)
+    assert len(numbers(resumed)) == 60 // (num_nodes * per_node)
+
+
+def test_another_number_of_nodes_in_mid_epoch_is_an_error() -> None:
+    """Also if the number of ranks is the same."""
+    saver = loader_of(2, 2, 0)
+    list(itertools.islice(saver, 2))
+    resumed = loader_of(4, 1, 3)
+    resumed.load_state_dict(saver.state_dict())
+
+    with pytest.raises(ResumeError, match=r"num_nodes=2, .* num_nodes=4"):
+        iter(resumed)
+
+
+def test_the_state_that_was_loaded_is_kept_until_a_new_deal() -> None:
+    """A state that is saved again before the first epoch still names the terms of its deal."""
+    state = loader_of(2, 2, 0).sampler.state_dict()
+    sampler = loader_of(4, 1, 0).sampler
+    sampler.load_state_dict(state)
+
+    assert sampler.state_dict() == state
+    sampler.set_epoch(2)
+    assert sampler.state_dict()["num_nodes"] == 4
+
+
+@pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_deal": 0}])
+def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
+    """The epoch stays."""
+    sampler = loader_of(2, 2, 0).sampler
+    if state == {"epochs_per_deal": 0}:
+        state = sampler.state_dict() | state
+
+    with pytest.raises(ResumeError, match="NodePartitionSampler"):
+        sampler.load_state_dict(state)
+    assert sampler.epoch == 0
+
+
+# --- the place of a rank ---------------------------------------------------------------------------------
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **variables: int) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_torchrun_s_variables_give_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node."""
+    set_all(monkeypatch, WORLD_SIZE=6, RANK=5, LOCAL_WORLD_SIZE=2, GROUP_RANK=2, GROUP_WORLD_SIZE=3)
+    sampler = NodePartitionSampler(range(60))
+
+    assert (sampler.num_nodes, sampler.node, sampler.local_rank, len(sampler)) == (3, 2, 1, 10)
+
+
+def test_a_process_group_gives_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for torch's sampler; the number of nodes must be given."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    sampler = NodePartitionSampler(range(60), num_nodes=2)
+
+    assert (sampler.num_replicas, sampler.node, sampler.local_rank) == (4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"LOCAL_WORLD_SIZE": 2}, "same number of ranks, but this node has 2 of 5 ranks"),
+        ({"LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}, "this node has 1 of 5 ranks on 2 nodes"),
+        (
+            {"LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 5, "GROUP_RANK": 2},
+            "must be consecutive, but rank 4 is on node 2 of 5",
+        ),
+    ],
+)
+def test_nodes_that_cannot_share_equally_are_an_error(
+    variables: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has the numbers of ranks and of nodes."""
+    set_all(monkeypatch, WORLD_SIZE=5, RANK=4, **variables)
+
+    with pytest.raises(ValueError, match=text):
+        NodePartitionSampler(range(60))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, RuntimeError, "num_replicas is unknown: .* no WORLD_SIZE"),
+        ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
+        ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
+        ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
+        ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
+        ({"num_replicas": 4, "rank": 0, "num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
+        ({"num_replicas": 4, "rank": 0, "num_nodes": 0}, ValueError, "num_nodes should be"),
+        ({"num_replicas": 1, "rank": 0, "epochs_per_deal": 0}, ValueError, "epochs_per_deal should be"),
+        ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
+    ],
+)
+def test_arguments_out_of_range_are_errors(
+    arguments: dict[str, int], error: type[Exception], text: str
+) -> None:
+    """Each error names the argument."""
+    with pytest.raises(error, match=text):
+        NodePartitionSampler(range(5), **arguments)
+
+
+def test_nothing_is_drawn_from_the_user_s_generators() -> None:
+    """The default generator of torch and NumPy's stay as they are."""
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    list(every_rank(50, 2, 2)[0])
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
