@@ -34,6 +34,9 @@ SHOWN = {
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
+    "import_only": (
+        "A user's own dataset that decodes JPEGs at each access, two workers; only the import differs."
+    ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "remote": (

@@ -12,8 +12,9 @@ through the store of the process group. A wrong alarm would be worse than none. 
 3. Their difference is an error only if neither rank has made a loader with the facts of the other one. Ranks
    may therefore make loaders in another order, or make more of them.
 4. Facts that may differ for a good reason are not compared: the batch size and the number of batches (faster
-   ranks may get more samples), the epoch (one rank may have read an epoch before), and the fingerprint of
-   cached samples (each node may have its own copy of the files, with other times).
+   ranks may get more samples), and the epoch (one rank may have read an epoch before). The fingerprints of
+   cached samples are compared between ranks of one host, and a difference is a warning: each node, or each
+   rank, may have its own copy of the files.
 5. If the store cannot be used, there is no check.
 """
 
@@ -31,8 +32,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 
+from fastload.cache.fingerprint import Fingerprint
 from fastload.epochs.node_partition import NodePartitionSampler
 from fastload.epochs.order import nested_samplers, process_group
 from fastload.errors import RanksDisagreeError
@@ -131,6 +133,7 @@ def check(loader: DataLoader[Any]) -> None:
     first = _first(group, rank, key, ours)
     if first is not None:
         _compare(ours, first)
+    _compare_caches(group, rank, key, loader)
     del _ledger.keys[loader]  # comes last: after an error, the next iter() raises it again
 
 
@@ -227,6 +230,24 @@ def _compare(ours: dict[str, Any], first: dict[str, Any]) -> None:
         f"the {name} is {mine[name]} on rank {ours['rank']} (host {ours['host']}), but {theirs[name]} on "
         f"rank {first['rank']} (host {first['host']}). {_ADVICE.get(name, _OTHER_ADVICE)}"
     )
+
+
+def _compare_caches(group: Any, rank: int, key: str, loader: DataLoader[Any]) -> None:
+    """Warn if this rank caches other samples than the first rank of its host."""
+    dataset: Any = loader.dataset
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    parts = dataset.cached_parts if hasattr(type(dataset), "cached_parts") else None
+    if parts is None:
+        return
+    first = _first(group, rank, f"{key}/{platform.node()}", {"rank": rank, "parts": parts})
+    differences = [] if first is None else Fingerprint(parts).differences(Fingerprint(first["parts"]))
+    if first is not None and differences:
+        log.warning(
+            "ranks %d and %d of host %s cache different samples, so each keeps a cache of its own: %s (here: "
+            "rank %d, there: rank %d). Give all ranks of a host the same dataset",
+            *(rank, first["rank"], platform.node(), "; ".join(differences), rank, first["rank"]),
+        )
 
 
 def _is_worker() -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, Subset
 
-from fastload import DataLoader, NodePartitionSampler
+from fastload import CachedDataset, DataLoader, NodePartitionSampler
 from fastload.epochs import agreement
 from fastload.errors import RanksDisagreeError
 from tests.resume.zoo import Numbers
@@ -310,3 +310,54 @@ def test_a_forked_process_leaves_the_connection_of_its_rank_alone(ranks: Ranks) 
         os._exit(0)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# --- caches ----------------------------------------------------------------------------------------------
+
+
+class Printed(Numbers):
+    """Numbers with a fingerprint."""
+
+    def __init__(self, size: int, text: str) -> None:
+        super().__init__(size)
+        self.text = text
+
+    def fingerprint(self) -> dict[str, str]:
+        return {"files": self.text}
+
+
+def cached(rank: int, text: str, key: str | None = None) -> DataLoader:
+    dataset = CachedDataset(Printed(8, text), key=key)
+    sampler: Any = DistributedSampler(dataset, 2, rank)  # type: ignore[arg-type]
+    return DataLoader(Subset(dataset, range(8)), 4, sampler=sampler)
+
+
+def test_ranks_of_one_host_that_cache_different_samples_get_a_warning(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names both ranks and the part that differs; training goes on."""
+    run(ranks, lambda rank: [cached(rank, f"text {rank}")])
+
+    assert "ranks 1 and 0 of host" in caplog.text
+    assert 'files is "text 1" here and "text 0" there' in caplog.text
+
+
+def test_ranks_of_two_hosts_may_cache_different_samples(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may have its own copy of the files, with other times."""
+    hosts = iter(["one", "one", "two", "two", "two"])
+    monkeypatch.setattr(agreement.platform, "node", lambda: next(hosts))
+
+    run(ranks, lambda rank: [cached(rank, f"text {rank}")])
+
+    assert "cache different samples" not in caplog.text
+
+
+def test_ranks_that_cache_the_same_samples_get_no_warning(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with a key of its own for each rank, which keeps their caches apart on purpose."""
+    run(ranks, lambda rank: [cached(rank, "text"), cached(rank, "other", key=f"rank {rank}")])
+
+    assert "cache different samples" not in caplog.text

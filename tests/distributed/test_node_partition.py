@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import pickle
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, Subset
 
-from fastload import DataLoader, NodePartitionSampler
+from fastload import CachedDataset, DataLoader, NodePartitionSampler
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
 
@@ -408,3 +409,54 @@ def test_nothing_is_drawn_from_the_user_s_generators() -> None:
 
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
+
+
+# --- with a cache ----------------------------------------------------------------------------------------
+
+NUM_IMAGES, IMAGE_BYTES = 64, 16 * 1024
+
+
+class Images(torch.utils.data.Dataset[Any]):
+    """Sample i is full of i."""
+
+    def __len__(self) -> int:
+        return NUM_IMAGES
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((64, 64, 4), index, np.uint8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "multiprocessing_context": "fork"},
+        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
+    ],
+    ids=["no workers", "workers", "persistent workers"],
+)
+def test_the_cache_of_each_node_holds_its_part_and_nothing_else(options: dict[str, Any]) -> None:
+    """Two nodes, whose caches have room for little more than half of the samples each."""
+    caches = [
+        CachedDataset(Images(), key=f"node {node} of {os.getpid()}", budget=40 * IMAGE_BYTES)
+        for node in range(2)
+    ]
+    samplers = [
+        NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_deal=2) for node in range(2)
+    ]
+    loaders = [
+        DataLoader(cache, 8, sampler=sampler, **options)
+        for cache, sampler in zip(caches, samplers, strict=True)
+    ]
+
+    for epoch in range(6):
+        seen = []
+        for cache, sampler, loader in zip(caches, samplers, loaders, strict=True):
+            loader.set_epoch(epoch)
+            batches = [batch[:, 0, 0, 0].tolist() for batch in loader]
+            seen += [value for batch in batches for value in batch]
+            cached = [index for index in range(NUM_IMAGES) if index in cache.cache]
+            assert set(cached) == set(sampler.part.tolist())
+        assert sorted(seen) == list(range(NUM_IMAGES))
+    for loader in loaders:
+        loader.close()
