@@ -1,11 +1,14 @@
 """What does the changed import alone bring a dataset that decodes JPEGs at each access?
 
 Question: a user's own dataset decodes a whole JPEG, with OpenCV or with Pillow, and crops it with
-albumentations. How many images a second do two workers of each loader give, for images of several sizes? Nothing
-is cached, and the dataset is the same: what differs is how a batch travels, and that workers of fastload keep
-the memory that they free (fastload/system/freed_memory.py).
+albumentations. How many images a second do two workers of each loader give, for images of several sizes?
+Nothing is cached, and the dataset is the same: what differs is how a batch travels, and that workers of
+fastload keep the memory that they free (fastload/system/freed_memory.py).
 
 Each contender keeps its own two workers; both take turns, and the other's workers are idle meanwhile.
+
+glibc learns from what a process frees how much memory it should keep, and forked workers inherit that from
+their parent. So another process makes the images: a parent that has freed large arrays helps torch's workers.
 
 Held out: disk (the files come from the page cache) and the GPU.
 
@@ -23,6 +26,7 @@ import cv2
 import numpy as np
 import torch.utils.data
 from decode import SIZES, Size, make_images, training_pipeline
+from first_epoch import in_own_process
 from harness import Contender, contender, interleave, report, save
 from PIL import Image
 
@@ -66,7 +70,7 @@ def rows(folder: fastload.ImageFolder, decoder: str) -> list[Contender]:
 def question(size: Size, runs: int) -> dict[str, Any]:
     """One size of images, both decoders."""
     with tempfile.TemporaryDirectory() as work:
-        make_images(Path(work), size)
+        in_own_process(make_images, Path(work), size)
         folder = fastload.ImageFolder(work)
         contenders = [row for decoder in ("OpenCV", "Pillow") for row in rows(folder, decoder)]
         interleave(contenders, runs)
