@@ -15,7 +15,7 @@ import torch
 
 from fastload.cache.encoded import DecodedSamples, EncodedSamples
 from fastload.cache.record import decode, encode
-from fastload.errors import RandomDatasetError
+from fastload.errors import CacheError, RandomDatasetError, add_note
 from fastload.nested.tree import first_difference
 from fastload.rng.pipelines import find_pipelines, parts_of
 
@@ -91,3 +91,21 @@ def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
         for transform, py_state, np_state in own:
             transform.py_random.setstate(py_state)
             transform.random_generator.bit_generator.state = np_state
+
+
+def refuse_random(dataset: Any) -> None:
+    """Refuse a dataset that returns a different sample at each access; a cache would freeze one draw.
+
+    Raises:
+        RandomDatasetError: Two readings of the first, the middle or the last sample differ.
+        UnsupportedSampleError: One of these samples cannot be cached.
+    """
+    last = len(dataset) - 1
+    for index in sorted({0, last // 2, last}) if last >= 0 else ():
+        try:
+            probe(dataset, [index], rechecked=[index])
+        except CacheError as error:
+            add_note(error, f"in sample {index} of the dataset")
+            raise
+        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
+            continue

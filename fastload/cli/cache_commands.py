@@ -14,12 +14,16 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.cli.source_argument import code_ended, is_folder, open_source, refuse_random
+from fastload.cli.source_argument import SourceElsewhere, code_ended, is_folder, open_source
 from fastload.cli.terminal import Answer, CommandError, ExitCode, table
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastload.cache.build.sharded import BuiltShard
+    from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
@@ -79,8 +83,74 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
         options: Arguments for `build_lmdb`.
     """
     from fastload.cache.build.build import build_lmdb
+
+    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
+        return build_lmdb(dataset, path, fingerprint=fingerprint, **options)
+
+
+def build_on_ray(
+    source: str, size: str | None, path: str, address: str, shards: int | None, **options: Any
+) -> LMDBCache:
+    """The cache at an absolute path; built on a Ray cluster if it does not exist.
+
+    Args:
+        source: The user's SOURCE, see `source_argument`.
+        size: The user's `--size`; None if not given.
+        path: The path of the cache.
+        address: The user's `--ray`.
+        shards: The user's `--shards`; None if not given.
+        options: Further arguments for `ray_build.build`.
+
+    Raises:
+        CommandError: Ray is not installed, or there is no cluster.
+    """
+    from fastload.integrations import ray_build
+
+    _check_directory(os.path.dirname(path))
+    try:
+        ray_build.imported()
+    except ImportError as error:
+        raise CommandError(f"--ray: {error}") from error
+    try:
+        return ray_build.build(
+            SourceElsewhere(source, size, os.getcwd()), path, address=address, shards=shards, **options
+        )
+    except SystemExit as error:
+        raise code_ended(source, error) from error
+    except ConnectionError as error:
+        raise CommandError(str(error), ExitCode.FAILED, "ConnectionError") from error
+    except (CacheCorruptError, CacheMismatchError) as error:
+        if _is_foreign(path):
+            error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
+        raise
+
+
+def build_shard(
+    source: str, size: str | None, path: str, shard: tuple[int, int], **options: Any
+) -> BuiltShard:
+    """One shard of the cache at an absolute path.
+
+    Args:
+        source: The user's SOURCE, see `source_argument`.
+        size: The user's `--size`; None if not given.
+        path: The path of the cache.
+        shard: The shard, from 0, and the number of shards.
+        options: Further arguments for `sharded.build_shard`.
+    """
+    from fastload.cache.build import sharded
+
+    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
+        return sharded.build_shard(dataset, path, *shard, fingerprint=fingerprint, **options)
+
+
+@contextlib.contextmanager
+def _source_opened(
+    source: str, size: str | None, path: str, codec: str | None
+) -> Iterator[tuple[Any, Fingerprint | None]]:
+    """The dataset of SOURCE and its fingerprint, to build a cache at a path, with the errors of a build."""
     from fastload.cache.codecs import SOURCE
     from fastload.cache.fingerprint import fingerprint_of
+    from fastload.cache.random_check import refuse_random
     from fastload.cache.sources import decoded_source
 
     _check_directory(os.path.dirname(path))
@@ -92,15 +162,76 @@ def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache
             # The user chose the number of workers, or it is the number of cores.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             fingerprint = fingerprint_of(dataset)
-            if options["codec"] != SOURCE:
-                dataset = decoded_source(dataset)
-            return build_lmdb(dataset, path, fingerprint=fingerprint, **options)
+            yield dataset if codec == SOURCE else decoded_source(dataset), fingerprint
     except SystemExit as error:
         raise code_ended(source, error) from error
     except (CacheCorruptError, CacheMismatchError) as error:
         if _is_foreign(path):
             error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
         raise
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """The shard of `--shard I/N`, from 0, and the number of shards.
+
+    Raises:
+        CommandError: It is not I/N, or I is not from 1 to N.
+    """
+    first, slash, second = text.partition("/")
+    if not slash or not first.isdecimal() or not second.isdecimal():
+        raise CommandError(f"--shard should be I/N, such as 3/64, but got {text!r}")
+    number, num_shards = int(first), int(second)
+    if not 1 <= number <= num_shards:
+        raise CommandError(
+            f"--shard should be I/N with I from 1 to N, but got {text!r}: shards count from 1, so that the "
+            f"last of {max(1, num_shards)} is {max(1, num_shards)}/{max(1, num_shards)}"
+        )
+    return number - 1, num_shards
+
+
+def join(path: str, error_budget: int | float | None) -> LMDBCache:
+    """The cache at an absolute path, made from its shards.
+
+    Raises:
+        CommandError: There is neither a cache nor a shard.
+    """
+    from fastload.cache.build import sharded
+
+    try:
+        return sharded.join(path, error_budget=error_budget)
+    except FileNotFoundError as error:
+        raise CommandError(str(error)) from error
+
+
+def shard_facts(path: str, built: BuiltShard) -> dict[str, Any]:
+    """The `--json` output of `build --shard`; shards count from 1, as in the option."""
+    return {
+        "path": path,
+        "shard": built.shard + 1,
+        "num_shards": built.num_shards,
+        "num_samples": built.num_samples,
+        "num_skipped": built.num_left_out,
+        "nbytes": built.nbytes,
+        "was_built": built.was_built,
+        "is_joined": built.is_joined,
+    }
+
+
+def shard_lines(path: str, built: BuiltShard, elapsed_s: float) -> list[str]:
+    """The result of `build --shard`, as text."""
+    named = f"{path}: shard {built.shard + 1} of {built.num_shards}"
+    if not built.num_samples:
+        return [f"{named}: nothing to build, because the dataset has fewer samples than shards"]
+    if built.is_joined and not built.was_built:
+        return [f"{named}: the shards are joined already, and the cache matches"]
+    done = f"built in {elapsed_s:,.1f} s" if built.was_built else "was built before"
+    lines = [f"{named}: {done}: {built.num_samples:,} samples, {readable_size(built.nbytes)}"]
+    if built.num_left_out:
+        lines.append(
+            f"{built.num_left_out:,} of {built.num_samples:,} samples could not be read: 'fastload cache "
+            "join' writes the report"
+        )
+    return [*lines, f"when all shards are built, run 'fastload cache join {path}'"]
 
 
 def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
@@ -138,8 +269,15 @@ def _is_foreign(path: str) -> bool:
 
 def interrupted(path: str) -> str:
     """The message after Ctrl-C."""
+    from fastload.cache.build.partial_files import is_sharded, read_plan_file
+
     if not os.path.exists(f"{path}.partial"):
         return "interrupted before anything was written"
+    if is_sharded(read_plan_file(f"{path}.partial")):
+        return (
+            f"interrupted: the finished shards are kept in {path}.partial. Run the same command again to "
+            f"continue, or 'fastload cache rm {path}' to remove them"
+        )
     return (
         f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
         f"continue, or 'fastload cache rm {path}' to remove them"
@@ -214,7 +352,7 @@ def list_disk(directory: str, answer: Answer) -> None:
     rows = []
     for item in found:
         said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
-        said = "a build is running" if item.state == "building" else said
+        said = "a build is running" if item.state == "building" and item.problem is None else said
         rows.append(
             [item.path, item.state, readable_size(item.nbytes), held(item.cache) if item.cache else said]
         )

@@ -136,7 +136,27 @@ def build(
         int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
     ] = None,
     shards: Annotated[
-        int | None, typer.Option(min=1, help="Number of files of the cache; default: 1.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of files of the cache; default: 1, or with --ray a few for each CPU."
+        ),
+    ] = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(
+            help="Build shard I of N, from 1 to N, in DEST.partial. Any machine that sees DEST may build any "
+            "shard. When all are built, run 'fastload cache join DEST'.",
+            metavar="I/N",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Build on a Ray cluster, one task for each shard: 'auto' for the running cluster, 'local' "
+            "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
+            "DEST. Needs the extra 'ray'.",
+            metavar="ADDRESS",
+        ),
     ] = None,
     on_error: Annotated[
         OnError,
@@ -164,23 +184,44 @@ def build(
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
         kept = Codec.RAW if codec is None else codec
         raise CommandError(f"--quality is for jpeg and webp, but --codec {kept.value} changes no pixels")
+    if shard is not None and ray is not None:
+        raise CommandError("--ray builds all shards: omit --shard")
+    if workers is not None and ray is not None:
+        raise CommandError("--workers is for builds on one machine: with --ray, a task for each CPU decodes")
+    if shard is not None and shards is not None:
+        raise CommandError("--shard I/N states the number of shards itself: omit --shards")
+    chosen_shard = None if shard is None else cache_commands.parse_shard(shard)
     path = cache_commands.absolute("DEST", dest)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
         start = time.monotonic()
+        options: dict[str, Any] = {
+            "codec": None if codec is None else codec.value,
+            "quality": quality,
+            "on_error": on_error.value,
+            "error_budget": parse_error_budget(error_budget),
+            "progress": not quiet,
+        }
         try:
-            cache = cache_commands.build(
-                source,
-                size,
-                path,
-                codec=None if codec is None else codec.value,
-                quality=quality,
-                num_workers=workers,
-                shards=shards,
-                on_error=on_error.value,
-                error_budget=parse_error_budget(error_budget),
-                progress=not quiet,
-            )
+            if chosen_shard is not None:
+                built = cache_commands.build_shard(
+                    source, size, path, chosen_shard, num_workers=workers, **options
+                )
+                elapsed_s = time.monotonic() - start
+                answer.result = {
+                    **cache_commands.shard_facts(path, built),
+                    "elapsed_s": round(elapsed_s, 3),
+                }
+                answer.lines = cache_commands.shard_lines(path, built, elapsed_s)
+                if built.num_left_out:
+                    answer.exit_code = ExitCode.SKIPPED
+                return
+            if ray is not None:
+                cache = cache_commands.build_on_ray(source, size, path, ray, shards, **options)
+            else:
+                cache = cache_commands.build(
+                    source, size, path, num_workers=workers, shards=shards, **options
+                )
         except KeyboardInterrupt as error:
             raise CommandError(
                 cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"
@@ -193,6 +234,40 @@ def build(
             "elapsed_s": round(elapsed_s, 3),
         }
         done = "exists already and matches" if was_there else f"built in {elapsed_s:,.1f} s"
+        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
+        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
+        if skipped:
+            answer.exit_code = ExitCode.SKIPPED
+
+
+@cache_app.command(epilog=EPILOG)
+def join(
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="The cache whose shards 'build --shard' has built.")
+    ],
+    error_budget: Annotated[
+        str | None,
+        typer.Option(
+            help="How many samples may be left out, as a number or as a share such as 0.01; default: the "
+            "budget of the process that began the build.",
+            metavar="NUMBER",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Make the cache at DEST from its shards, when all of them are built.
+
+    If shards are missing, the error names the commands that build them. The reports about skipped samples
+    become one report, DEST.errors.jsonl.
+    """
+    path = cache_commands.absolute("DEST", dest)
+    budget = None if error_budget is None else parse_error_budget(error_budget)
+    with answering(as_json, quiet=quiet) as answer:
+        was_there = os.path.exists(path)
+        cache = cache_commands.join(path, budget)
+        answer.result = {**cache_commands.facts(cache), "was_joined": not was_there}
+        done = "was joined before" if was_there else "joined"
         held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
         answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
         if skipped:

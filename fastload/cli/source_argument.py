@@ -12,10 +12,11 @@ import inspect
 import operator
 import os
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cli.terminal import CommandError, ExitCode
-from fastload.errors import CacheError, add_note
+from fastload.errors import add_note
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
@@ -215,19 +216,34 @@ def _is_dataset(value: Any) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
-def refuse_random(dataset: Any) -> None:
-    """Refuse a dataset that returns a different sample at each access; a cache would freeze one draw."""
-    from fastload.cache.random_check import probe
+@dataclass(frozen=True)
+class SourceElsewhere:
+    """Opens SOURCE on another machine, in the working directory of the command; pickles as a handle.
 
-    last = len(dataset) - 1
-    for index in sorted({0, last // 2, last}) if last >= 0 else ():
+    Attributes:
+        source: The user's SOURCE.
+        size: The user's `--size`; None if not given.
+        directory: The working directory of the command.
+    """
+
+    source: str
+    size: str | None
+    directory: str
+
+    def __call__(self) -> Any:
+        """The dataset.
+
+        Raises:
+            CommandError: SOURCE names no dataset, or the working directory does not exist on this machine.
+        """
         try:
-            probe(dataset, [index], rechecked=[index])
-        except CacheError as error:
-            add_note(error, f"in sample {index} of the dataset")
-            raise
-        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
-            continue
+            os.chdir(self.directory)
+        except OSError as error:
+            raise CommandError(
+                f"the working directory of the command is not on this machine: {reading_refused(error)}: run "
+                "the command in a directory that all machines share"
+            ) from error
+        return open_source(self.source, self.size)
 
 
 # --- --error-budget --------------------------------------------------------------------------------------

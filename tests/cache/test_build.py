@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,6 +128,21 @@ def test_map_grows(commit_bytes: int, tmp_path: Path, monkeypatch: pytest.Monkey
 
         for index in range(120):
             assert_same_samples(cache.get(index), dataset.sample(index))
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 3), (100, 77, 3)], ids=["small", "in overflow pages"])
+def test_equal_plans_give_equal_files(
+    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unused bytes of pages are zeros, and nothing that this process had in memory gets into a file."""
+    monkeypatch.setattr(os, "urandom", bytes)
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    for name, used in (("first", 7), ("second", 200)):
+        memory = [np.full(size, used, np.uint8) for size in (4096, 8192, 100_000, 1 << 20) for _ in range(9)]
+        del memory  # freed memory of this process holds other bytes in each of the two builds
+        build_lmdb(Images(300, shape=shape), tmp_path / name, num_workers=0).close()
+
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
 def test_empty_dataset(tmp_path: Path) -> None:

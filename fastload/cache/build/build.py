@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
@@ -23,6 +23,7 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
+from fastload.cache.build.partial_files import foreign_part, is_sharded, read_plan_file
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
@@ -39,7 +40,7 @@ from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, Un
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
     from fastload.cache.build.tasks import Answer, Value
@@ -93,13 +94,7 @@ def build_lmdb(
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
         ValueError: An argument has none of the forms above.
     """
-    built_quality = _QUALITY if quality is None else quality
-    check_codec("raw" if codec is None else codec, built_quality)
-    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-        raise ValueError(f"shards should be an int from 1, but got {shards!r}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
-    check_error_budget(error_budget)
+    built_quality = check_arguments(codec, quality, shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
     if codec == SOURCE:
@@ -108,26 +103,90 @@ def build_lmdb(
     if not os.path.lexists(path):
         with only_builder(path) as lock:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock
-                build = _Build(
+                partial = Partial(path)
+                build = Build(
                     dataset,
                     path,
+                    partial,
                     probed,
                     skips=on_error == "skip",
                     error_budget=error_budget,
                     quality=built_quality,
                     lock=lock,
                 )
-                resumed = build.prepare(codec or "raw", shards or 1, fingerprint)
-                build.run(num_workers, progress)
+                plan = partial.begin(
+                    build.make_plan(codec or "raw", shards or 1, fingerprint), skips=on_error == "skip"
+                )
+                resumed = _build_whole(build, partial, plan, path, num_workers, progress)
                 cache = LMDBCache(path)
                 cache.reason = f"built now, as it did not exist{resumed}"
                 build.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
-    cache = LMDBCache(path)
-    _check_form(cache, codec, quality, shards)
-    _check_samples(cache, dataset, probed, fingerprint)
-    return cache
+    return open_finished(path, dataset, probed, codec, quality, shards, fingerprint)
+
+
+def check_arguments(
+    codec: str | None, quality: int | None, shards: int | None, on_error: str, error_budget: int | float
+) -> int:
+    """Check arguments of a build; returns the quality to build with.
+
+    Raises:
+        ValueError: An argument has none of the forms that `build_lmdb` lists.
+    """
+    built_quality = _QUALITY if quality is None else quality
+    check_codec("raw" if codec is None else codec, built_quality)
+    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
+        raise ValueError(f"shards should be an int from 1, but got {shards!r}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
+    check_error_budget(error_budget)
+    return built_quality
+
+
+def _build_whole(
+    build: Build, partial: Partial, plan: Plan, path: str, num_workers: int | None, shown: bool
+) -> str:
+    """Write the samples that are missing, and publish; returns a clause about a resumed build, or nothing."""
+    shard, position = _find_position(partial, plan)
+    partial.forget_from(position)
+    if position:
+        log.info("building %s: resumes at sample %d of %d", path, position, plan.num_samples)
+    build.write(
+        plan,
+        range(shard, plan.num_shards),
+        range(plan.num_samples),
+        position,
+        num_workers,
+        title=f"building {path}",
+        shown=shown,
+        finish=lambda: partial.publish(plan),
+    )
+    if partial.skipped:
+        log.warning(
+            "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
+            path,
+            len(partial.skipped),
+            plan.num_samples,
+            path,
+        )
+    if not position:
+        return ""
+    return f" (the last {plan.num_samples - position:,} samples; an earlier build made the others)"
+
+
+def _find_position(partial: Partial, plan: Plan) -> tuple[int, int]:
+    """The first unfinished shard, and the first index that is not in it."""
+    for shard in range(plan.num_shards):
+        if partial.is_finished(plan, shard):
+            continue
+        position = plan.indices_of(shard).start
+        path = partial.shard_path(plan, shard)
+        if os.path.exists(path):
+            with contextlib.closing(ShardWriter(path)) as writer:
+                position = position if writer.last_index is None else writer.last_index + 1
+        return shard, position
+    return plan.num_shards, plan.num_samples
 
 
 def _remove_leftovers(path: str) -> None:
@@ -135,10 +194,32 @@ def _remove_leftovers(path: str) -> None:
     if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
         # Another builder may remove the same files now, and this directory may be read-only.
         with contextlib.suppress(CacheError, OSError), only_builder(path):
-            Partial(path).remove()
+            partial = f"{path}.partial"
+            if foreign_part(partial) is None and not is_sharded(read_plan_file(partial)):
+                Partial(path).remove()
 
 
 # --- opening ---------------------------------------------------------------------------------------------
+
+
+def open_finished(
+    path: str,
+    dataset: Any,
+    probed: Mapping[int, Any],
+    codec: str | None,
+    quality: int | None,
+    shards: int | None,
+    fingerprint: Fingerprint | None,
+) -> LMDBCache:
+    """The finished cache at `path`, after it was compared with the dataset and the arguments of a build.
+
+    Raises:
+        CacheMismatchError: It was made from other samples, or in another form.
+    """
+    cache = LMDBCache(path)
+    _check_form(cache, codec, quality, shards)
+    _check_samples(cache, dataset, probed, fingerprint)
+    return cache
 
 
 def _check_form(cache: LMDBCache, codec: str | None, quality: int | None, shards: int | None) -> None:
@@ -215,41 +296,78 @@ def _identity(record: bytes) -> tuple[str, int]:
 # --- building --------------------------------------------------------------------------------------------
 
 
-class _Build:
-    """One build, from the files that exist to the finished cache."""
+class Kept(Protocol):
+    """The directory in which a build keeps its files.
+
+    Attributes:
+        path: The directory.
+        skipped: Samples that were left out so far, by index.
+        what_is_kept: What it keeps after an error: a sentence without its full stop.
+        where_reported: A clause about the samples that were left out.
+        way_to_resume: What to do after an error.
+    """
+
+    path: str
+    skipped: dict[int, FailedSample]
+    what_is_kept: str
+    where_reported: str
+    way_to_resume: str
+
+    def shard_path(self, plan: Plan, shard: int) -> str:
+        """The path at which a shard is written."""
+
+    def report(self, sample: FailedSample) -> None:
+        """Note that a sample is left out."""
+
+
+class Build:
+    """Makes the plan of a cache, and writes samples to its shards.
+
+    Args:
+        dataset: Map-style.
+        path: The path of the finished cache.
+        kept: The directory of the unfinished cache.
+        probed: Samples that were already read, by index.
+        skips: Leave out samples that cannot be read.
+        error_budget: The most samples that may be left out, as `build_lmdb` takes it.
+        quality: Of a lossy codec.
+        lock: The lock of the build, which workers close; None if it has no lock.
+    """
 
     def __init__(
         self,
         dataset: Any,
         path: str,
+        kept: Kept,
         probed: dict[int, Any],
         *,
         skips: bool,
         error_budget: int | float,
         quality: int,
-        lock: BuildLock,
+        lock: BuildLock | None,
     ) -> None:
         self._dataset = dataset
         self._path = path
+        self._kept = kept
         self._probed = probed
         self._skips = skips
         self._most_left_out = most_failures(error_budget, len(dataset))
         self._quality = quality
         self._lock = lock
-        self._partial = Partial(path)
         self._num_samples = len(dataset)
+        self._position = 0
         self._first_bytes = _GUESSED_BYTES
         self._shapes = SeenShapes()
         self._failed: Exception | None = None  # the error of a sample
 
-    def prepare(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> str:
-        """Choose the plan and where to start; returns a clause about a resumed build, or an empty string."""
+    def make_plan(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> Plan:
+        """A plan of a new build; reads sample 0."""
         import lmdb
 
         spec, crc32 = self._read_first()
         classes = getattr(self._dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-        plan = Plan(
+        return Plan(
             build_id=os.urandom(8).hex(),
             num_samples=self._num_samples,
             num_shards=min(shards, max(1, self._num_samples)),
@@ -262,13 +380,6 @@ class _Build:
             libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
             created_s=time.time(),
         )
-        self._plan = self._partial.begin(plan, skips=self._skips)
-        self._shard, self._position = self._find_position()
-        self._partial.forget_from(self._position)
-        if not self._position:
-            return ""
-        log.info("building %s: resumes at sample %d of %d", self._path, self._position, self._num_samples)
-        return f" (the last {self._num_samples - self._position:,} samples; an earlier build made the others)"
 
     def _read_first(self) -> tuple[str | None, int | None]:
         if not self._num_samples:
@@ -288,28 +399,35 @@ class _Build:
         self._first_bytes = len(record)
         return _identity(record)
 
-    def _find_position(self) -> tuple[int, int]:
-        """The first unfinished shard, and the first index that is not in it."""
-        plan = self._plan
-        for shard in range(plan.num_shards):
-            if self._partial.is_finished(plan, shard):
-                continue
-            position = plan.indices_of(shard).start
-            path = self._partial.shard_path(plan, shard)
-            if os.path.exists(path):
-                with contextlib.closing(ShardWriter(path)) as writer:
-                    position = position if writer.last_index is None else writer.last_index + 1
-            return shard, position
-        return plan.num_shards, self._num_samples
+    def write(
+        self,
+        plan: Plan,
+        shards: range,
+        indices: range,
+        position: int,
+        num_workers: int | None,
+        *,
+        title: str,
+        shown: bool,
+        finish: Callable[[], None],
+    ) -> None:
+        """Write the samples of some shards.
 
-    def run(self, num_workers: int | None, shown: bool) -> None:
-        """Write the missing samples, and publish the cache."""
-        plan = self._plan
-        shards = range(self._shard, plan.num_shards)
+        Args:
+            plan: The plan of the cache.
+            shards: The shards to write, one after another.
+            indices: The samples that the progress counts.
+            position: The first sample to write.
+            num_workers: Processes that decode, as `build_lmdb` takes it.
+            title: The name of the work, for the progress.
+            shown: Draw a bar, if standard error is a terminal.
+            finish: Called when all shards are complete and on the disk.
+        """
+        self._position = position
         spans = [plan.indices_of(shard) for shard in shards]
         if spans:
-            spans[0] = range(self._position, spans[0].stop)
-        num_processes = processes.choose_workers(num_workers, self._num_samples - self._position)
+            spans[0] = range(position, spans[0].stop)
+        num_processes = processes.choose_workers(num_workers, indices.stop - position)
         ranges, slots = plan_tasks(spans, self._first_bytes, num_processes)
         tasks = RecordTasks(
             self._dataset,
@@ -323,38 +441,31 @@ class _Build:
         )
         # Workers start before a file is opened, because they must not inherit LMDB environments.
         answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
+        done = position - indices.start
         try:
-            title = f"building {self._path}"
-            with BuildProgress(title, self._num_samples, shown=shown, done=self._position) as progress:
+            with BuildProgress(title, len(indices), shown=shown, done=done) as progress:
                 spans_left = iter(ranges)
                 for shard in shards:
-                    self._write_shard(shard, spans_left, tasks, answers, progress)
-            self._partial.publish(plan)
+                    self._write_shard(plan, shard, spans_left, tasks, answers, progress)
+            finish()
         except (Exception, KeyboardInterrupt) as error:
             self._note_what_is_kept(error)
             raise
         finally:
             processes.stop(answers)
             tasks.close()
-        if self._partial.skipped:
-            log.warning(
-                "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
-                self._path,
-                len(self._partial.skipped),
-                self._num_samples,
-                self._path,
-            )
 
     def _write_shard(
         self,
+        plan: Plan,
         shard: int,
         spans: Iterator[range],
         tasks: RecordTasks,
         answers: Iterator[Answer],
         progress: BuildProgress,
     ) -> None:
-        indices = self._plan.indices_of(shard)
-        writer = ShardWriter(self._partial.shard_path(self._plan, shard))
+        indices = plan.indices_of(shard)
+        writer = ShardWriter(self._kept.shard_path(plan, shard))
         try:
             position = max(indices.start, self._position)
             while position < indices.stop:
@@ -362,8 +473,8 @@ class _Build:
                 self._write_values(writer, span, values, tasks.memory(slot), progress)
                 tasks.free(slot)
                 position = span.stop
-            left_out = sorted(index for index in self._partial.skipped if index in indices)
-            writer.finish(Description(self._plan, shard, runs_of(left_out)))
+            left_out = sorted(index for index in self._kept.skipped if index in indices)
+            writer.finish(Description(plan, shard, runs_of(left_out)))
         except KeyboardInterrupt:
             writer.commit()
             raise
@@ -384,8 +495,8 @@ class _Build:
                 writer.commit()
                 raise self._explained(value)
             if isinstance(value, FailedSample):
-                self._partial.report(value)
-                if len(self._partial.skipped) > self._most_left_out:
+                self._kept.report(value)
+                if len(self._kept.skipped) > self._most_left_out:
                     writer.commit()
                     raise self._over_budget(value)
                 continue
@@ -398,19 +509,23 @@ class _Build:
     def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
         where = "" if last.path is None else f" ({last.path})"
         return ErrorBudgetError(
-            f"{len(self._partial.skipped):,} samples could not be read, and the error budget allows "
+            f"{len(self._kept.skipped):,} samples could not be read, and the error budget allows "
             f"{self._most_left_out:,} of {self._num_samples:,}. The last one is {last.index}{where}: "
-            f"{last.type}: {last.reason:.200}. The finished part is kept at {self._partial.path}, with a "
-            "line for each in errors.jsonl: raise the budget or repair the files, and build again to resume"
+            f"{last.type}: {last.reason:.200}. {self._kept.what_is_kept}{self._kept.where_reported}: raise "
+            f"the budget or repair the files, and {self._kept.way_to_resume}"
         )
 
     def report_shapes(self, cache: LMDBCache) -> None:
         """Log if samples differ in shape, which would fail in the first training batch; store the number."""
         self._shapes.add_stored(cache.path, self._position)  # samples of an earlier build
         cache.num_shapes = self._shapes.number
+        self.log_shapes(cache.path)
+
+    def log_shapes(self, title: str) -> None:
+        """Log if the samples that were written differ in shape."""
         explanation = self._shapes.explain()
         if explanation is not None:
-            log.info("%s: %s", cache.path, explanation)
+            log.info("%s: %s", title, explanation)
 
     def _explained(self, failed: Failed) -> Exception:
         error = failed.error
@@ -421,7 +536,7 @@ class _Build:
         return error
 
     def _note_what_is_kept(self, error: BaseException) -> None:
-        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._partial.path):
+        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._kept.path):
             return  # the dataset has to change, or nothing was kept
         way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
-        add_note(error, f"The finished part is kept at {self._partial.path}: build again to resume{way_out}")
+        add_note(error, f"{self._kept.what_is_kept}: {self._kept.way_to_resume}{way_out}")

@@ -5,19 +5,22 @@ Rules:
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and DEST.lock (see `build` and `unfinished`).
 2. A file is ours if it ends as fastload's caches do. A directory is ours if all names in it are names that a
    build gives. Other files are never removed, and nothing is removed if a foreign file is among ours.
-3. Removing files requires the builder's lock.
+3. Removing files requires the builder's lock. Processes that build single shards have no lock: files are not
+   removed while such a process works on this machine. A process on another machine then fails, and says why.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
 from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.unfinished import NAMES, foreign_part
+from fastload.cache.build.partial_files import NAMES, foreign_part, is_sharded, read_plan_file
+from fastload.cache.build.unfinished_shards import ShardFiles, is_alive_here
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.logs import log
 
 PARTIAL, REPORT = ".partial", ".errors.jsonl"
@@ -32,7 +35,7 @@ class Found:
         state: `"finished"`, `"damaged"`, `"unfinished"`, or `"building"` while a builder is at work.
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
-        problem: The reason why a damaged cache is damaged.
+        problem: The reason why a damaged cache is damaged, or what a build of shards lacks.
     """
 
     path: str
@@ -118,18 +121,36 @@ def remove(path: str) -> tuple[list[str], int]:
     files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
     with only_builder(path):
         files = files_of(path)
+        if _builds_shards_here(path):
+            raise CacheBusyError(
+                f"shards of {path} are being built on this machine: wait until they are finished"
+            )
         nbytes = size_of(files)
         for file in files:
             if os.path.isdir(file):
                 os.rmdir(file)
             else:
-                os.unlink(file)
+                with contextlib.suppress(FileNotFoundError):  # of a process on another machine, which failed
+                    os.unlink(file)
     return files, nbytes
 
 
 def size_of(files: list[str]) -> int:
     """The size of these files in bytes; directories count as 0."""
-    return sum(os.lstat(file).st_size for file in files if not os.path.isdir(file))
+    nbytes = 0
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a process that builds a shard removed its own file
+            if not os.path.isdir(file):
+                nbytes += os.lstat(file).st_size
+    return nbytes
+
+
+def _builds_shards_here(path: str) -> bool:
+    """Whether a process of this machine builds a shard of the cache at `path`."""
+    try:
+        return any(map(is_alive_here, os.listdir(path + PARTIAL)))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _look(path: str) -> Found:
@@ -138,11 +159,28 @@ def _look(path: str) -> Found:
     except CacheMismatchError:  # another program's file beside it ends in .partial
         nbytes = size_of(_files_at(path))
     if not _is_finished(path):
-        return Found(path, "building" if is_being_built(path) else "unfinished", nbytes)
+        state = "building" if is_being_built(path) or _builds_shards_here(path) else "unfinished"
+        return Found(path, state, nbytes, problem=_what_shards_lack(path))
     try:
         return Found(path, "finished", nbytes, LMDBCache(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return Found(path, "damaged", nbytes, problem=str(error))
+
+
+def _what_shards_lack(path: str) -> str | None:
+    """What is left to do in a build of shards; None if it is a build by one process."""
+    if not is_sharded(read_plan_file(path + PARTIAL)):
+        return None
+    with contextlib.closing(ShardFiles(path)) as files:
+        try:
+            if not files.open():
+                return None
+            missing = len(files.missing())
+        except CacheError as error:
+            return str(error)
+        if not missing:
+            return f"all {files.plan.num_shards} shards are built: run 'fastload cache join {path}'"
+        return f"{missing} of {files.plan.num_shards} shards are missing: build them with --shard, then join"
 
 
 def _is_finished(path: str) -> bool:

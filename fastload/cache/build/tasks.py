@@ -120,7 +120,7 @@ class RecordTasks(Dataset[Answer]):
         quality: Of a lossy codec.
         skips: Leave out samples that cannot be read.
         slots: Memory for the values; None to return them in the answer.
-        lock: The lock of the build, which workers close.
+        lock: The lock of the build, which workers close; None if it has no lock.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class RecordTasks(Dataset[Answer]):
         quality: int,
         skips: bool,
         slots: Slots | None,
-        lock: BuildLock,
+        lock: BuildLock | None,
     ) -> None:
         self.dataset = dataset
         self.ranges = ranges
@@ -164,7 +164,8 @@ class RecordTasks(Dataset[Answer]):
             self._slots.close()
 
     def __getitem__(self, order: Order) -> Answer:
-        self._lock.leave_in_worker()
+        if self._lock is not None:
+            self._lock.leave_in_worker()
         values: list[Value] = []
         memory = self.memory(order.slot)
         used = 0

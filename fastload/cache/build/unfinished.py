@@ -1,4 +1,4 @@
-"""The files of an unfinished build, and the conditions for resuming it.
+"""The files of an unfinished build by one process, and the conditions for resuming it.
 
 DEST.partial is a directory with `plan.json`, one LMDB file per shard, and `errors.jsonl`, with a line for
 each sample that was left out. Rules:
@@ -13,54 +13,46 @@ each sample that was left out. Rules:
    Finished shards were synced to the disk and are kept: with shards, a long build survives a reboot.
 4. A line of `errors.jsonl` is written before the records that follow it: after a kill there may be too many
    lines, never too few. Lines of samples that are read again are dropped.
+5. A directory in which several processes build one shard each (see `unfinished_shards`) is never resumed and
+   never removed here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import shutil
-import stat
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failed_sample import FailedSample
+from fastload.cache.build.partial_files import (
+    PLAN_NAME,
+    create_whole,
+    finished_shard,
+    foreign_part,
+    is_sharded,
+    plan_text,
+    read_plan_file,
+    read_report,
+    remove_all_but_shards,
+    replace_whole,
+    report_text,
+    shard_name,
+    sync_directory,
+)
 from fastload.cache.build.writer import writing
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.lmdb.description import FORMAT_VERSION, Plan, check_version, parse_json, parse_plan
-from fastload.cache.lmdb.files import SHARD_SUFFIX
-from fastload.cache.lmdb.format import read_description
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.cache.lmdb.description import Plan, check_version, parse_plan
+from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.cgroups import read_text
 from fastload.system.logs import log
 
-_PLAN_NAME = "plan.json"
+if TYPE_CHECKING:
+    from fastload.batch.failed_sample import FailedSample
+
 _ERRORS_NAME = "errors.jsonl"
-_REPORTED = ("index", "path", "type", "reason", "worker")  # fields of a line for a sample that was left out
-NAMES = re.compile(r"((plan\.json|errors\.jsonl)(\.new)?|\d{5,}-of-\d{5,}\.lmdb)")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def foreign_part(path: str) -> str | None:
-    """The path of a file or directory at PATH that no build made; None if a build made all of them.
-
-    A build leaves a directory of regular files with certain names.
-    """
-    try:
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            return path
-    except FileNotFoundError:
-        return None
-    with os.scandir(path) as entries:
-        for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            is_alone = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-            if not is_alone or not NAMES.fullmatch(entry.name):
-                return entry.path
-    return None
 
 
 class Partial:
@@ -72,11 +64,17 @@ class Partial:
     Attributes:
         path: The directory.
         skipped: Samples that were left out so far, by index.
+        what_is_kept: A sentence for errors, without its full stop.
+        where_reported: A clause about the samples that were left out, for errors.
+        way_to_resume: What to do then, for errors.
     """
 
     def __init__(self, destination: str) -> None:
         self.path = f"{destination}.partial"
         self.skipped: dict[int, FailedSample] = {}
+        self.what_is_kept = f"The finished part is kept at {self.path}"
+        self.where_reported = ", with a line for each in errors.jsonl"
+        self.way_to_resume = "build again to resume"
         self._destination = destination
 
     def begin(self, plan: Plan, *, skips: bool) -> Plan:
@@ -91,14 +89,18 @@ class Partial:
 
         Raises:
             CacheError: The directory contains files that no build made.
+            CacheMismatchError: Several processes build the shards of this cache.
         """
         boot_id = _boot_id()
         with writing(self.path):
             self._check_ours()
-            stored = self._stored()
+            fields = read_plan_file(self.path)
+            if is_sharded(fields):
+                raise self._sharded()
+            stored = _local_plan(fields)
             if stored is not None:
                 found, was = stored
-                why = _why_anew(found, plan)
+                why = why_anew(found, plan)
                 if why is None and was["skips"] and not skips and self._error_lines():
                     why = "it left out samples that could not be read"
                 if why is None:
@@ -111,9 +113,20 @@ class Partial:
             if stored is None:
                 self.remove()
                 os.makedirs(self.path)
-            fields = {"version": FORMAT_VERSION, "plan": asdict(plan), "boot_id": boot_id, "skips": skips}
-            _write_whole(os.path.join(self.path, _PLAN_NAME), json.dumps(fields))
+            text = plan_text(plan, boot_id=boot_id, skips=skips)
+            plan_path = os.path.join(self.path, PLAN_NAME)
+            if stored is not None:
+                replace_whole(plan_path, text, f"{plan_path}.new")
+            elif not create_whole(plan_path, text, f"{plan_path}.new"):
+                raise self._sharded()  # another machine began to build shards in the new directory
         return plan
+
+    def _sharded(self) -> CacheMismatchError:
+        return CacheMismatchError(
+            f"the shards of {self._destination} are built one by one in {self.path}: build those that are "
+            f"missing with --shard, then run 'fastload cache join {self._destination}'; or remove them with "
+            f"'fastload cache rm {self._destination}'"
+        )
 
     def _check_ours(self) -> None:
         foreign = foreign_part(self.path)
@@ -123,16 +136,6 @@ class Partial:
                 "and was not changed: move it away, or give the cache another path"
             )
 
-    def _stored(self) -> tuple[Plan, dict[str, Any]] | None:
-        try:
-            fields = parse_json(Path(self.path, _PLAN_NAME).read_text())
-            check_version(fields)
-            plan = parse_plan(fields.get("plan"))
-        except (FileNotFoundError, ValueError):  # CacheMismatchError is a ValueError
-            return None  # the build was killed before it wrote a plan, or another release wrote it
-        is_whole = isinstance(fields.get("boot_id"), str) and isinstance(fields.get("skips"), bool)
-        return (plan, fields) if is_whole else None
-
     def _remove_unfinished(self, plan: Plan) -> None:
         for shard in range(plan.num_shards):
             if not self.is_finished(plan, shard) and os.path.exists(self.shard_path(plan, shard)):
@@ -141,41 +144,30 @@ class Partial:
 
     def shard_path(self, plan: Plan, shard: int) -> str:
         """The path of a shard in this directory."""
-        return os.path.join(self.path, f"{shard:05d}-of-{plan.num_shards:05d}{SHARD_SUFFIX}")
+        return os.path.join(self.path, shard_name(plan, shard))
 
     def is_finished(self, plan: Plan, shard: int) -> bool:
         """Whether a shard is complete and on the disk."""
-        try:
-            found = read_description(self.shard_path(plan, shard))
-        except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
-            return False
-        return (found.plan.build_id, found.shard) == (plan.build_id, shard)
+        return finished_shard(self.shard_path(plan, shard), plan, shard) is not None
 
     # --- samples that are left out ------------------------------------------------------------------------
 
     def _error_lines(self) -> list[FailedSample]:
         """The samples that were reported so far; the last line may be cut off."""
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in Path(self.path, _ERRORS_NAME).read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, TypeError):
-                    sample = FailedSample(**parse_json(line))
-                    if type(sample.index) is int:
-                        found.append(sample)
-        return found
+        return read_report(os.path.join(self.path, _ERRORS_NAME))
 
     def forget_from(self, position: int) -> None:
         """Drop the reports about samples that are read again."""
         self.skipped = {line.index: line for line in self._error_lines() if line.index < position}
-        lines = "".join(map(_line, self.skipped.values()))
+        path = os.path.join(self.path, _ERRORS_NAME)
         with writing(self.path):
-            _write_whole(os.path.join(self.path, _ERRORS_NAME), lines)
+            replace_whole(path, report_text(self.skipped.values()), f"{path}.new")
 
     def report(self, sample: FailedSample) -> None:
         """Report that a sample is left out."""
         self.skipped[sample.index] = sample
         with writing(self.path), open(os.path.join(self.path, _ERRORS_NAME), "a") as file:
-            file.write(_line(sample))
+            file.write(report_text([sample]))
             file.flush()
             os.fsync(file.fileno())
 
@@ -192,20 +184,18 @@ class Partial:
             )
         with writing(destination):
             if self.skipped:
-                lines = "".join(map(_line, self.skipped.values()))
-                _replace_whole(report, lines, os.path.join(self.path, f"{_ERRORS_NAME}.new"))
+                lines = report_text(self.skipped.values())
+                replace_whole(report, lines, os.path.join(self.path, f"{_ERRORS_NAME}.new"))
             else:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(report)  # the report of an older cache
             if plan.num_shards > 1:
                 os.rename(self.path, destination)
-                _sync_directory(os.path.dirname(destination))
-                for name in (_PLAN_NAME, _ERRORS_NAME):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(destination, name))
+                sync_directory(os.path.dirname(destination))
+                remove_all_but_shards(destination)
             else:
                 os.rename(self.shard_path(plan, 0), destination)
-                _sync_directory(os.path.dirname(destination))
+                sync_directory(os.path.dirname(destination))
                 self.remove()
 
     def remove(self) -> None:
@@ -219,10 +209,6 @@ class Partial:
             shutil.rmtree(self.path)
 
 
-def _line(sample: FailedSample) -> str:
-    return json.dumps({name: getattr(sample, name) for name in _REPORTED}) + "\n"
-
-
 def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[str] | None:
     """Which parts of the fingerprints differ; None if one of the two has no fingerprint."""
     if fingerprint is None or cached.parts is None:
@@ -230,7 +216,8 @@ def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[st
     return fingerprint.differences(Fingerprint(cached.parts))
 
 
-def _why_anew(found: Plan, plan: Plan) -> str | None:
+def why_anew(found: Plan, plan: Plan) -> str | None:
+    """Which differences between two plans forbid to go on with the first; None if there is none."""
     fingerprint = None if plan.parts is None else Fingerprint(plan.parts)
     differences = source_differences(found, fingerprint)
     if differences:
@@ -251,31 +238,14 @@ def _boot_id() -> str:
     return read_text(_BOOT_ID).strip()
 
 
-def _write_whole(path: str, text: str) -> None:
-    _replace_whole(path, text, f"{path}.new")
-
-
-def _replace_whole(path: str, text: str, new: str) -> None:
-    """Replace a file atomically: it is seen with all of its content or not at all, also after power failure.
-
-    Args:
-        path: The file.
-        text: Its content.
-        new: The path where the content is written first; an older file of ours there is removed, not reused.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(new)
-    with open(new, "x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    _sync_directory(os.path.dirname(path))
-
-
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY)
+def _local_plan(fields: dict[str, Any] | None) -> tuple[Plan, dict[str, Any]] | None:
+    """The plan of a build by one process; None if a killed build left none, or another release wrote it."""
+    if fields is None:
+        return None
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        check_version(fields)
+        plan = parse_plan(fields.get("plan"))
+    except ValueError:  # CacheMismatchError is a ValueError
+        return None
+    is_whole = isinstance(fields.get("boot_id"), str) and isinstance(fields.get("skips"), bool)
+    return (plan, fields) if is_whole else None

@@ -52,8 +52,10 @@ class ShardWriter:
         self._path = path
         self._map_bytes = max(_FIRST_MAP_BYTES, os.path.getsize(path) if os.path.exists(path) else 0)
         with writing(path):
+            # Unused bytes of pages are zeros (meminit, lmdb's default): a file never holds old content of
+            # this process's memory, and equal plans give equal files.
             self._environment = lmdb.open(
-                path, subdir=False, map_size=self._map_bytes, lock=False, sync=False, meminit=False, **options
+                path, subdir=False, map_size=self._map_bytes, lock=False, sync=False, **options
             )
             self._page_bytes = int(self._environment.stat()["psize"])
             self.last_index = self._read_last_index()
