@@ -37,6 +37,15 @@ class RemoteFiles:
         self.url = self._folder.url
         self._has_folder = False
 
+    def check(self) -> None:
+        """Open the file system; sends no request.
+
+        Raises:
+            ImportError: A package is missing.
+            ValueError: There is no such protocol.
+        """
+        self._folder.file_system()
+
     def read(self, name: str) -> bytes:
         """The content of a small file.
 

@@ -130,14 +130,21 @@ def report_text(samples: Iterable[FailedSample]) -> str:
 
 
 def read_report(path: str) -> list[FailedSample]:
-    """The samples in a report; damaged lines are left out, and a report that does not exist is empty."""
+    """The samples in the report at a path; a report that does not exist is empty."""
+    try:
+        return parse_report(Path(path).read_text(errors="replace"))
+    except FileNotFoundError:
+        return []
+
+
+def parse_report(text: str) -> list[FailedSample]:
+    """The samples in a report; damaged lines are left out."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path(path).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                sample = FailedSample(**parse_json(line))
-                if type(sample.index) is int:
-                    found.append(sample)
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            sample = FailedSample(**parse_json(line))
+            if type(sample.index) is int:
+                found.append(sample)
     return found
 
 
