@@ -129,10 +129,7 @@ class ImageReadError(FastloadError, OSError):
 
 
 class RemoteFolderError(FastloadError, OSError):
-    """A folder in an object store cannot be listed, or a file of a cache there cannot be read or written.
-
-    The message names it and the reason.
-    """
+    """A folder in an object store cannot be listed; the message names it and the reason."""
 
 
 # --- device ----------------------------------------------------------------------------------------------
