@@ -130,7 +130,7 @@ def build_at_url(
     files = RemoteFiles(url)
     root = os.path.join(cache_directory(), "builds")
     scratch = os.path.join(root, digest_of_url(files.url))
-    with writing(scratch), _noting_directory():
+    with _noting_directory(), writing(scratch):
         os.makedirs(root, mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with writing(scratch):

@@ -338,7 +338,8 @@ def copies() -> list[Copy]:
                 continue
             directory = os.path.join(root, name)
             try:
-                on_disk = sum(entry.stat().st_size for entry in os.scandir(directory))
+                with os.scandir(directory) as entries:
+                    on_disk = sum(entry.stat().st_size for entry in entries)
                 used_s = os.stat(directory).st_mtime
             except (FileNotFoundError, NotADirectoryError):
                 continue  # another process removed or renamed it just now
