@@ -541,6 +541,7 @@ def test_a_complete_copy_is_opened_while_the_network_is_down(caplog: pytest.LogC
 
     assert "no route" in caplog.text
     assert "The local copy of the cache is used" in caplog.text
+    FaultyFileSystem.faults.clear()  # the error keeps the frames that it went through
 
 
 @pytest.mark.parametrize(
@@ -866,7 +867,7 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str]) -> None:
 
         with pytest.raises(
             CacheError,
-            match=r"takes 99\.\d kB, and all copies in .* may take .* in use take .*FASTLOAD_CACHE_BYTES",
+            match=r"takes 1\d\d\.\d kB, and all copies in .* may take .* in use take .*FASTLOAD_CACHE_BYTES",
         ):
             LMDBCache(three[2])
 

@@ -15,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
+from fastload.cache.build import upload
 from fastload.cli.main import app
 from tests.kit.s3 import CREDENTIALS, serving
 
@@ -286,6 +287,22 @@ def test_wrong_usage_of_a_url_says_what_to_do(host: Path, words: tuple[str, ...]
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_ctrl_c_says_that_uploaded_shards_are_kept(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command goes on."""
+    command = ("cache", "build", "s3://photos/train", "s3://photos/caches/stopped", "--shards", "2")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "build_shard", interrupted)
+        result = CliRunner().invoke(app, command)
+
+    assert result.exit_code == 130
+    assert "uploaded shards are kept at s3://photos/caches/stopped" in result.output
+    assert run(*command)["was_built"]
 
 
 def test_a_build_into_a_missing_bucket_is_an_error(host: Path) -> None:

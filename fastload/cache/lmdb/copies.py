@@ -102,7 +102,7 @@ def open_copy(url: str, *, progress: bool = True) -> tuple[str, tuple[OpenFile, 
         log.warning(
             "%s. The local copy of the cache is used, whose build began on %s: if the cache was built again "
             "since it was downloaded, this process does not notice",
-            error,
+            str(error),  # not the error: a handler that keeps records would keep its frames
             time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.plan.created_s)),
         )
     path = _path_of(manifest)
