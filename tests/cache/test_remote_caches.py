@@ -749,6 +749,64 @@ def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -
     assert len(copied()) == 1
 
 
+def test_a_process_that_waits_for_a_download_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again until the lock is free."""
+    manifest, _ = build()
+    path = copies._path_of(manifest)
+    os.makedirs(os.path.dirname(path))
+    with ExitStack() as other:
+        other.enter_context(held(f"{path}.lock"))
+        monkeypatch.setattr(copies.time, "sleep", lambda _: other.close())
+
+        with caplog.at_level(logging.INFO, "fastload"):
+            LMDBCache(URL).close()
+
+    assert f"cache: waiting: another process downloads {URL} to {path}" in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_copy_that_is_removed_at_its_opening_is_downloaded_again(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before its files are opened, or just after."""
+    build()
+    LMDBCache(URL).close()
+    open_cache, left = copies.open_cache, [moment]
+
+    def removing(path: str) -> Any:
+        now = left.pop() if left else ""
+        if now == "before":
+            shutil.rmtree(path)
+        opened = open_cache(path)
+        if now == "after":
+            shutil.rmtree(path)
+        return opened
+
+    monkeypatch.setattr(copies, "open_cache", removing)
+
+    cache = LMDBCache(URL)
+
+    assert os.path.exists(cache.path)
+    assert cache.get(7)[1] == 7  # type: ignore[index]
+    cache.close()
+
+
+def test_the_remains_of_a_build_that_was_killed_at_its_end_are_removed(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next build finds the finished cache."""
+    with monkeypatch.context() as patch:
+        patch.setattr(upload._Job, "_remove_scratch", lambda _: None)
+        build()
+    assert len(kept_builds(cache_dir)) == 1
+
+    build()
+
+    assert kept_builds(cache_dir) == []
+
+
 def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None:
     """Run a function, and die at a call of a method of the store's client."""
     inner = getattr(LocalFileSystem, method)

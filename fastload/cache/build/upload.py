@@ -221,6 +221,7 @@ class _Job:
                 f"{_REMOVE}"
             )
         if finished is not None and not self._keeps_local:
+            self._remove_scratch()  # a build may have been killed after it had written the manifest
             return finished, False
         plan, local_files = self._local_plan(found, wanted)
         if found is None:
@@ -237,8 +238,11 @@ class _Job:
         if self._keeps_local and local_files is None:
             join(self._path, error_budget=self._error_budget).close()
         elif not self._keeps_local:
-            shutil.rmtree(f"{self._path}.partial", ignore_errors=True)
+            self._remove_scratch()
         return read_manifest(self._files), finished is None
+
+    def _remove_scratch(self) -> None:
+        shutil.rmtree(f"{self._path}.partial", ignore_errors=True)
 
     # --- the plan -----------------------------------------------------------------------------------------
 
