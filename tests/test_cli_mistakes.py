@@ -284,7 +284,6 @@ class TestSource:
             ("./here.py", "such as here:NAME"),
             ("notes.txt", "it is a file"),
             (".here:data", "write MODULE and NAME as in `import`"),
-            ("https://example.org/x:1", "write MODULE and NAME as in `import`"),
         ],
     )
     def test_a_source_that_is_neither_says_why(self, source: str, said: str, here: Path) -> None:

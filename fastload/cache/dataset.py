@@ -99,11 +99,13 @@ class CachedDataset(Dataset[Any]):
             callable (it gets the whole sample). It gets private copies of the arrays, and may write to them.
             A pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
             copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `["ram", "lmdb:PATH"]` (samples that
-            are not in RAM are read from the file, and kept in RAM), or a cache object. `"ram-encoded"` caches
-            the files of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them
-            at each access; `["ram", "ram-encoded"]` keeps as many samples decoded as the budget allows beside
-            the files of the others. None stores nothing, and reads the dataset at each access.
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `"lmdb:s3://..."` or any other URL
+            (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
+            (samples that are not in RAM are read from the file, and kept in RAM), or a cache object.
+            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
+            memory, and decodes them at each access; `["ram", "ram-encoded"]` keeps as many samples decoded as
+            the budget allows beside the files of the others. None stores nothing, and reads the dataset at
+            each access.
         prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
             way as `transform`.
         key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that give
@@ -188,7 +190,8 @@ class CachedDataset(Dataset[Any]):
         `classes` holds the names of ImageFolder's classes.
 
         Args:
-            path: The file, or the directory of shards.
+            path: The file, or the directory of shards; or the URL of a cache in an object store, which is
+                downloaded once per host.
             transform: The random part, run at every access.
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
@@ -199,6 +202,7 @@ class CachedDataset(Dataset[Any]):
             FileNotFoundError: There is no such file.
             CacheMismatchError: It is not a cache of this format, or shards are missing.
             CacheCorruptError: A file is damaged.
+            CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
         """
         samples = StoredSamples(LMDBCache(path))
         return cls(

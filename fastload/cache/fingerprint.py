@@ -89,7 +89,7 @@ def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    if _source_parts(inner) is None:
+    if prepare is None or not callable(getattr(inner, "fingerprint", None)):
         named, what_to_do = type(dataset).__name__, "add a fingerprint() to the dataset"
     else:
         named = f"prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"

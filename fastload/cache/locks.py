@@ -1,14 +1,21 @@
-"""Advisory locks on open files, which never wait for long.
+"""Advisory locks on open files, and on files that exist only while a process holds them.
 
 flock(2) locks belong to the file description. An inherited or duplicated descriptor shares its lock, so open
-a descriptor for this purpose only.
+a descriptor for this purpose only. Locks of fcntl(2) belong to the process, and a forked child has none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from typing import TYPE_CHECKING
 
 from fastload.system.posix import fcntl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 
 
 def try_lock(fd: int, *, attempts: int = 1) -> bool:
@@ -24,6 +31,66 @@ def try_lock(fd: int, *, attempts: int = 1) -> bool:
     return False
 
 
+def share_lock(fd: int) -> bool:
+    """Take the shared lock, or return False if another holder has the exclusive one.
+
+    On a system without locks there is nothing to take.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (AttributeError, OSError):
+        return True
+    return True
+
+
 def unlock(fd: int) -> None:
     """Release the lock, for every copy of the descriptor."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
+    """Hold the exclusive lock on a lock file, which is made now and removed at the end.
+
+    Gives whether the lock is held; it always is with `waits`.
+
+    Args:
+        name: The path of the lock file.
+        waits: Wait for another holder.
+        by_process: Forked children do not hold the lock, and threads of one process do not exclude each
+            other.
+
+    Raises:
+        OSError: The file cannot be made, or the file system has no locks.
+    """
+    take = fcntl.lockf if by_process else fcntl.flock
+    while True:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
+        try:
+            is_taken = True
+            try:
+                take(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            except (BlockingIOError, PermissionError):  # fcntl(2) may give either
+                is_taken = False
+            if not is_taken:
+                yield False
+                return
+            if not _is_at(fd, name):
+                continue  # its holder removed the file after this process had opened it
+            try:
+                yield True
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+            return
+        finally:
+            os.close(fd)
+
+
+def _is_at(fd: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(name))
+    except FileNotFoundError:
+        return False

@@ -32,7 +32,8 @@ from fastload.cache.record import encode
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiered import TieredCache
-from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
+from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError, add_note
+from fastload.files.remote import is_url
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_budget
@@ -147,7 +148,8 @@ class Opener:
 
     def _open_one(self, cache: Any) -> SampleCache:
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
-            return self._open_lmdb(os.path.expanduser(cache.removeprefix(_LMDB_PREFIX)))
+            path = cache.removeprefix(_LMDB_PREFIX)
+            return self._open_copy(path) if is_url(path) else self._open_lmdb(os.path.expanduser(path))
         if cache == "ram":
             return self._open_ram()
         if cache == _ENCODED:
@@ -279,6 +281,21 @@ class Opener:
                     builder, said_at_s = str(error), time.monotonic()
                     log.info("cache: waiting: %s", builder)
             time.sleep(_BUSY_POLL_S)
+
+    def _open_copy(self, url: str) -> LMDBCache:
+        """The cache at a URL, through its local copy; it is never built from here."""
+        cache = LMDBCache(url, progress=self._request.progress)
+        if cache.codec == SOURCE:
+            self._use_encoded_source(url)
+        if self.fingerprint is None or cache.parts is None:
+            self._examine()
+        try:
+            check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
+        except CacheMismatchError as error:
+            add_note(error, f"It is the local copy of {url}: the cache at that URL is of other samples")
+            raise
+        cache.reason = f"{cache.reason}; the local copy of {url}"
+        return cache
 
     # --- both ---------------------------------------------------------------------------------------------
 

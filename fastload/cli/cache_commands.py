@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.cache.build.sharded import BuiltShard
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
+    from fastload.cache.lmdb.manifest import Manifest
 
 
 # --- caches on disk --------------------------------------------------------------------------------------
@@ -59,6 +60,9 @@ def opened(path: str) -> LMDBCache:
     """
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
+    if is_url(path):
+        with _url_errors():
+            return LMDBCache(path)
     path = absolute("PATH", path)
     try:
         return LMDBCache(path)
@@ -71,6 +75,75 @@ def opened(path: str) -> LMDBCache:
         if os.path.isdir(path):
             error.add_note(f"'fastload cache ls {path}' lists the caches in a directory")
         raise
+
+
+def is_url(path: str) -> bool:
+    """Whether an argument names a place that fsspec reads."""
+    from fastload.files.remote import is_url
+
+    return is_url(path)
+
+
+def local(name: str, path: str, instead: str) -> str:
+    """The absolute path of an argument that must not be a URL.
+
+    Args:
+        name: The name of the argument, for messages.
+        path: The argument as given.
+        instead: What to do with a URL.
+
+    Raises:
+        CommandError: It is a URL; or as for `absolute`.
+    """
+    if is_url(path):
+        raise CommandError(f"{name} should be a path on this machine, but is {path}: {instead}")
+    return absolute(name, path)
+
+
+@contextlib.contextmanager
+def _url_errors() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CommandError(str(error)) from error
+    except CacheMismatchError:  # a ValueError, too
+        raise
+    except (ImportError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def manifest_at(url: str) -> Manifest:
+    """The manifest of the cache at a URL.
+
+    Raises:
+        CommandError: There is no finished cache, or the URL cannot be opened.
+    """
+    from fastload.cache.lmdb.manifest import read_manifest
+    from fastload.files.transfers import RemoteFiles
+
+    with _url_errors():
+        return read_manifest(RemoteFiles(url))
+
+
+def build_at_url(
+    source: str, size: str | None, path: str | None, url: str, **options: Any
+) -> tuple[Manifest, bool]:
+    """The manifest of the cache at a URL, and whether the cache was built now.
+
+    Args:
+        source: The user's SOURCE, see `source_argument`.
+        size: The user's `--size`; None if not given.
+        path: The absolute path at which the cache is kept too; None for nowhere.
+        url: The URL.
+        options: Further arguments for `upload.build_at_url`.
+    """
+    from fastload.cache.build import upload
+    from fastload.files.transfers import RemoteFiles
+
+    with _url_errors():
+        RemoteFiles(url).check()
+    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
+        return upload.build_at_url(dataset, url, path=path, fingerprint=fingerprint, **options)
 
 
 def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
@@ -145,15 +218,19 @@ def build_shard(
 
 @contextlib.contextmanager
 def _source_opened(
-    source: str, size: str | None, path: str, codec: str | None
+    source: str, size: str | None, path: str | None, codec: str | None
 ) -> Iterator[tuple[Any, Fingerprint | None]]:
-    """The dataset of SOURCE and its fingerprint, to build a cache at a path, with the errors of a build."""
+    """The dataset of SOURCE and its fingerprint, to build a cache at a path, with the errors of a build.
+
+    A path of None is that of a cache that is not kept on this machine.
+    """
     from fastload.cache.codecs import SOURCE
     from fastload.cache.fingerprint import fingerprint_of
     from fastload.cache.random_check import refuse_random
     from fastload.cache.sources import decoded_source
 
-    _check_directory(os.path.dirname(path))
+    if path is not None:
+        _check_directory(os.path.dirname(path))
     try:
         dataset = open_source(source, size)
         if not is_folder(source):
@@ -166,7 +243,7 @@ def _source_opened(
     except SystemExit as error:
         raise code_ended(source, error) from error
     except (CacheCorruptError, CacheMismatchError) as error:
-        if _is_foreign(path):
+        if path is not None and _is_foreign(path):
             error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
         raise
 
@@ -286,6 +363,30 @@ def interrupted(path: str) -> str:
     )
 
 
+def interrupted_upload(url: str) -> str:
+    """The message after Ctrl-C while a cache was built for a URL."""
+    return f"interrupted: uploaded shards are kept at {url}. Run the same command again to continue"
+
+
+def facts_at_url(manifest: Manifest) -> dict[str, Any]:
+    """The `--json` output of `build` and `info` about a cache at a URL."""
+    plan, num_skipped = manifest.plan, manifest.num_left_out
+    return {
+        "path": manifest.url,
+        "num_samples": plan.num_samples,
+        "num_cached": plan.num_samples - num_skipped,
+        "num_skipped": num_skipped,
+        "report": f"{manifest.url}/errors.jsonl" if num_skipped else None,
+        "nbytes": manifest.nbytes,
+        "codec": plan.codec,
+        "quality": plan.quality,
+        "num_shards": plan.num_shards,
+        "classes": plan.classes,
+        "parts": None if plan.parts is None else dict(plan.parts),
+        "created_s": plan.created_s,
+    }
+
+
 def facts(cache: LMDBCache) -> dict[str, Any]:
     """The `--json` output of `build` and `info`."""
     report = f"{cache.path}.errors.jsonl"
@@ -305,31 +406,32 @@ def facts(cache: LMDBCache) -> dict[str, Any]:
     }
 
 
-def held(cache: LMDBCache) -> str:
-    """The contents of a cache, in one line."""
-    quality = "" if cache.quality is None else f" of quality {cache.quality}"
-    shards = "" if cache.num_shards == 1 else f" in {cache.num_shards} shards"
-    size = readable_size(cache.nbytes)
-    return f"{cache.num_cached:,} of {cache.num_samples:,} samples, {size}{shards}, {cache.codec}{quality}"
+def held(found: dict[str, Any]) -> str:
+    """The contents of a cache, in one line; from its facts."""
+    quality = "" if found["quality"] is None else f" of quality {found['quality']}"
+    shards = "" if found["num_shards"] == 1 else f" in {found['num_shards']} shards"
+    size = f"{readable_size(found['nbytes'])}{shards}, {found['codec']}{quality}"
+    return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
 
 
-def skipped(cache: LMDBCache) -> list[str]:
+def skipped(found: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
-    found = facts(cache)
     if not found["num_skipped"]:
         return []
     where = "the report no longer exists" if found["report"] is None else f"see {found['report']}"
     return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
 
 
-def training(cache: LMDBCache) -> str:
+def training(found: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
-    if cache.num_samples and not cache.num_cached:
-        return f"the cache is empty: look at the reasons, then 'fastload cache rm {cache.path}'"
-    if cache.num_cached == cache.num_samples:
-        return f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{cache.path}")'
+    path = found["path"]
+    if found["num_samples"] and not found["num_cached"]:
+        remove = "remove its files" if is_url(path) else f"'fastload cache rm {path}'"
+        return f"the cache is empty: look at the reasons, then {remove}"
+    if found["num_cached"] == found["num_samples"]:
+        return f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{path}")'
     return (
-        f'train from it with fastload.CachedDataset.from_cache("{cache.path}", transform=...), which leaves '
+        f'train from it with fastload.CachedDataset.from_cache("{path}", transform=...), which leaves '
         "these samples out; CachedDataset(dataset, ...) would read them from the dataset again and fail"
     )
 
@@ -342,7 +444,7 @@ def list_disk(directory: str, answer: Answer) -> None:
     """
     from fastload.cache.build import inventory
 
-    path = absolute("DIRECTORY", directory)
+    path = local("DIRECTORY", directory, f"'fastload cache info {directory}' shows the cache there")
     try:
         found = inventory.list_caches(path)
     except FileNotFoundError as error:
@@ -356,7 +458,12 @@ def list_disk(directory: str, answer: Answer) -> None:
         said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
         said = "a build is running" if item.state == "building" and item.problem is None else said
         rows.append(
-            [item.path, item.state, readable_size(item.nbytes), held(item.cache) if item.cache else said]
+            [
+                item.path,
+                item.state,
+                readable_size(item.nbytes),
+                held(facts(item.cache)) if item.cache else said,
+            ]
         )
     answer.result = {
         "caches": [
@@ -402,6 +509,7 @@ def removable_bytes(path: str) -> int:
 
 def list_memory(answer: Answer) -> None:
     """Answer with the caches that this user's processes share."""
+    from fastload.cache.lmdb.copies import copies, copies_directory
     from fastload.cache.ram.registry import live_caches
 
     live = live_caches()
@@ -416,7 +524,12 @@ def list_memory(answer: Answer) -> None:
         "budget_bytes",
         "created_s",
     )
-    answer.result = {"caches": [{name: getattr(cache, name) for name in names} for cache in live]}
+    found = copies()
+    nbytes = sum(copy.on_disk for copy in found)
+    answer.result = {
+        "caches": [{name: getattr(cache, name) for name in names} for cache in live],
+        "copies": {"directory": copies_directory(), "number": len(found), "nbytes": nbytes},
+    }
     rows = [
         [
             cache.key or cache.name,
@@ -433,3 +546,8 @@ def list_memory(answer: Answer) -> None:
             "no process of yours shares a cache in memory; 'fastload cache ls DIRECTORY' lists those on disk"
         ]
     )
+    if found:
+        answer.lines.append(
+            f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
+            f"{copies_directory()}' lists them"
+        )

@@ -21,7 +21,7 @@ import typer
 
 from fastload.cli import cache_commands
 from fastload.cli.source_argument import parse_error_budget
-from fastload.cli.terminal import EPILOG, CommandError, CommandGroup, ExitCode, answering, table
+from fastload.cli.terminal import EPILOG, Answer, CommandError, CommandGroup, ExitCode, answering, table
 from fastload.system.sizes import readable_size
 
 _OPTIONS: dict[str, Any] = {
@@ -36,6 +36,9 @@ app.add_typer(cache_app, name="cache")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 CachePath = Annotated[str, typer.Argument(metavar="PATH", help="A cache: a file, or a directory of shards.")]
+CachePlace = Annotated[
+    str, typer.Argument(metavar="PATH", help="A cache: a file, a directory of shards, or a URL.")
+]
 
 
 class Codec(StrEnum):
@@ -116,8 +119,19 @@ def build(
         ),
     ],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="The cache: a file, or with --shards a directory.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[DEST]",
+            help="The cache: a file, or with --shards a directory; or a URL such as "
+            "s3://bucket/caches/train, to which shards are uploaded as they are finished.",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out", help="Upload the cache to this URL; without DEST, no local cache is kept.", metavar="URL"
+        ),
+    ] = None,
     size: Annotated[
         str | None,
         typer.Option(help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.", metavar="PIXELS"),
@@ -138,7 +152,9 @@ def build(
     shards: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Number of files of the cache; default: 1, or with --ray a few for each CPU."
+            min=1,
+            help="Number of files of the cache; default: 1, with --ray a few for each CPU, for a URL so many "
+            "that a file has about 1 GiB.",
         ),
     ] = None,
     shard: Annotated[
@@ -162,7 +178,8 @@ def build(
         OnError,
         typer.Option(
             help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
-            "and writes a line with its path and the reason to DEST.errors.jsonl."
+            "and writes a line with its path and the reason to DEST.errors.jsonl, or to errors.jsonl below "
+            "the URL."
         ),
     ] = OnError.RAISE,
     error_budget: Annotated[
@@ -178,8 +195,8 @@ def build(
 ) -> None:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
-    DEST appears when it is complete. If a build was interrupted or killed, run the same command again to
-    continue it.
+    DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
+    was interrupted or killed, run the same command again to continue it.
     """
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
         kept = Codec.RAW if codec is None else codec
@@ -191,9 +208,19 @@ def build(
     if shard is not None and shards is not None:
         raise CommandError("--shard I/N states the number of shards itself: omit --shards")
     chosen_shard = None if shard is None else cache_commands.parse_shard(shard)
-    path = cache_commands.absolute("DEST", dest)
+    path, url = _destinations(dest, out)
+    if url is not None and shard is not None:
+        raise CommandError(
+            "--shard builds in a directory that all machines see: give a DEST there, join, and upload the "
+            "cache with 'fastload cache build SOURCE DEST --out URL'"
+        )
+    if url is not None and ray is not None:
+        raise CommandError(
+            "--ray builds in a directory that all machines see: give a DEST there, and upload the cache "
+            "with 'fastload cache build SOURCE DEST --out URL'"
+        )
     with answering(as_json, quiet=quiet) as answer:
-        was_there = os.path.exists(path)
+        was_there = path is not None and os.path.exists(path)
         start = time.monotonic()
         options: dict[str, Any] = {
             "codec": None if codec is None else codec.value,
@@ -203,6 +230,15 @@ def build(
             "progress": not quiet,
         }
         try:
+            if url is not None:
+                manifest, was_built = cache_commands.build_at_url(
+                    source, size, path, url, num_workers=workers, shards=shards, **options
+                )
+                _answer_with(
+                    answer, cache_commands.facts_at_url(manifest), was_built, time.monotonic() - start
+                )
+                return
+            path = path or ""  # without a URL there is a path
             if chosen_shard is not None:
                 built = cache_commands.build_shard(
                     source, size, path, chosen_shard, num_workers=workers, **options
@@ -224,20 +260,37 @@ def build(
                 )
         except KeyboardInterrupt as error:
             raise CommandError(
-                cache_commands.interrupted(path), ExitCode.INTERRUPTED, "KeyboardInterrupt"
+                cache_commands.interrupted_upload(url) if url else cache_commands.interrupted(path or ""),
+                ExitCode.INTERRUPTED,
+                "KeyboardInterrupt",
             ) from error
-        elapsed_s = time.monotonic() - start
-        answer.result = {
-            **cache_commands.facts(cache),
-            "num_shapes": cache.num_shapes,
-            "was_built": not was_there,
-            "elapsed_s": round(elapsed_s, 3),
-        }
-        done = "exists already and matches" if was_there else f"built in {elapsed_s:,.1f} s"
-        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
-        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
-        if skipped:
-            answer.exit_code = ExitCode.SKIPPED
+        found = {**cache_commands.facts(cache), "num_shapes": cache.num_shapes}
+        _answer_with(answer, found, not was_there, time.monotonic() - start)
+
+
+def _destinations(dest: str | None, out: str | None) -> tuple[str | None, str | None]:
+    """The absolute path and the URL of `build`; one of them may be None."""
+    if dest is None and out is None:
+        raise CommandError("DEST is missing: give a path or a URL")
+    if out is not None and not cache_commands.is_url(out):
+        raise CommandError(f"--out should be a URL such as s3://bucket/caches/train, but is {out!r}")
+    if dest is None:
+        return None, out
+    if not cache_commands.is_url(dest):
+        return cache_commands.absolute("DEST", dest), out
+    if out is not None:
+        raise CommandError("DEST is a URL, and so is --out: give one of them")
+    return None, dest
+
+
+def _answer_with(answer: Answer, found: dict[str, Any], was_built: bool, elapsed_s: float) -> None:
+    """Answer with the facts about a cache that was built, or was there."""
+    answer.result = {**found, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
+    done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
+    held, skipped = cache_commands.held(found), cache_commands.skipped(found)
+    answer.lines = [f"{found['path']}: {done}: {held}", *skipped, cache_commands.training(found)]
+    if skipped:
+        answer.exit_code = ExitCode.SKIPPED
 
 
 @cache_app.command(epilog=EPILOG)
@@ -261,45 +314,54 @@ def join(
     If shards are missing, the error names the commands that build them. The reports about skipped samples
     become one report, DEST.errors.jsonl.
     """
-    path = cache_commands.absolute("DEST", dest)
+    path = cache_commands.local(
+        "DEST", dest, "shards at a URL are joined by the build that uploads them, 'fastload cache build'"
+    )
     budget = None if error_budget is None else parse_error_budget(error_budget)
     with answering(as_json, quiet=quiet) as answer:
         was_there = os.path.exists(path)
         cache = cache_commands.join(path, budget)
-        answer.result = {**cache_commands.facts(cache), "was_joined": not was_there}
+        found = cache_commands.facts(cache)
+        answer.result = {**found, "was_joined": not was_there}
         done = "was joined before" if was_there else "joined"
-        held, skipped = cache_commands.held(cache), cache_commands.skipped(cache)
-        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(cache)]
+        held, skipped = cache_commands.held(found), cache_commands.skipped(found)
+        answer.lines = [f"{path}: {done}: {held}", *skipped, cache_commands.training(found)]
         if skipped:
             answer.exit_code = ExitCode.SKIPPED
 
 
 @cache_app.command(epilog=EPILOG)
-def info(path: CachePath, as_json: AsJson = False) -> None:
+def info(path: CachePlace, as_json: AsJson = False) -> None:
     """Show the contents and the origin of a cache."""
     with answering(as_json) as answer:
-        cache = cache_commands.opened(path)
-        answer.result = cache_commands.facts(cache)
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(cache.created_s))
+        if cache_commands.is_url(path):  # the manifest says all of it, without a download
+            found = cache_commands.facts_at_url(cache_commands.manifest_at(path))
+        else:
+            found = cache_commands.facts(cache_commands.opened(path))
+        answer.result = found
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["created_s"]))
         answer.lines = [
             *table(
                 [
-                    ["path", cache.path],
-                    ["holds", cache_commands.held(cache)],
+                    ["path", found["path"]],
+                    ["holds", cache_commands.held(found)],
                     ["made", made],
-                    *([["made of", ""]] if cache.parts else []),
-                    *([f"  {name}", value] for name, value in (cache.parts or {}).items()),
+                    *([["made of", ""]] if found["parts"] else []),
+                    *([f"  {name}", value] for name, value in (found["parts"] or {}).items()),
                 ]
             )
         ]
-        skipped = cache_commands.skipped(cache)
+        skipped = cache_commands.skipped(found)
         if skipped:
-            answer.lines += [*skipped, cache_commands.training(cache)]
+            answer.lines += [*skipped, cache_commands.training(found)]
 
 
 @cache_app.command(epilog=EPILOG)
-def verify(path: CachePath, as_json: AsJson = False) -> None:
-    """Read the whole cache and compare every record with its checksum."""
+def verify(path: CachePlace, as_json: AsJson = False) -> None:
+    """Read the whole cache and compare every record with its checksum.
+
+    A cache at a URL is verified in its local copy, which is downloaded unless it is there.
+    """
     with answering(as_json) as answer:
         cache = cache_commands.opened(path)
         damaged = cache.verify(progress=True)
@@ -355,7 +417,7 @@ def rm(
     with answering(as_json) as answer:
         from fastload.cache.build import inventory
 
-        path = cache_commands.absolute("PATH", path)
+        path = cache_commands.local("PATH", path, "remove files there with your store's own tool")
         nbytes = cache_commands.removable_bytes(path)
         if not yes:
             if not sys.stdin.isatty():

@@ -34,7 +34,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_PREFIX = "file://"
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
-_PERMANENT = (
+# Errors that another attempt would meet again.
+PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
 )
@@ -94,13 +95,13 @@ class RemoteFolder:
             ImportError: A package is missing.
         """
         fs, root = self._make(for_listing=True)
-        top = _retried(lambda: fs.ls(root, detail=True), self._list_failed)
+        top = retried(lambda: fs.ls(root, detail=True), self._list_failed)
         prefix = root.rstrip("/") + "/"
         names = [_below(entry["name"], prefix) for entry in top if entry["type"] == "directory"]
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
-            found = _retried(lambda: fs.find(prefix + name, detail=True), self._list_failed)
+            found = retried(lambda: fs.find(prefix + name, detail=True), self._list_failed)
             return [_file(_below(path, prefix), entry) for path, entry in found.items()]
 
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
@@ -109,7 +110,7 @@ class RemoteFolder:
     def _list_failed(self, error: Exception, tried: str) -> Exception:
         if isinstance(error, FileNotFoundError):
             return FileNotFoundError(f"there is no folder at {self.url}")
-        return RemoteFolderError(f"cannot list {self.url}: {_reason(error)}{tried}")
+        return RemoteFolderError(f"cannot list {self.url}: {reason_of(error)}{tried}")
 
     def saved_list(self) -> tuple[float, list[str], list[RemoteFile]] | None:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
@@ -120,7 +121,7 @@ class RemoteFolder:
         opened = self._open()
         fs, path = opened.fs, f"{opened.root}/{SAVED_NAME}"
         try:
-            data = _retried(lambda: fs.cat_file(path), self._saved_failed)
+            data = retried(lambda: fs.cat_file(path), self._saved_failed)
         except FileNotFoundError:
             return None
         try:
@@ -135,7 +136,7 @@ class RemoteFolder:
         if isinstance(error, FileNotFoundError):
             return error
         return RemoteFolderError(
-            f"cannot read the list of files {self.path(SAVED_NAME)}: {_reason(error)}{tried}. Pass "
+            f"cannot read the list of files {self.path(SAVED_NAME)}: {reason_of(error)}{tried}. Pass "
             "listing='ignore' to list the folder instead"
         )
 
@@ -151,10 +152,10 @@ class RemoteFolder:
 
         def failed(error: Exception, tried: str) -> Exception:
             return RemoteFolderError(
-                f"cannot write the list of files {self.path(SAVED_NAME)}: {_reason(error)}{tried}"
+                f"cannot write the list of files {self.path(SAVED_NAME)}: {reason_of(error)}{tried}"
             )
 
-        _retried(lambda: fs.pipe_file(path, data), failed)
+        retried(lambda: fs.pipe_file(path, data), failed)
 
     def read(self, name: str, nbytes: int) -> bytes:
         """The content of a file.
@@ -172,18 +173,27 @@ class RemoteFolder:
         def attempt() -> bytes:
             data = opened.read(path)
             if nbytes not in (UNKNOWN_BYTES, len(data)):
-                raise _OtherLengthError(
+                raise OtherLengthError(
                     f"{len(data):,} bytes arrived, but the file had {nbytes:,} when the folder was listed"
                 )
             return data
 
         def failed(error: Exception, tried: str) -> Exception:
-            return ImageReadError(self.path(name), f"{_reason(error)}{tried}")
+            return ImageReadError(self.path(name), f"{reason_of(error)}{tried}")
 
-        return _retried(attempt, failed)
+        return retried(attempt, failed)
+
+    def file_system(self) -> tuple[Any, str]:
+        """The file system of this process, and the folder's path in it; made at the first use.
+
+        Raises:
+            ImportError: A package is missing.
+            ValueError: There is no such protocol.
+        """
+        opened = self._open()
+        return opened.fs, opened.root
 
     def _open(self) -> _Opened:
-        """The file system of this process."""
         opened = self._opened
         if opened is None or opened.pid != os.getpid():
             with _locks.setdefault(os.getpid(), threading.Lock()):
@@ -232,7 +242,7 @@ class _Opened:
         return bytes(self.fs.cat_file(path))  # a copy only if it is not bytes
 
 
-class _OtherLengthError(OSError):
+class OtherLengthError(OSError):
     """A body was cut short, or the file was replaced after the folder was listed."""
 
 
@@ -282,7 +292,7 @@ def _for_images(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"max_concurrency": 1, **options, "config_kwargs": config}
 
 
-def _retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:
+def retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:
     """The result of the first attempt that succeeds.
 
     Args:
@@ -295,14 +305,14 @@ def _retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Except
         number += 1
         try:
             return attempt()
-        except _PERMANENT as error:
+        except PERMANENT as error:
             raise failed(error, "") from error
         except Exception as error:
             if number == _ATTEMPTS:
                 took_s = time.monotonic() - started_s
                 raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
             pause_s = _pause_s(number)
-            log.info("attempt %d failed and is repeated in %.1f s: %s", number, pause_s, _reason(error))
+            log.info("attempt %d failed and is repeated in %.1f s: %s", number, pause_s, reason_of(error))
             _sleep(pause_s)
 
 
@@ -320,9 +330,10 @@ _locks: dict[int, threading.Lock] = {}
 _sleep = time.sleep  # tests replace it
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """The error of an attempt in words."""
     text = str(error) or repr(error)
-    return text if isinstance(error, _OtherLengthError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, OtherLengthError) else f"{type(error).__name__}: {text}"
 
 
 def _below(path: str, prefix: str) -> str:

@@ -113,11 +113,20 @@ def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
         fingerprint_of(Images(8), key=given_key)
 
 
-@pytest.mark.parametrize("said", [None, 3, b"x", {"a": 1}, {1: "a"}])
+@pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
 def test_odd_fingerprints_are_refused(said: Any) -> None:
     """A fingerprint() that gives no text is an error that names the class and what it gave."""
     with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should give"):
         fingerprint_of(KnownImages(8, version=said))
+
+
+def test_a_dataset_may_not_know_its_fingerprint() -> None:
+    """None means that there is none, also for a Subset; the log then names the dataset."""
+    dataset = KnownImages(8, version=None)
+
+    assert fingerprint_of(dataset) is None
+    assert fingerprint_of(Subset(dataset, [1, 2])) is None
+    assert "KnownImages has neither a fingerprint() nor a key" in CachedDataset(dataset).cache.explain()
 
 
 @given(TEXTS, TEXTS)

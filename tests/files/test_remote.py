@@ -235,12 +235,12 @@ def test_it_pickles_without_its_connections(folder: RemoteFolder) -> None:
 def test_a_forked_process_makes_its_own_file_system(folder: RemoteFolder) -> None:
     """File systems of fsspec must not be used after a fork."""
     folder.read("cat/1.jpg", 3)
-    parents = folder._open()
+    parents, _ = folder.file_system()
 
     pid = os.fork()
     if pid == 0:
-        own = folder._open()
-        os._exit(5 if own.fs is not parents.fs and folder.read("cat/1.jpg", 3) == b"one" else 1)
+        own, _ = folder.file_system()
+        os._exit(5 if own is not parents and folder.read("cat/1.jpg", 3) == b"one" else 1)
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 

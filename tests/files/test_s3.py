@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
+from fastload.cache.build import upload
 from fastload.cli.main import app
 from tests.kit.s3 import CREDENTIALS, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SIZE = 20
 
@@ -194,6 +197,133 @@ def test_the_command_line_builds_a_cache_from_it(
     cached = fastload.CachedDataset.from_cache(path)
     assert values(fastload.DataLoader(cached, 4)) == list(range(SIZE))
     assert cached.classes == ["class0", "class1"]
+
+
+# --- caches at a URL -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of this test's own for builds and copies."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("FASTLOAD_CACHE_DIR", str(tmp_path / "host"))
+    return tmp_path / "host"
+
+
+def run(*words: str) -> Any:
+    """The JSON that a command prints."""
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_the_command_line_builds_a_cache_there_and_workers_read_it(host: Path, method: str) -> None:
+    """Both ways by S3; building again finds the cache."""
+    url = f"s3://photos/caches/{method}"
+    command = ("cache", "build", "s3://photos/train", url, "--shards", "3", "--workers", "2")
+
+    assert run(*command)["was_built"]
+    assert not run(*command)["was_built"]
+
+    cached = fastload.CachedDataset.from_cache(url)
+    loader = fastload.DataLoader(cached, 4, num_workers=2, multiprocessing_context=method)
+    assert values(loader) == list(range(SIZE))
+    assert cached.classes == ["class0", "class1"]
+    assert os.listdir(host / "builds") == []
+
+
+def test_a_cached_dataset_finds_the_cache_by_its_fingerprint(
+    host: Path, folder: fastload.ImageFolder
+) -> None:
+    """No image is read."""
+    run("cache", "build", "s3://photos/train", "s3://photos/caches/known")
+
+    cached = fastload.CachedDataset(folder, cache="lmdb:s3://photos/caches/known")
+
+    assert "its fingerprint matches" in cached.explain()
+    assert values(fastload.DataLoader(cached, 4)) == list(range(SIZE))
+
+
+def test_commands_about_a_cache_at_a_url(host: Path) -> None:
+    """`info` downloads nothing, `verify` makes a copy, `ls` lists it, and `rm` removes it."""
+    url = "s3://photos/caches/commands"
+    built = run("cache", "build", "s3://photos/train", "--out", url, "--shards", "2")
+
+    found = run("cache", "info", url)
+    assert found == {name: built[name] for name in found}
+    assert found["num_cached"] == SIZE
+    assert not (host / "copies").exists()
+
+    verified = run("cache", "verify", url)
+    assert verified["num_damaged"] == 0
+    listed = run("cache", "ls", str(host / "copies"))["caches"]
+    assert [(one["path"], one["state"]) for one in listed] == [(verified["path"], "finished")]
+    assert run("cache", "ls")["copies"]["number"] == 1
+    assert f"{host}/copies' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
+
+    run("cache", "rm", verified["path"], "--yes")
+    assert os.listdir(host / "copies") == []
+
+
+def test_a_local_cache_is_uploaded_too(host: Path, tmp_path: Path) -> None:
+    """The command line answers about the cache at the URL."""
+    local, url = str(tmp_path / "x.lmdb"), "s3://photos/caches/both"
+
+    found = run("cache", "build", "s3://photos/train", local, "--out", url)
+
+    assert found["path"] == url
+    assert run("cache", "info", local)["nbytes"] == found["nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("build", "S", "s3://b/c", "--shard", "1/2"), "--shard builds in a directory that all machines see"),
+        (("build", "S", "s3://b/c", "--ray", "local"), "--ray builds in a directory that all machines see"),
+        (("build", "S", "s3://b/c", "--out", "s3://b/d"), "give one of them"),
+        (("build", "S", "x", "--out", "y"), "--out should be a URL"),
+        (("build", "S"), "DEST is missing"),
+        (("join", "s3://b/c"), "joined by the build that uploads them"),
+        (("rm", "s3://b/c"), "your store's own tool"),
+        (("ls", "s3://b/c"), "fastload cache info s3://b/c"),
+        (("info", "s3://photos/nothing"), "fastload cache build SOURCE s3://photos/nothing"),
+        (("verify", "s9://b/c"), "Protocol not known: s9"),
+        (("build", "s3://photos/train", "s9://b/c"), "Protocol not known: s9"),
+    ],
+)
+def test_wrong_usage_of_a_url_says_what_to_do(host: Path, words: tuple[str, ...], message: str) -> None:
+    """Exit code 2, and one line."""
+    result = CliRunner().invoke(app, ["cache", *words])
+
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+def test_ctrl_c_says_that_uploaded_shards_are_kept(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command goes on."""
+    command = ("cache", "build", "s3://photos/train", "s3://photos/caches/stopped", "--shards", "2")
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "build_shard", interrupted)
+        result = CliRunner().invoke(app, command)
+
+    assert result.exit_code == 130
+    assert "uploaded shards are kept at s3://photos/caches/stopped" in result.output
+    assert run(*command)["was_built"]
+
+
+def test_a_build_into_a_missing_bucket_is_an_error(host: Path) -> None:
+    """No bucket is made."""
+    result = CliRunner().invoke(app, ["cache", "build", "s3://photos/train", "s3://nowhere/cache"])
+
+    assert result.exit_code == 1
+    assert "cannot write s3://nowhere/cache/plan.json" in result.output
+    assert not fsspec.filesystem("s3", skip_instance_cache=True).exists("nowhere")
 
 
 @pytest.mark.parametrize(

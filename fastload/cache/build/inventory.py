@@ -14,12 +14,15 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastload.cache.build.build_lock import is_being_built, only_builder_or_no_locks
 from fastload.cache.build.partial_files import NAMES, foreign_part, is_sharded, read_plan_file
 from fastload.cache.build.unfinished_shards import ShardFiles, is_alive_here
+from fastload.cache.lmdb.files import MANIFEST_NAME
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.manifest import parse_manifest
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.logs import log
 
@@ -168,7 +171,10 @@ def _look(path: str) -> Found:
 
 
 def _what_shards_lack(path: str) -> str | None:
-    """What is left to do in a build of shards; None if it is a build by one process."""
+    """What is left to do in a build of shards, or in a download; None if it is a build by one process."""
+    url = _url_of_copy(path + PARTIAL)
+    if url is not None:
+        return f"an unfinished copy of {url}: open that cache again to continue"
     if not is_sharded(read_plan_file(path + PARTIAL)):
         return None
     with contextlib.closing(ShardFiles(path)) as files:
@@ -181,6 +187,14 @@ def _what_shards_lack(path: str) -> str | None:
         if not missing:
             return f"all {files.plan.num_shards} shards are built: run 'fastload cache join {path}'"
         return f"{missing} of {files.plan.num_shards} shards are missing: build them with --shard, then join"
+
+
+def _url_of_copy(directory: str) -> str | None:
+    """The URL of which a directory is a copy; None if it is not a copy."""
+    try:
+        return parse_manifest(Path(directory, MANIFEST_NAME).read_bytes()).url
+    except (OSError, ValueError):
+        return None
 
 
 def _is_finished(path: str) -> bool:

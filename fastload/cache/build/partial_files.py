@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.cache.lmdb.description import FORMAT_VERSION, Description, Plan, parse_json
-from fastload.cache.lmdb.files import SHARD_SUFFIX
+from fastload.cache.lmdb.files import MANIFEST_NAME
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
@@ -37,7 +37,11 @@ _SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
 OWN_NAME = re.compile(
     rf"\.({_WRITTEN})\.[\w.]{{1,64}}-(?P<pid>\d{{1,20}})-(?P<machine>[0-9a-f]{{8}})[0-9a-f]{{8}}"
 )
-NAMES = re.compile(rf"(plan\.json|errors\.jsonl)(\.new)?|{_WRITTEN}|{OWN_NAME.pattern}")
+# The last two are those of a local copy of a cache in an object store; see `lmdb.copies`.
+NAMES = re.compile(
+    rf"(plan\.json|errors\.jsonl)(\.new)?|{_WRITTEN}|{OWN_NAME.pattern}"
+    rf"|{re.escape(MANIFEST_NAME)}(\.new)?|{_SHARD}\.lmdb\.part"
+)
 _LOOKS, _LOOK_AGAIN_S = 20, 0.01  # for a file that another process gives another name
 
 
@@ -80,11 +84,6 @@ def _look_for_foreign(path: str) -> tuple[str | None, bool]:
         if num_names[file] > len(names):
             return names[0], True
     return None, False
-
-
-def shard_name(plan: Plan, shard: int) -> str:
-    """The name of the file of a shard."""
-    return f"{shard:05d}-of-{plan.num_shards:05d}{SHARD_SUFFIX}"
 
 
 def finished_shard(path: str, plan: Plan, shard: int) -> Description | None:
@@ -131,14 +130,21 @@ def report_text(samples: Iterable[FailedSample]) -> str:
 
 
 def read_report(path: str) -> list[FailedSample]:
-    """The samples in a report; damaged lines are left out, and a report that does not exist is empty."""
+    """The samples in the report at a path; a report that does not exist is empty."""
+    try:
+        return parse_report(Path(path).read_text(errors="replace"))
+    except FileNotFoundError:
+        return []
+
+
+def parse_report(text: str) -> list[FailedSample]:
+    """The samples in a report; damaged lines are left out."""
     found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in Path(path).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, TypeError):
-                sample = FailedSample(**parse_json(line))
-                if type(sample.index) is int:
-                    found.append(sample)
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            sample = FailedSample(**parse_json(line))
+            if type(sample.index) is int:
+                found.append(sample)
     return found
 
 

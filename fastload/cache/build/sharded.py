@@ -70,6 +70,7 @@ def build_shard(
     on_error: str = "raise",
     error_budget: int | float = 1.0,
     fingerprint: Fingerprint | None = None,
+    name: str | None = None,
 ) -> BuiltShard:
     """One shard of the cache of a dataset, built in PATH.partial unless it is finished.
 
@@ -91,6 +92,7 @@ def build_shard(
         error_budget: The most samples of the whole cache that may be left out. A shard that leaves out more
             ends its build; `join` counts all shards.
         fingerprint: As in `build_lmdb`.
+        name: The place of the finished cache in messages, if the shards are moved there; None for `path`.
 
     Raises:
         CacheMismatchError: The shards at `path` are made from other samples, or with other settings; or this
@@ -122,11 +124,15 @@ def build_shard(
         if start.files is None:
             return BuiltShard(shard, num_shards, len(indices), 0, 0, was_built=False, is_joined=True)
         files = start.files
+        if name is not None:
+            files.what_is_kept = f"Finished shards are kept at {name}"
+            files.way_to_resume = "build again to resume"
         left_out = files.finished(shard)
         was_built = left_out is None
         if left_out is None:
             files.remove_leftovers(shard)
-            _write(start.build, files, shard, num_workers, os.path.abspath(os.fspath(path)), shown=progress)
+            path = os.path.abspath(os.fspath(path))
+            _write(start.build, files, shard, num_workers, path, name or path, shown=progress)
             left_out = list(files.skipped.values())
         elif left_out and on_error == "raise":
             raise CacheMismatchError(
@@ -141,7 +147,7 @@ def build_shard(
 
 
 def _write(
-    build: Build, files: ShardFiles, shard: int, num_workers: int | None, path: str, *, shown: bool
+    build: Build, files: ShardFiles, shard: int, num_workers: int | None, path: str, name: str, *, shown: bool
 ) -> None:
     plan = files.plan
     indices = plan.indices_of(shard)
@@ -152,7 +158,7 @@ def _write(
             indices,
             indices.start,
             num_workers,
-            title=f"building shard {shard + 1} of {plan.num_shards} of {path}",
+            title=f"building shard {shard + 1} of {plan.num_shards} of {name}",
             shown=shown,
             finish=lambda: files.complete(shard),
         )
@@ -164,8 +170,8 @@ def _write(
         raise
     finally:
         files.discard()
-    build.log_shapes(f"shard {shard + 1} of {path}")
-    if files.skipped:
+    build.log_shapes(f"shard {shard + 1} of {name}")
+    if files.skipped and name == path:
         log.warning(
             "%s: %d of %d samples of shard %d could not be read and are left out: 'fastload cache join' "
             "writes the report",

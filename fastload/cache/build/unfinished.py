@@ -38,12 +38,12 @@ from fastload.cache.build.partial_files import (
     remove_all_but_shards,
     replace_whole,
     report_text,
-    shard_name,
     sync_directory,
 )
 from fastload.cache.build.writer import writing
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.description import Plan, check_version, parse_plan
+from fastload.cache.lmdb.files import shard_name
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.cgroups import read_text
 from fastload.system.logs import log

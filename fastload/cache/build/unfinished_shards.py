@@ -46,11 +46,11 @@ from fastload.cache.build.partial_files import (
     read_report,
     replace_whole,
     report_text,
-    shard_name,
 )
 from fastload.cache.build.unfinished import why_anew
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import Plan, check_version, parse_plan, runs_of
+from fastload.cache.lmdb.files import shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError
 from fastload.system.cgroups import read_text

@@ -1,6 +1,7 @@
 """Finds the files of a cache, and keeps the table of files that this process has open.
 
-A process opens a file once, under all its names; a forked child uses the open files of its parent.
+A process opens a file once, under all its names; a forked child uses the open files of its parent. The open
+files of a local copy (see `copies`) hold a shared lock, so that the copy is not removed while it is used.
 """
 
 from __future__ import annotations
@@ -9,17 +10,28 @@ import os
 import threading
 import weakref
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from fastload.cache.lmdb.open_file import OpenFile
+from fastload.cache.locks import share_lock
 from fastload.errors import CacheCorruptError, CacheMismatchError
 
+if TYPE_CHECKING:
+    from fastload.cache.lmdb.description import Plan
+
 SHARD_SUFFIX = ".lmdb"
+MANIFEST_NAME = "cache.json"  # in an object store and in a local copy, see `manifest` and `copies`
 _MOST_NAMED = 10  # missing shards that an error lists
 
 # By device and inode; a forked child inherits its parent's open files.
 _open_files: weakref.WeakValueDictionary[tuple[int, int], OpenFile] = weakref.WeakValueDictionary()
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
+
+
+def shard_name(plan: Plan, shard: int) -> str:
+    """The name of the file of a shard."""
+    return f"{shard:05d}-of-{plan.num_shards:05d}{SHARD_SUFFIX}"
 
 
 def open_cache(path: str) -> tuple[OpenFile, ...]:
@@ -40,9 +52,10 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
         raise CacheMismatchError(
             f"{path} is not a cache: neither a file nor a directory of {SHARD_SUFFIX} files{_hint(path)}"
         )
+    is_copy = os.path.exists(os.path.join(path, MANIFEST_NAME))
     shards: dict[int, OpenFile] = {}
     for name in names:
-        file = _open_file(os.path.join(path, name))
+        file = _open_file(os.path.join(path, name), is_copy=is_copy)
         number = file.description.shard
         first = next(iter(shards.values()), file)
         _check_same_cache(file, first)
@@ -91,7 +104,7 @@ def _hint(path: str) -> str:
     return f"; an unfinished build lies at {partial}: run the build again to resume it"
 
 
-def _open_file(path: str) -> OpenFile:
+def _open_file(path: str, *, is_copy: bool = False) -> OpenFile:
     if os.path.exists(path) and not os.path.isfile(path):
         raise CacheMismatchError(f"{path} is not a file: a cache is a file or a directory of files")
     try:
@@ -99,6 +112,8 @@ def _open_file(path: str) -> OpenFile:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
     try:
+        if is_copy and not share_lock(fd):
+            raise FileNotFoundError(f"the copy at {path} is being removed")
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino
         with _locks.setdefault(os.getpid(), threading.Lock()):

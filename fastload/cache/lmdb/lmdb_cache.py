@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.lmdb.copies import open_copy
 from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
@@ -23,6 +24,7 @@ from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.files.remote import is_url
 from fastload.nested.spec import Spec
 from fastload.system.sizes import readable_size
 
@@ -40,10 +42,12 @@ class LMDBCache(BaseCache):
     """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
-        path: The file or directory.
+        path: The file or directory; or the URL of a cache in an object store, which is read from a local
+            copy. The first process of a host downloads the copy.
+        progress: Show the progress of a download.
 
     Attributes:
-        path: The absolute path.
+        path: The absolute path, on this machine.
         reason: The reason why this cache is in use.
         num_shapes: The number of shapes of the array whose shape varies most between samples, up to a
             thousand; None unless this process built the cache.
@@ -52,17 +56,24 @@ class LMDBCache(BaseCache):
         FileNotFoundError: There is no such file.
         CacheMismatchError: It is not a cache of this format, or shards are missing.
         CacheCorruptError: A file is damaged.
+        CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
     """
 
     layout = "lmdb"
     num_shapes: int | None = None
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(os.fspath(path))
-        self.reason = "opened by its path"
+    def __init__(self, path: str | os.PathLike[str], *, progress: bool = True) -> None:
+        name = os.fspath(path)
         self._is_closed = False
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
-        self._files: tuple[OpenFile, ...] | None = open_cache(self.path)
+        self._files: tuple[OpenFile, ...] | None
+        if is_url(name):
+            self.path, self._files = open_copy(name, progress=progress)
+            self.reason = f"opened from the local copy of {name}"
+        else:
+            self.path = os.path.abspath(name)
+            self._files = open_cache(self.path)
+            self.reason = "opened by its path"
         self._plan: Plan | None = self._files[0].description.plan
         self._build_id = self._plan.build_id
 

@@ -1,0 +1,597 @@
+"""Builds a cache whose place is a URL: shard by shard on the local disk, uploaded as they are finished.
+
+See `lmdb.manifest` for the files at the URL. Rules:
+
+1. The plan is written to the URL first and the manifest last. A build that finds a plan follows it, and
+   builds only the shards that are not at the URL; it never follows a plan of other samples or settings.
+2. A shard counts as uploaded when the file with its length and digest is there, which is written after it,
+   and the shard has that length. So a part of a shard is never taken for a shard, whatever the store shows.
+3. One thread uploads while the next shard is built. At most two finished shards wait for it, so the disk
+   holds three shards. Uploaded shards are removed from the disk, unless the cache is also kept there.
+4. One process of a host builds for a URL: it holds a lock, which forked workers do not inherit. Two hosts
+   that build the same plan write the same shards. The plan is compared again before the manifest is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from fastload.batch.failures import most_failures
+from fastload.cache.build.build import Build, check_arguments, open_finished
+from fastload.cache.build.partial_files import parse_report, plan_text, read_report, report_text
+from fastload.cache.build.sharded import build_shard, join
+from fastload.cache.build.unfinished import why_anew
+from fastload.cache.build.unfinished_shards import ShardFiles
+from fastload.cache.build.writer import writing
+from fastload.cache.codecs import LOSSY, SOURCE
+from fastload.cache.encoded import encoded_source
+from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, cache_directory, digest_of_url
+from fastload.cache.lmdb.description import check_version, parse_json, parse_plan
+from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
+from fastload.cache.lmdb.manifest import (
+    REMOTE_PLAN_NAME,
+    REMOTE_REPORT_NAME,
+    Manifest,
+    ShardFile,
+    manifest_text,
+    parse_shard,
+    read_manifest,
+    shard_file,
+)
+from fastload.cache.locks import held
+from fastload.cache.record import record_parts
+from fastload.errors import (
+    CacheBusyError,
+    CacheError,
+    CacheMismatchError,
+    ErrorBudgetError,
+    RemoteFolderError,
+    add_note,
+)
+from fastload.files.transfers import RemoteFiles
+from fastload.nested.spec import flatten
+from fastload.system.logs import log
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastload.batch.failed_sample import FailedSample
+    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.lmdb.description import Plan
+
+SHARD_BYTES = 1 << 30  # of a shard, about, unless the user gives a number of shards
+_MOST_WAITING = 2  # finished shards, for the upload
+_QUESTIONS_AT_ONCE = 16
+_REMOVE = "remove all files at that URL with your store's own tool"
+
+
+@dataclass(frozen=True)
+class _Uploaded:
+    """A shard that is at the URL, and the samples that it leaves out."""
+
+    shard: ShardFile
+    left_out: list[FailedSample]
+
+
+def build_at_url(
+    dataset: Any,
+    url: str,
+    *,
+    path: str | None = None,
+    num_workers: int | None = None,
+    progress: bool = True,
+    codec: str | None = None,
+    quality: int | None = None,
+    shards: int | None = None,
+    on_error: str = "raise",
+    error_budget: int | float = 1.0,
+    fingerprint: Fingerprint | None = None,
+) -> tuple[Manifest, bool]:
+    """The cache of a dataset at a URL: built and uploaded, unless it is there already.
+
+    Args:
+        dataset: Map-style and deterministic.
+        url: Any URL of fsspec to which files can be written.
+        path: Where the cache is built and kept on the local disk, too; None to keep no shard that was
+            uploaded. A cache or an unfinished build of shards at the path is used.
+        num_workers: As in `build_lmdb`.
+        progress: As in `build_lmdb`.
+        codec: As in `build_lmdb`.
+        quality: As in `build_lmdb`.
+        shards: Number of files of the cache; None for that of an earlier build at the URL, or else so many
+            that a file has about 1 GiB, by the size of sample 0.
+        on_error: As in `build_lmdb`; the report is `errors.jsonl` below the URL.
+        error_budget: As in `build_lmdb`. The build ends after the shard that exceeds it.
+        fingerprint: As in `build_lmdb`.
+
+    Returns:
+        The manifest, and whether this call has written it.
+
+    Raises:
+        CacheMismatchError: The URL or the path has a cache, or a build, of other samples or settings.
+        CacheBusyError: Another process of this host builds for this URL.
+        UnsupportedSampleError: A value in a sample cannot be cached.
+        CacheError: The local disk or the store cannot be written; all finished shards are kept.
+        ErrorBudgetError: More samples than the budget could not be read; all finished shards are kept.
+        ImportError: A package for the URL is missing.
+        ValueError: An argument has none of the forms above, or the URL has an unknown protocol.
+    """
+    check_arguments(codec, quality, shards, on_error, error_budget)
+    files = RemoteFiles(url)
+    root = os.path.join(cache_directory(), "builds")
+    scratch = os.path.join(root, digest_of_url(files.url))
+    with _noting_directory(), writing(scratch):
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with writing(scratch):
+            is_ours = stack.enter_context(held(f"{scratch}.lock", by_process=True))
+        if not is_ours:
+            raise CacheBusyError(
+                f"another process on this machine builds {files.url}: wait until it has finished"
+            )
+        with _as_cache_errors():
+            job = _Job(
+                dataset,
+                files,
+                scratch if path is None else os.path.abspath(path),
+                keeps_local=path is not None,
+                codec=codec,
+                quality=quality,
+                shards=shards,
+                fingerprint=fingerprint,
+                on_error=on_error,
+                error_budget=error_budget,
+            )
+            return job.run(num_workers, shown=progress)
+
+
+@contextlib.contextmanager
+def _as_cache_errors() -> Iterator[None]:
+    try:
+        yield
+    except RemoteFolderError as error:
+        raise CacheError(
+            f"{error}. Shards that were uploaded or finished are kept: build again to resume"
+        ) from error
+
+
+@contextlib.contextmanager
+def _noting_directory() -> Iterator[None]:
+    """Say how to build on another disk, if the local disk has refused."""
+    try:
+        yield
+    except CacheError as error:
+        if type(error) is CacheError and isinstance(error.__cause__, Exception):
+            add_note(error, f"The environment variable {DIRECTORY_VARIABLE} names the directory for builds")
+        raise
+
+
+class _Job:
+    """A build for a URL; the arguments are those of `build_at_url`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        files: RemoteFiles,
+        path: str,
+        *,
+        keeps_local: bool,
+        codec: str | None,
+        quality: int | None,
+        shards: int | None,
+        fingerprint: Fingerprint | None,
+        on_error: str,
+        error_budget: int | float,
+    ) -> None:
+        self._dataset = dataset
+        self._files = files
+        self._path = path
+        self._keeps_local = keeps_local
+        self._codec = codec
+        self._quality = quality
+        self._shards = shards
+        self._fingerprint = fingerprint
+        self._on_error = on_error
+        self._error_budget = error_budget
+        self._probed: dict[int, Any] = {}
+
+    def run(self, num_workers: int | None, *, shown: bool) -> tuple[Manifest, bool]:
+        """Build and upload what is missing."""
+        url = self._files.url
+        found = self._read_plan()
+        finished = self._read_manifest()
+        if finished is not None and (found is None or found.build_id != finished.plan.build_id):
+            found = finished.plan  # plan.json is not needed any more
+        wanted = self._wanted(found)
+        if found is not None and (why := why_anew(found, wanted)) is not None:
+            state = "a finished cache" if finished is not None else "an unfinished build"
+            raise CacheMismatchError(
+                f"{url} has {state} of other samples or settings: {why} (here: this command, there: the "
+                f"URL). Nothing was changed: build with its samples and settings, give another URL, or "
+                f"{_REMOVE}"
+            )
+        if finished is not None and not self._keeps_local:
+            self._remove_scratch()  # a build may have been killed after it had written the manifest
+            return finished, False
+        plan, local_files = self._local_plan(found, wanted)
+        if found is None:
+            self._files.write(REMOTE_PLAN_NAME, plan_text(plan).encode("ascii"))
+        uploaded: dict[int, _Uploaded] = {}
+        if finished is not None:
+            uploaded = {number: _Uploaded(shard, []) for number, shard in enumerate(finished.shards)}
+        elif found is not None:
+            uploaded = self._uploaded(plan)
+        self._check_left_out(uploaded)
+        uploaded = self._build(plan, uploaded, num_workers, local_files, shown=shown)
+        if finished is None:
+            self._finish(plan, uploaded)
+        if self._keeps_local and local_files is None:
+            join(self._path, error_budget=self._error_budget).close()
+        elif not self._keeps_local:
+            self._remove_scratch()
+        return read_manifest(self._files), finished is None
+
+    def _remove_scratch(self) -> None:
+        shutil.rmtree(f"{self._path}.partial", ignore_errors=True)
+
+    # --- the plan -----------------------------------------------------------------------------------------
+
+    def _read_plan(self) -> Plan | None:
+        try:
+            text = self._files.read(REMOTE_PLAN_NAME)
+        except FileNotFoundError:
+            return None
+        try:
+            fields = parse_json(text)
+            check_version(fields)
+            return parse_plan(fields.get("plan"))
+        except CacheMismatchError as error:
+            raise CacheMismatchError(f"{self._files.url} {error}") from None
+        except ValueError as error:
+            raise CacheMismatchError(
+                f"{self._files.url}/{REMOTE_PLAN_NAME} is damaged, or not from a build of fastload "
+                f"({error}): give another URL, or {_REMOVE}"
+            ) from error
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            return read_manifest(self._files)
+        except FileNotFoundError:
+            return None
+
+    def _wanted(self, found: Plan | None) -> Plan:
+        """The plan of these samples and settings; where the user has none, the settings are those there."""
+        codec = self._codec or ("raw" if found is None else found.codec)
+        quality = self._quality
+        if quality is None and found is not None and codec == found.codec:
+            quality = found.quality
+        self._codec = codec
+        self._quality = quality if codec in LOSSY else None
+        built_quality = check_arguments(codec, self._quality, None, "raise", 1.0)
+        source, fingerprint = self._dataset, self._fingerprint
+        if codec == SOURCE:
+            source = encoded_source(source)
+            fingerprint = None if fingerprint is None else fingerprint.of_encoded()
+        build = Build(
+            source,
+            self._files.url,
+            ShardFiles(self._path),
+            self._probed,
+            skips=self._on_error == "skip",
+            error_budget=self._error_budget,
+            quality=built_quality,
+            lock=None,
+        )
+        plan = build.make_plan(codec, 1, fingerprint)
+        num_shards = self._shards
+        if num_shards is None:
+            num_shards = self._default_shards(plan, built_quality) if found is None else found.num_shards
+        return replace(plan, num_shards=min(num_shards, max(1, plan.num_samples)))
+
+    def _default_shards(self, plan: Plan, quality: int) -> int:
+        if 0 not in self._probed:
+            return 1
+        codec = "raw" if plan.codec == SOURCE else plan.codec
+        parts, _ = record_parts(*flatten(self._probed[0]), codec, quality)
+        return max(1, math.ceil(sum(map(len, parts)) * plan.num_samples / SHARD_BYTES))
+
+    def _local_plan(self, found: Plan | None, wanted: Plan) -> tuple[Plan, Callable[[int], str] | None]:
+        """The plan to follow, after it was written to the local directory.
+
+        Returns:
+            The plan; and the path of each shard, if the local cache is finished already.
+        """
+        if self._keeps_local and os.path.lexists(self._path):
+            cache = open_finished(
+                self._path,
+                encoded_source(self._dataset) if self._codec == SOURCE else self._dataset,
+                self._probed,
+                self._codec,
+                self._quality,
+                self._shards,
+                self._fingerprint_of_samples(),
+            )
+            plan = cache.plan
+            cache.close()
+            self._check_one_build(found, plan)
+            is_directory = os.path.isdir(self._path)
+            return (
+                plan,
+                lambda shard: (
+                    os.path.join(self._path, shard_name(plan, shard)) if is_directory else self._path
+                ),
+            )
+        plan = found or wanted
+        with contextlib.closing(ShardFiles(self._path)) as files:
+            if not self._keeps_local:
+                self._remove_other_builds(files, plan)
+            with _noting_directory():
+                files.begin(plan, self._error_budget)
+            self._check_one_build(found, files.plan)
+            return files.plan, None
+
+    def _fingerprint_of_samples(self) -> Fingerprint | None:
+        if self._fingerprint is None or self._codec != SOURCE:
+            return self._fingerprint
+        return self._fingerprint.of_encoded()
+
+    def _remove_other_builds(self, files: ShardFiles, plan: Plan) -> None:
+        """Remove shards that were built for this URL by another plan, which is not there any more."""
+        try:
+            is_same = not files.open() or files.plan.build_id == plan.build_id
+        except CacheMismatchError:  # of another release
+            is_same = False
+        if not is_same:
+            shutil.rmtree(files.path)
+
+    def _check_one_build(self, found: Plan | None, local: Plan) -> None:
+        if found is not None and found.build_id != local.build_id:
+            raise CacheMismatchError(
+                f"{self._path} and {self._files.url} are of the same samples, but of two builds: omit the "
+                f"local DEST, remove it with 'fastload cache rm {self._path}', or {_REMOVE}"
+            )
+
+    # --- shards -------------------------------------------------------------------------------------------
+
+    def _uploaded(self, plan: Plan) -> dict[int, _Uploaded]:
+        """The shards that are at the URL, complete and of this build."""
+
+        def ask(shard: int) -> _Uploaded | None:
+            name = shard_name(plan, shard)
+            try:
+                fields = parse_json(self._files.read(f"{name}.json"))
+                if fields["build_id"] != plan.build_id:
+                    return None
+                found = parse_shard(fields, name)
+                left_out = parse_report(fields["left_out"])
+                if self._files.nbytes(name) not in (None, found.nbytes):
+                    return None
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                return None
+            return _Uploaded(found, left_out) if len(left_out) == found.num_left_out else None
+
+        with ThreadPoolExecutor(_QUESTIONS_AT_ONCE, "fastload-shards") as threads:
+            answers = threads.map(ask, range(plan.num_shards))
+            return {shard: answer for shard, answer in enumerate(answers) if answer is not None}
+
+    def _check_left_out(self, uploaded: dict[int, _Uploaded]) -> None:
+        num_left_out = sum(len(one.left_out) for one in uploaded.values())
+        if num_left_out and self._on_error == "raise":
+            raise CacheMismatchError(
+                f'shards at {self._files.url} were built before with on_error="skip", and leave out '
+                f'{num_left_out:,} samples: build with on_error="skip" too, or {_REMOVE}'
+            )
+
+    def _build(
+        self,
+        plan: Plan,
+        uploaded: dict[int, _Uploaded],
+        num_workers: int | None,
+        local_files: Callable[[int], str] | None,
+        *,
+        shown: bool,
+    ) -> dict[int, _Uploaded]:
+        """Build and upload the missing shards."""
+        left_out = {shard: one.left_out for shard, one in uploaded.items()}
+        done = dict(uploaded)
+        report = read_report(f"{self._path}.errors.jsonl") if local_files is not None else []
+
+        def upload(shard: int) -> None:
+            done[shard] = self._upload(plan, shard, left_out[shard], local_files)
+
+        if uploaded:
+            log.info("%s: %d of %d shards are there already", self._files.url, len(done), plan.num_shards)
+        with _Uploader(upload) as uploader:
+            for shard in range(plan.num_shards):
+                if shard in uploaded and not self._keeps_local:
+                    continue
+                uploader.wait_for_room()
+                if local_files is None:
+                    found = self._build_shard(plan, shard, num_workers, shown=shown)
+                else:
+                    found = [sample for sample in report if sample.index in plan.indices_of(shard)]
+                if shard not in uploaded:
+                    left_out[shard] = found
+                    uploader.add(shard)
+                self._check_budget(plan, [sample for samples in left_out.values() for sample in samples])
+            uploader.finish()
+        return done
+
+    def _build_shard(
+        self, plan: Plan, shard: int, num_workers: int | None, *, shown: bool
+    ) -> list[FailedSample]:
+        """Build a shard in the local directory; returns the samples that it leaves out."""
+        with _noting_directory() if not self._keeps_local else contextlib.nullcontext():
+            build_shard(
+                self._dataset,
+                self._path,
+                shard,
+                plan.num_shards,
+                num_workers=num_workers,
+                progress=shown,
+                probed=self._probed,
+                codec=plan.codec,
+                quality=self._quality,
+                on_error=self._on_error,
+                error_budget=self._error_budget,
+                fingerprint=self._fingerprint,
+                name=self._files.url,
+            )
+        with contextlib.closing(ShardFiles(self._path)) as files:
+            found = files.finished(shard) if files.open() else None
+        if found is None:
+            raise CacheError(
+                f"shard {shard + 1} was removed from {self._path}.partial while it was built: build again"
+            )
+        return found
+
+    def _upload(
+        self,
+        plan: Plan,
+        shard: int,
+        left_out: list[FailedSample],
+        local_files: Callable[[int], str] | None,
+    ) -> _Uploaded:
+        name = shard_name(plan, shard)
+        local = os.path.join(f"{self._path}.partial", name) if local_files is None else local_files(shard)
+        found = shard_file(local, name, len(left_out))
+        self._files.put(name, local)
+        fields = {**asdict(found), "build_id": plan.build_id, "left_out": report_text(left_out)}
+        self._files.write(f"{name}.json", json.dumps(fields).encode("ascii"))
+        if not self._keeps_local:
+            os.unlink(local)
+        log.info(
+            "%s: shard %d of %d is uploaded, %s",
+            self._files.url,
+            shard + 1,
+            plan.num_shards,
+            readable_size(found.nbytes),
+        )
+        return _Uploaded(found, left_out)
+
+    def _check_budget(self, plan: Plan, left_out: list[FailedSample]) -> None:
+        most = most_failures(self._error_budget, plan.num_samples)
+        if len(left_out) <= most:
+            return
+        last = left_out[-1]
+        where = "" if last.path is None else f" ({last.path})"
+        raise ErrorBudgetError(
+            f"{len(left_out):,} samples could not be read, and the error budget allows {most:,} of "
+            f"{plan.num_samples:,}. The last one is {last.index}{where}: {last.type}: {last.reason:.200}. "
+            f"Finished shards are kept at {self._files.url}: raise the budget, and build again to resume; or "
+            f"repair the files, {_REMOVE}, and build again"
+        )
+
+    def _finish(self, plan: Plan, uploaded: dict[int, _Uploaded]) -> None:
+        """Write the report and the manifest."""
+        there = self._read_plan()
+        if there is None or there.build_id != plan.build_id:
+            raise CacheError(
+                f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
+                "for example by a build on another machine: run one build, and build again"
+            )
+        ordered = [uploaded[shard] for shard in range(plan.num_shards)]
+        left_out = [sample for one in ordered for sample in one.left_out]
+        if left_out:
+            self._files.write(REMOTE_REPORT_NAME, report_text(left_out).encode())
+            log.warning(
+                "%s: %d of %d samples could not be read and are left out: see %s/%s",
+                self._files.url,
+                len(left_out),
+                plan.num_samples,
+                self._files.url,
+                REMOTE_REPORT_NAME,
+            )
+        manifest = Manifest(self._files.url, plan, tuple(one.shard for one in ordered))
+        self._files.write(MANIFEST_NAME, manifest_text(manifest))
+
+
+class _Uploader:
+    """Calls a function in a thread, one call at a time; leaving the context waits for the call in progress.
+
+    Args:
+        upload: Called with the number of each shard.
+    """
+
+    def __init__(self, upload: Callable[[int], None]) -> None:
+        self._upload = upload
+        self._changed = threading.Condition()
+        self._waiting: deque[int] = deque()
+        self._num_left = 0  # waiting, and in progress
+        self._is_closed = False
+        self._error: BaseException | None = None
+        # A daemon: a second Ctrl-C ends the process although an upload is in progress.
+        self._thread = threading.Thread(target=self._serve, name="fastload-upload", daemon=True)
+
+    def __enter__(self) -> _Uploader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+            is_busy = self._num_left > 0 and self._error is None
+        if kind is not None and is_busy:
+            log.info("waiting for the upload that is in progress; Ctrl-C leaves it")
+        self._thread.join()
+
+    def add(self, shard: int) -> None:
+        """Upload a shard after those that were added before."""
+        with self._changed:
+            self._waiting.append(shard)
+            self._num_left += 1
+            self._changed.notify_all()
+
+    def wait_for_room(self) -> None:
+        """Wait until another finished shard may wait.
+
+        Raises:
+            Exception: The error of an upload.
+        """
+        self._wait(_MOST_WAITING)
+
+    def finish(self) -> None:
+        """Wait until all shards are uploaded.
+
+        Raises:
+            Exception: The error of an upload.
+        """
+        self._wait(1)
+
+    def _wait(self, fewer_than: int) -> None:
+        with self._changed:
+            while self._error is None and self._num_left >= fewer_than:
+                self._changed.wait()
+            if self._error is not None:
+                raise self._error
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed or self._error is not None:
+                    return
+                shard = self._waiting.popleft()
+            try:
+                self._upload(shard)
+            except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._num_left -= 1
+                self._changed.notify_all()

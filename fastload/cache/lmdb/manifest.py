@@ -1,0 +1,179 @@
+"""The manifest of a cache in an object store: `cache.json`, written when all shards are there.
+
+A cache at a URL has these files directly below the URL:
+
+    plan.json                   the plan of the build; written first
+    00000-of-00004.lmdb         a shard, as on disk
+    00000-of-00004.lmdb.json    length and digest of this shard; written after it
+    errors.jsonl                samples that were left out, if there are any
+    cache.json                  the manifest: the plan, and name, length and digest of each shard
+
+Rules:
+
+1. Without a manifest the cache is not finished. A shard with another length or digest than the manifest says
+   is never used.
+2. A manifest may come from an untrusted source. The names of its shards follow from the plan, so they are
+   never paths, and every field must have its type and range.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse_json, parse_plan
+from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, RemoteFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastload.cache.lmdb.description import Plan
+    from fastload.files.transfers import RemoteFiles
+
+REMOTE_PLAN_NAME = "plan.json"
+REMOTE_REPORT_NAME = "errors.jsonl"
+
+_DIGEST_BYTES = 32
+_DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
+_BUILD_ID = re.compile(r"[0-9a-f]{1,32}")
+_MOST_BYTES = 1 << 60
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard in an object store.
+
+    Attributes:
+        name: Its name below the URL.
+        nbytes: Its length.
+        blake2b: The digest of its content, 32 bytes in hexadecimal digits.
+        num_left_out: How many of its samples are left out.
+    """
+
+    name: str
+    nbytes: int
+    blake2b: str
+    num_left_out: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A finished cache in an object store, as its manifest describes it.
+
+    Attributes:
+        url: The URL.
+        plan: The plan of the cache.
+        shards: Its shards, in the order of their indices.
+    """
+
+    url: str
+    plan: Plan
+    shards: tuple[ShardFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all shards."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def num_left_out(self) -> int:
+        """How many samples are left out."""
+        return sum(shard.num_left_out for shard in self.shards)
+
+
+def new_digest() -> Any:
+    """A digest that is updated with the content of a shard."""
+    return hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+
+def shard_file(path: str, name: str, num_left_out: int) -> ShardFile:
+    """The facts about a shard that lies at a path of this machine."""
+    digest, nbytes = new_digest(), 0
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(_CHUNK_BYTES):
+            digest.update(data)
+            nbytes += len(data)
+    return ShardFile(name, nbytes, digest.hexdigest(), num_left_out)
+
+
+def manifest_text(manifest: Manifest) -> bytes:
+    """The content of `cache.json`."""
+    fields = {
+        "version": FORMAT_VERSION,
+        "url": manifest.url,
+        "plan": asdict(manifest.plan),
+        "shards": [asdict(shard) for shard in manifest.shards],
+    }
+    return json.dumps(fields, indent=1).encode("ascii")
+
+
+def parse_manifest(text: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        ValueError: It is not valid; the error gives the reason.
+        CacheMismatchError: It has another format version. The caller adds the URL.
+    """
+    fields = parse_json(text)
+    check_version(fields)
+    plan = parse_plan(fields.get("plan"))
+    if not _BUILD_ID.fullmatch(plan.build_id):
+        raise ValueError(f"build_id should be hexadecimal digits, but is {plan.build_id[:40]!r}")
+    entries, url = fields.get("shards"), fields.get("url")
+    if not isinstance(entries, list) or len(entries) != plan.num_shards or not isinstance(url, str):
+        raise ValueError(f"it should have a url and a list of {plan.num_shards} shards")
+    shards = [parse_shard(entry, shard_name(plan, shard)) for shard, entry in enumerate(entries)]
+    return Manifest(url, plan, tuple(shards))
+
+
+def parse_shard(fields: Mapping[str, Any], name: str) -> ShardFile:
+    """Read the facts about the shard of this name.
+
+    Raises:
+        ValueError: They are not valid, or those of another shard.
+    """
+    if not isinstance(fields, dict) or fields.get("name") != name:
+        raise ValueError(f"a shard should have the name {name}")
+    nbytes, num_left_out, digest = (fields.get(key) for key in ("nbytes", "num_left_out", "blake2b"))
+    numbers_fit = all(type(number) is int and 0 <= number < _MOST_BYTES for number in (nbytes, num_left_out))
+    if not numbers_fit or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+        raise ValueError(f"the length, the number of missing samples or the digest of {name} is not valid")
+    return ShardFile(name, nbytes, digest, num_left_out)  # type: ignore[arg-type]  # checked above
+
+
+def read_manifest(files: RemoteFiles) -> Manifest:
+    """The manifest at a URL.
+
+    Raises:
+        FileNotFoundError: There is no finished cache; the error names the command that builds one.
+        CacheCorruptError: The manifest is damaged.
+        CacheMismatchError: It has another format version.
+        CacheError: The store does not answer, or refuses.
+        ImportError: A package is missing.
+        ValueError: There is no such protocol.
+    """
+    try:
+        text = files.read(MANIFEST_NAME)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no finished cache at {files.url}, because it has no {MANIFEST_NAME}: build it, or "
+            f"finish its build, with 'fastload cache build SOURCE {files.url}'"
+        ) from None
+    except RemoteFolderError as error:
+        raise CacheError(str(error)) from error
+    try:
+        found = parse_manifest(text)
+    except CacheMismatchError as error:
+        raise CacheMismatchError(f"{files.url} {error}") from None
+    except ValueError as error:
+        raise CacheCorruptError(
+            f"{files.url}/{MANIFEST_NAME} is damaged: {error}. Remove all files at that URL, and build the "
+            "cache again"
+        ) from error
+    # A bucket may be copied to another URL.
+    return Manifest(files.url, found.plan, found.shards)

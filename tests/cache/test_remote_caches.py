@@ -1,0 +1,999 @@
+"""Caches in object stores: builds that upload their shards, and local copies that are downloaded once."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fastload
+from fastload.cache.build import upload
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.sharded import build_shard
+from fastload.cache.build.upload import build_at_url
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb import copies
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
+from fastload.cache.locks import held
+from fastload.errors import (
+    CacheBusyError,
+    CacheCorruptError,
+    CacheError,
+    CacheMismatchError,
+    ErrorBudgetError,
+)
+from fastload.files import remote
+from fastload.files.transfers import RemoteFiles
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.zoo import Images, KnownImages
+from tests.kit.batches import assert_same_samples
+from tests.kit.remote import FaultyFileSystem, cut, raising, register
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+URL = "faulty://bucket/caches/train"
+SHARDS = ["00000-of-00003.lmdb", "00001-of-00003.lmdb", "00002-of-00003.lmdb"]
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of this test's own for builds and copies, and an empty faulty store; no pauses."""
+    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "host"))
+    monkeypatch.delenv(copies.BYTES_VARIABLE, raising=False)
+    monkeypatch.setattr(remote, "_sleep", lambda _: None)
+    register()
+    FaultyFileSystem.reset()
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a store that other processes see, too."""
+    return f"local://{tmp_path}/store/train"
+
+
+def build(dataset: Any = None, url: str = URL, **options: Any) -> tuple[Manifest, bool]:
+    options = {"num_workers": 0, "progress": False, "shards": 3, **options}
+    return build_at_url(Images(20) if dataset is None else dataset, url, **options)
+
+
+def names(url: str = URL) -> list[str]:
+    """The names of the files at a URL."""
+    root = FaultyFileSystem._strip_protocol(url)
+    return sorted(path.removeprefix(f"{root}/") for path in FaultyFileSystem.store if path.startswith(root))
+
+
+def content(name: str, url: str = URL) -> bytes:
+    return bytes(FaultyFileSystem().cat_file(f"{url}/{name}"))
+
+
+def change(name: str, data: bytes, url: str = URL) -> None:
+    """Replace a file at the URL."""
+    FaultyFileSystem().pipe_file(f"{url}/{name}", data)
+
+
+def copied() -> list[str]:
+    """The names of copies and unfinished downloads."""
+    try:
+        return sorted(os.listdir(copies.copies_directory()))
+    except FileNotFoundError:
+        return []
+
+
+def kept_builds(cache_dir: Path) -> list[str]:
+    return sorted(os.listdir(cache_dir / "builds"))
+
+
+# --- both ways -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_at_a_url_gives_the_samples(cache_dir: Path) -> None:
+    """Nothing of the build stays on the disk; the copy has all shards and the manifest."""
+    manifest, was_built = build()
+
+    cache = LMDBCache(URL)
+
+    assert was_built
+    assert names() == sorted([*SHARDS, *(f"{name}.json" for name in SHARDS), "cache.json", "plan.json"])
+    assert kept_builds(cache_dir) == []
+    assert_same_samples([cache.get(index) for index in range(20)], list(Images(20)))
+    assert sorted(os.listdir(cache.path)) == [*SHARDS, "cache.json"]
+    assert manifest.nbytes == cache.nbytes
+    cache.close()
+
+
+@given(
+    st.integers(0, 13),
+    st.integers(1, 6),
+    st.sets(st.integers(1, 12), max_size=3),
+    st.sets(st.integers(0, 12), max_size=4),
+    st.lists(st.sampled_from(["drop", "cut"]), max_size=4),
+)
+@settings(deadline=None, max_examples=25)
+def test_any_stops_and_faults_give_the_cache_of_one_build(
+    num_samples: int, num_shards: int, stops: set[int], bad: set[int], faults: list[str]
+) -> None:
+    """Builds that end early and are run again, and downloads with faults, give every readable sample."""
+    FaultyFileSystem.reset()
+    plans = {"drop": raising(ConnectionError("reset")), "cut": cut}
+    FaultyFileSystem.faults[".lmdb"] = [plans[fault] for fault in faults]
+    options: dict[str, Any] = {"on_error": "skip", "shards": num_shards}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(copies.DIRECTORY_VARIABLE, folder)
+        for stop in sorted(stops):
+            if stop < num_samples and stop not in bad:
+                dataset = Stopping(num_samples, stop, bad=sorted(bad))
+                try:
+                    build(dataset, **options)
+                except KeyboardInterrupt:
+                    assert "cache.json" not in names()
+        build(BrokenImages(num_samples, bad=sorted(bad)), **options)
+        cache = LMDBCache(URL)
+        left_out = sorted(index for index in bad if index < num_samples)
+
+        assert [index for index in range(num_samples) if index not in cache] == left_out
+        for index in set(range(num_samples)) - set(left_out):
+            assert_same_samples([cache.get(index)], [Images(20)[index]])
+        reported = (
+            [json.loads(line)["index"] for line in content("errors.jsonl").splitlines()] if left_out else []
+        )
+        assert reported == left_out
+        cache.close()
+
+
+class Stopping(BrokenImages):
+    """Raises at one sample."""
+
+    def __init__(self, num_samples: int, stop: int, **options: Any) -> None:
+        super().__init__(num_samples, **options)
+        self.stop = stop
+
+    def sample(self, index: int) -> Any:
+        if index == self.stop:
+            raise KeyboardInterrupt
+        return super().sample(index)
+
+
+# --- building --------------------------------------------------------------------------------------------
+
+
+def test_a_second_build_reads_one_sample() -> None:
+    """The cache exists and matches; without a number of shards, that of the cache is taken."""
+    build(Images(20))
+    again = Images(20)
+
+    manifest, was_built = build(again, shards=None)
+
+    assert not was_built
+    assert manifest.plan.num_shards == 3
+    assert again.reads == [1] + [0] * 19
+
+
+def test_a_shard_has_about_the_bytes_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of the first sample: 20 images of a bit more than 2304 bytes."""
+    monkeypatch.setattr(upload, "SHARD_BYTES", 5 * 2500)
+
+    manifest, _ = build(shards=None)
+
+    assert manifest.plan.num_shards == 4
+
+
+def test_a_small_dataset_has_one_shard() -> None:
+    """The default is at least one."""
+    manifest, _ = build(Images(2), shards=None)
+
+    assert [shard.name for shard in manifest.shards] == ["00000-of-00001.lmdb"]
+
+
+def test_shards_at_the_url_are_not_built_again() -> None:
+    """The build ended in the third shard."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopping(20, 15))
+    again = Images(20)
+
+    build(again)
+
+    assert again.reads == [1] + [0] * 12 + [1] * 7
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+@pytest.mark.parametrize("state", ["finished", "unfinished"])
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (Images(21), {}, "num_samples was 20 and is now 21"),
+        (Images(20), {"shards": 4}, "num_shards was 3 and is now 4"),
+        (Images(20), {"codec": "png"}, "codec was raw and is now png"),
+        (BrokenImages(20, bad=[0]), {"on_error": "skip"}, "crc32 was"),
+    ],
+)
+def test_another_plan_at_the_url_is_an_error(
+    state: str, dataset: Any, options: dict[str, Any], said: str
+) -> None:
+    """The error says what differs and what to do, and nothing is changed."""
+    if state == "finished":
+        build()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            build(Stopping(20, 15))
+    before = {name: content(name) for name in names()}
+
+    with pytest.raises(CacheMismatchError, match=rf"{URL} has an? {state}.*{said}.*give another URL"):
+        build(dataset, **options)
+
+    assert {name: content(name) for name in names()} == before
+
+
+def test_another_fingerprint_at_the_url_is_an_error() -> None:
+    """The error names the part."""
+    known = fingerprint_of
+    build(KnownImages(20), fingerprint=known(KnownImages(20)))
+
+    with pytest.raises(CacheMismatchError, match=r'"2" here and "1" there'):
+        build(KnownImages(20, version="2"), fingerprint=known(KnownImages(20, version="2")))
+
+
+def test_samples_that_cannot_be_read_are_reported_beside_the_manifest() -> None:
+    """Also those of shards that an earlier build has uploaded."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopping(20, 15, bad=[3]), on_error="skip")
+
+    manifest, _ = build(BrokenImages(20, bad=[3, 17]), on_error="skip")
+
+    assert [json.loads(line)["index"] for line in content("errors.jsonl").splitlines()] == [3, 17]
+    assert manifest.num_left_out == 2
+    assert len(fastload.CachedDataset.from_cache(URL)) == 18
+
+
+def test_the_error_budget_counts_all_shards() -> None:
+    """One sample of each shard is left out, and two are allowed."""
+    with pytest.raises(ErrorBudgetError, match=r"3 samples could not be read, and the error budget allows 2"):
+        build(BrokenImages(20, bad=[1, 8, 19]), on_error="skip", error_budget=2)
+
+    assert "cache.json" not in names()
+    build(BrokenImages(20, bad=[1, 8, 19]), on_error="skip", error_budget=3)
+    assert "cache.json" in names()
+
+
+def test_left_out_samples_are_an_error_of_a_build_that_raises() -> None:
+    """Another build skipped them."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopping(20, 15, bad=[3]), on_error="skip")
+
+    with pytest.raises(CacheMismatchError, match=r"leave out 1 samples: build with on_error=.skip. too"):
+        build(Images(20))
+
+
+def test_a_bad_sample_ends_the_build_with_its_own_error() -> None:
+    """It keeps its type; the note says that finished shards are at the URL."""
+    with pytest.raises(fastload.ImageReadError) as caught:
+        build(BrokenImages(20, bad=[9]))
+
+    assert any(f"Finished shards are kept at {URL}" in note for note in caught.value.__notes__)
+
+
+class FailingPut:
+    """Fails to upload files whose names end in a text, some number of times."""
+
+    def __init__(self, end: str, times: int, error: Exception) -> None:
+        self.end, self.left, self.error = end, times, error
+        self.inner: Callable[..., Any] = FaultyFileSystem.put_file
+
+    def __call__(self, fs: Any, local: str, path: str, **options: Any) -> Any:
+        if path.endswith(self.end) and self.left:
+            self.left -= 1
+            raise self.error
+        return self.inner(fs, local, path, **options)
+
+
+def failing_put(monkeypatch: pytest.MonkeyPatch, end: str, times: int, error: Exception) -> None:
+    fault = FailingPut(end, times, error)
+    monkeypatch.setattr(
+        FaultyFileSystem, "put_file", lambda fs, *args, **options: fault(fs, *args, **options)
+    )
+
+
+def test_uploads_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is reset five times."""
+    failing_put(monkeypatch, SHARDS[1], 5, ConnectionError("reset"))
+
+    _, was_built = build()
+
+    assert was_built
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ConnectionError("reset"), "tried 6 times"), (PermissionError("denied"), "PermissionError: denied")],
+)
+def test_a_store_that_refuses_is_an_error_with_its_url(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are kept: the next build reads only samples of shards that are neither here nor there."""
+    with monkeypatch.context() as patch:
+        failing_put(patch, SHARDS[2], 100, error)
+        with pytest.raises(CacheError, match=rf"cannot write {URL}/{SHARDS[2]}: .*{said}.*build again"):
+            build()
+    again = Images(20)
+
+    build(again)
+
+    assert again.reads == [1] + [0] * 19
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+def test_a_half_written_shard_is_never_taken_for_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store shows a part of a file, and the build dies; the shard is uploaded again."""
+
+    def half(fs: Any, local: str, path: str, **_: Any) -> None:
+        data = Path(local).read_bytes()
+        FaultyFileSystem.pipe_file(fs, path, data[: len(data) // 2])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FaultyFileSystem, "put_file", half)
+        with pytest.raises(CacheError, match=r"bytes arrived of"):
+            build()
+    assert names() == [SHARDS[0], "plan.json"]
+
+    build()
+
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+def test_at_most_two_finished_shards_wait_on_the_disk(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first upload ends only after the build has begun to wait for room."""
+    is_waiting = threading.Event()
+    found: list[int] = []
+    wait, put_file = upload._Uploader._wait, FaultyFileSystem.put_file
+
+    def watched(uploader: Any, fewer_than: int) -> None:
+        if uploader._num_left >= fewer_than and not is_waiting.is_set():
+            found.append(len(list(cache_dir.rglob("*-of-*.lmdb"))))
+            is_waiting.set()
+        wait(uploader, fewer_than)
+
+    def put(fs: Any, local: str, path: str, **options: Any) -> None:
+        assert is_waiting.wait(30)
+        put_file(fs, local, path, **options)
+
+    monkeypatch.setattr(upload._Uploader, "_wait", watched)
+    monkeypatch.setattr(FaultyFileSystem, "put_file", put)
+
+    build(shards=6)
+
+    assert found == [2]
+
+
+def test_a_build_whose_plan_is_replaced_writes_no_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine has begun a build of its own meanwhile."""
+    inner = upload.build_shard
+
+    def replacing(*args: Any, **options: Any) -> Any:
+        fields = json.loads(content("plan.json"))
+        fields["plan"]["build_id"] = "abc"
+        change("plan.json", json.dumps(fields).encode())
+        return inner(*args, **options)
+
+    monkeypatch.setattr(upload, "build_shard", replacing)
+
+    with pytest.raises(CacheError, match=r"plan.json was removed or replaced"):
+        build()
+    assert "cache.json" not in names()
+
+
+def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) -> None:
+    """The lock is of a process, so the other builder is one."""
+    name = cache_dir / "builds" / f"{copies.digest_of_url(URL)}.lock"
+    name.parent.mkdir(parents=True)
+    ours, theirs = multiprocessing.Pipe()
+
+    def hold() -> None:
+        with held(str(name), by_process=True):
+            theirs.send(True)
+            theirs.recv()
+
+    other = multiprocessing.get_context("fork").Process(target=hold)
+    other.start()
+    assert ours.recv()
+    try:
+        with pytest.raises(CacheBusyError, match=rf"another process on this machine builds {URL}"):
+            build()
+    finally:
+        ours.send(True)
+        other.join()
+        ours.close()
+        theirs.close()
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_the_variable(cache_dir: Path) -> None:
+    """There is a file where the directory for builds should be."""
+    cache_dir.write_text("a file where the directory should be")
+
+    with pytest.raises(CacheError, match=r"cannot write") as caught:
+        build()
+
+    assert any(copies.DIRECTORY_VARIABLE in note for note in caught.value.__notes__)
+
+
+# --- a local cache that is uploaded too ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", ["nothing", "finished", "unfinished"])
+def test_a_cache_is_kept_and_uploaded(state: str, tmp_path: Path) -> None:
+    """The local cache and the copy have the same files."""
+    path = tmp_path / "local"
+    options: dict[str, Any] = {"num_workers": 0, "progress": False}
+    if state == "finished":
+        build_lmdb(Images(20), path, shards=3, **options).close()
+    elif state == "unfinished":
+        build_shard(Images(20), path, 1, 3, **options)
+
+    build(path=str(path), shards=None if state == "finished" else 3)
+
+    cache = LMDBCache(URL)
+    for name in SHARDS:
+        assert (path / name).read_bytes() == Path(cache.path, name).read_bytes() == content(name)
+    assert sorted(os.listdir(path)) == SHARDS
+    cache.close()
+
+
+def test_a_cache_at_the_url_is_built_locally_by_its_plan(tmp_path: Path) -> None:
+    """Nothing is uploaded again."""
+    build()
+    before = {name: content(name) for name in names()}
+
+    _, was_built = build(path=str(tmp_path / "local"))
+
+    assert not was_built
+    assert {name: (tmp_path / "local" / name).read_bytes() for name in SHARDS} == {
+        name: before[name] for name in SHARDS
+    }
+
+
+def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
+    """The local cache has another id than the one at the URL."""
+    build()
+    build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
+
+    with pytest.raises(CacheMismatchError, match=r"of the same samples, but of two builds"):
+        build(path=str(tmp_path / "x"))
+
+
+# --- opening ---------------------------------------------------------------------------------------------
+
+
+def test_a_cached_dataset_checks_the_samples() -> None:
+    """The error names the URL."""
+    build()
+
+    assert fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")[3][1] == 3
+    with pytest.raises(CacheMismatchError, match=r"number of samples is 20") as caught:
+        fastload.CachedDataset(Images(21), cache=f"lmdb:{URL}")
+    assert any(URL in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("state", ["nothing", "unfinished"])
+def test_a_url_without_a_finished_cache_is_an_error_with_the_command(state: str) -> None:
+    """Nothing is built or uploaded that nobody asked for."""
+    if state == "unfinished":
+        with pytest.raises(KeyboardInterrupt):
+            build(Stopping(20, 15))
+    before = names()
+
+    with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
+        fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")
+
+    assert names() == before
+
+
+def test_a_complete_copy_costs_one_request() -> None:
+    """That for the manifest."""
+    build()
+    LMDBCache(URL).close()
+    FaultyFileSystem.reads.clear()
+
+    LMDBCache(URL).close()
+
+    assert dict(FaultyFileSystem.reads) == {"/bucket/caches/train/cache.json": 1}
+
+
+def test_a_cache_that_was_built_again_gets_another_copy() -> None:
+    """The old copy stays open for those who have it."""
+    build()
+    old = LMDBCache(URL)
+    FaultyFileSystem.reset()
+    build(Images(10))
+
+    new = LMDBCache(URL)
+
+    assert (old.num_samples, new.num_samples) == (20, 10)
+    assert len(copied()) == 2
+    old.close()
+    new.close()
+
+
+def test_a_complete_copy_is_opened_while_the_network_is_down(caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning."""
+    build()
+    LMDBCache(URL).close()
+    FaultyFileSystem.faults["cache.json"] = [raising(ConnectionError("no route"))] * 100
+
+    with caplog.at_level(logging.WARNING, "fastload"):
+        LMDBCache(URL).close()
+
+    assert "no route" in caplog.text
+    assert "The local copy of the cache is used" in caplog.text
+    FaultyFileSystem.faults.clear()  # the error keeps the frames that it went through
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [(PermissionError("denied"), CacheError), (FileNotFoundError("gone"), FileNotFoundError)],
+)
+def test_a_store_that_answers_no_is_an_error_although_a_copy_is_there(
+    fault: Exception, kind: type[Exception]
+) -> None:
+    """Only a network that is down is worked around."""
+    build()
+    LMDBCache(URL).close()
+    FaultyFileSystem.faults["cache.json"] = [raising(fault)] * 100
+
+    with pytest.raises(kind, match=URL):
+        LMDBCache(URL)
+
+
+def test_without_a_copy_a_network_that_is_down_is_an_error() -> None:
+    """It names the URL and the attempts."""
+    build()
+    FaultyFileSystem.faults["cache.json"] = [raising(ConnectionError("no route"))] * 100
+
+    with pytest.raises(CacheError, match=rf"cannot read {URL}/cache.json: .*no route.*tried 6 times"):
+        LMDBCache(URL)
+
+
+def test_drops_and_truncated_bodies_are_tried_again() -> None:
+    """Each part by itself."""
+    build()
+    FaultyFileSystem.faults[SHARDS[0]] = [raising(ConnectionError("reset")), cut, cut]
+
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+def test_a_body_with_other_bytes_is_downloaded_again() -> None:
+    """Of the right length, but not of the right digest."""
+    build()
+    FaultyFileSystem.faults[SHARDS[1]] = [lambda data: bytes(len(data))]
+
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+def broken_shard() -> None:
+    change(SHARDS[1], bytes(len(content(SHARDS[1]))))
+
+
+def shorter_shard() -> None:
+    change(SHARDS[1], content(SHARDS[1])[:-1])
+
+
+def missing_shard() -> None:
+    FaultyFileSystem().rm_file(f"{URL}/{SHARDS[1]}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (broken_shard, f"{SHARDS[1]} is damaged: its digest is"),
+        (shorter_shard, f"cannot read {URL}/{SHARDS[1]}: .* bytes arrived of"),
+        (missing_shard, f"is incomplete: its manifest lists {SHARDS[1]}"),
+    ],
+)
+def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[], None], said: str) -> None:
+    """Good shards are kept for the next attempt."""
+    build()
+    data = content(SHARDS[1])
+    damage()
+
+    with pytest.raises(CacheError, match=said):
+        LMDBCache(URL)
+
+    assert [name.endswith(".partial") for name in copied() if not name.endswith(".lock")] == [True]
+    change(SHARDS[1], data)
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+def without(key: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda fields: fields.pop(key)
+
+
+def renamed(fields: dict[str, Any]) -> None:
+    fields["shards"][0]["name"] = "../../evil.lmdb"
+
+
+def renumbered(fields: dict[str, Any]) -> None:
+    fields["shards"][0]["nbytes"] = -1
+
+
+def led_astray(fields: dict[str, Any]) -> None:
+    fields["plan"]["build_id"] = "../../evil"
+
+
+@pytest.mark.parametrize(
+    "forge", [without("plan"), without("shards"), without("version"), renamed, renumbered, led_astray]
+)
+def test_a_forged_manifest_is_refused(forge: Callable[[dict[str, Any]], Any]) -> None:
+    """Nothing is downloaded."""
+    build()
+    fields = json.loads(content("cache.json"))
+    forge(fields)
+    change("cache.json", json.dumps(fields).encode())
+
+    with pytest.raises(CacheCorruptError, match=rf"{URL}/cache.json is damaged"):
+        LMDBCache(URL)
+    assert copied() == []
+
+
+def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable; with more space the download goes on."""
+    build()
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "_write_all", full)
+        with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names another"):
+            LMDBCache(URL)
+
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+
+@given(st.integers(0, 5000), st.binary(max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_a_manifest_with_any_damage_is_refused_or_names_its_shards(position: int, noise: bytes) -> None:
+    """Some bytes take the place of one; no other error than ValueError comes from damage."""
+    if not FaultyFileSystem.store:
+        build()
+    data = content("cache.json")
+    position %= len(data)
+
+    try:
+        found = parse_manifest(data[:position] + noise + data[position + 1 :])
+    except ValueError:
+        return
+    assert [shard.name for shard in found.shards] == SHARDS
+    assert parse_manifest(manifest_text(found)) == found
+
+
+def test_a_cache_of_another_format_is_a_mismatch() -> None:
+    """A later release wrote it."""
+    build()
+    fields = json.loads(content("cache.json"))
+    change("cache.json", json.dumps({**fields, "version": 99}).encode())
+
+    with pytest.raises(CacheMismatchError, match=rf"{URL} is a cache of format 99"):
+        LMDBCache(URL)
+
+
+def test_a_copy_with_files_removed_by_hand_is_repaired() -> None:
+    """Only the missing shard is downloaded."""
+    build()
+    cache = LMDBCache(URL)
+    path = cache.path
+    cache.close()
+    os.unlink(f"{path}/{SHARDS[2]}")
+    FaultyFileSystem.reads.clear()
+
+    LMDBCache(URL).close()
+
+    assert sorted(name.rpartition("/")[2] for name in FaultyFileSystem.reads) == [SHARDS[2], "cache.json"]
+
+
+# --- several processes -----------------------------------------------------------------------------------
+
+
+def in_children(number: int, function: Callable[..., Any], *args: Any) -> list[int | None]:
+    """The exit codes of forked processes that call a function."""
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=function, args=args) for _ in range(number)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    return [child.exitcode for child in children]
+
+
+def log_reads(log: Path) -> None:
+    """Write a line for each read of a shard, in this process and its children."""
+    inner = LocalFileSystem.cat_file
+
+    def cat_file(fs: Any, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith(".lmdb"):
+            with open(log, "a") as file:
+                file.write(f"{path}\n")
+        return inner(fs, path, *args, **options)
+
+    LocalFileSystem.cat_file = cat_file
+
+
+def open_it(url: str, log: Path) -> None:
+    log_reads(log)
+    assert LMDBCache(url).get(19)[1] == 19
+
+
+def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
+    """One downloads, and the others wait for it."""
+    build(url=store)
+
+    codes = in_children(4, open_it, store, tmp_path / "log")
+
+    assert codes == [0] * 4
+    assert len((tmp_path / "log").read_text().splitlines()) == 3
+    assert len(copied()) == 1
+
+
+def test_a_process_that_waits_for_a_download_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks again until the lock is free."""
+    manifest, _ = build()
+    path = copies._path_of(manifest)
+    os.makedirs(os.path.dirname(path))
+    with ExitStack() as other:
+        other.enter_context(held(f"{path}.lock"))
+        monkeypatch.setattr(copies.time, "sleep", lambda _: other.close())
+
+        with caplog.at_level(logging.INFO, "fastload"):
+            LMDBCache(URL).close()
+
+    assert f"cache: waiting: another process downloads {URL} to {path}" in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_copy_that_is_removed_at_its_opening_is_downloaded_again(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before its files are opened, or just after."""
+    build()
+    LMDBCache(URL).close()
+    open_cache, left = copies.open_cache, [moment]
+
+    def removing(path: str) -> Any:
+        now = left.pop() if left else ""
+        if now == "before":
+            shutil.rmtree(path)
+        opened = open_cache(path)
+        if now == "after":
+            shutil.rmtree(path)
+        return opened
+
+    monkeypatch.setattr(copies, "open_cache", removing)
+
+    cache = LMDBCache(URL)
+
+    assert os.path.exists(cache.path)
+    assert cache.get(7)[1] == 7  # type: ignore[index]
+    cache.close()
+
+
+def test_the_remains_of_a_build_that_was_killed_at_its_end_are_removed(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next build finds the finished cache."""
+    with monkeypatch.context() as patch:
+        patch.setattr(upload._Job, "_remove_scratch", lambda _: None)
+        build()
+    assert len(kept_builds(cache_dir)) == 1
+
+    build()
+
+    assert kept_builds(cache_dir) == []
+
+
+def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None:
+    """Run a function, and die at a call of a method of the store's client."""
+    inner = getattr(LocalFileSystem, method)
+    left = [calls]
+
+    def call(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(*args, **options)
+
+    setattr(LocalFileSystem, method, call)
+    run(*args)
+
+
+@pytest.mark.parametrize("calls", range(0, 6, 2))
+def test_a_download_that_was_killed_continues(
+    calls: int, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards that it has finished are not read again."""
+    monkeypatch.setattr(copies, "_AT_ONCE", 1)
+    build(Images(20), store, shards=6)
+
+    assert in_children(1, die_at, calls, "cat_file", LMDBCache, store) == [-signal.SIGKILL]
+    kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb")))
+
+    assert kept == max(0, calls - 1)  # one call reads the manifest
+    assert_same_samples(list(fastload.CachedDataset.from_cache(store)), list(Images(20)))
+    assert [name for name in copied() if "." in name] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "calls"),
+    [*(("put_file", calls) for calls in range(3)), *(("pipe_file", calls) for calls in range(5))],
+)
+def test_a_build_that_was_killed_continues(calls: int, method: str, store: str, cache_dir: Path) -> None:
+    """At any upload of a shard, and at any upload of a small file."""
+
+    def run() -> None:
+        build(url=store)
+
+    assert in_children(1, die_at, calls, method, run) == [-signal.SIGKILL]
+
+    build(url=store)
+
+    assert_same_samples(list(fastload.CachedDataset.from_cache(store)), list(Images(20)))
+    assert kept_builds(cache_dir) == []
+
+
+# --- room ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Three URLs with caches of the same size, with room for two copies and a half."""
+    urls = [f"faulty://bucket/{name}" for name in "abc"]
+    nbytes = [build(url=url)[0].nbytes for url in urls]
+    monkeypatch.setenv(copies.BYTES_VARIABLE, str(nbytes[0] * 5 // 2))
+    return urls
+
+
+def has_copy(url: str) -> bool:
+    return any(name.startswith(copies.digest_of_url(url)) for name in copied())
+
+
+def test_the_copy_that_was_not_used_for_longest_is_removed(three: list[str]) -> None:
+    """The first is opened again, so the second goes."""
+    for age, url in ((30, three[0]), (20, three[1])):
+        cache = LMDBCache(url)
+        cache.close()
+        os.utime(cache.path, (age, age))
+    LMDBCache(three[0]).close()
+
+    LMDBCache(three[2]).close()
+
+    assert [has_copy(url) for url in three] == [True, False, True]
+
+
+def test_a_copy_in_use_is_not_removed(three: list[str]) -> None:
+    """The first is the oldest, but open."""
+    first = LMDBCache(three[0])
+    second = LMDBCache(three[1])
+    second.close()
+    os.utime(first.path, (1, 1))
+
+    LMDBCache(three[2]).close()
+
+    assert [has_copy(url) for url in three] == [True, False, True]
+    first.close()
+
+
+def test_a_copy_that_a_forked_process_uses_is_not_removed(three: list[str]) -> None:
+    """The lock belongs to the open file, which the child has inherited."""
+    first = LMDBCache(three[0])
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=theirs.recv)
+    child.start()
+    os.utime(first.path, (1, 1))
+    first.close()
+    LMDBCache(three[1]).close()
+
+    LMDBCache(three[2]).close()
+
+    assert [has_copy(url) for url in three] == [True, False, True]
+    ours.send(True)
+    child.join()
+    ours.close()
+    theirs.close()
+
+
+def test_no_room_is_an_error_with_the_numbers(three: list[str]) -> None:
+    """All copies are in use; no copy is removed."""
+    with ExitStack() as stack:
+        for url in three[:2]:
+            stack.callback(LMDBCache(url).close)
+
+        with pytest.raises(
+            CacheError,
+            match=r"takes 1\d\d\.\d kB, and all copies in .* may take .* in use take .*FASTLOAD_CACHE_BYTES",
+        ):
+            LMDBCache(three[2])
+
+        assert [has_copy(url) for url in three] == [True, True, False]
+
+
+def test_a_copy_larger_than_the_limit_removes_nothing(
+    three: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not fit anyway."""
+    LMDBCache(three[0]).close()
+    monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
+
+    with pytest.raises(CacheError, match=r"may take 1\.0 kB"):
+        LMDBCache(three[1])
+    assert has_copy(three[0])
+
+
+def test_unfinished_downloads_make_room(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that failed is as good as a copy that nobody has open."""
+    FaultyFileSystem.faults[f"a/{SHARDS[2]}"] = [raising(PermissionError("denied"))]
+    with pytest.raises(CacheError, match="denied"):
+        LMDBCache(three[0])
+    assert has_copy(three[0])
+    LMDBCache(three[1]).close()
+
+    LMDBCache(three[2]).close()
+
+    assert [has_copy(url) for url in three] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("1000", 1000), ("2kB", 2000), ("1MiB", 1 << 20), ("auto", None), ("", None)]
+)
+def test_the_limit_has_the_forms_of_sizes(
+    text: str, nbytes: int | None, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it is 80% of what is free and what copies take."""
+    os.makedirs(cache_dir / "copies")
+    monkeypatch.setenv(copies.BYTES_VARIABLE, text)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
+
+    assert copies.allowed_bytes(100) == (800 if nbytes is None else nbytes)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "5 parsecs"])
+def test_a_limit_that_is_not_a_size_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the variable."""
+    build()
+    monkeypatch.setenv(copies.BYTES_VARIABLE, text)
+
+    with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
+        LMDBCache(URL)
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def test_parts_are_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length."""
+    monkeypatch.setattr("fastload.files.transfers.PART_BYTES", 7)
+    for nbytes in (0, 1, 7, 8, 21):
+        change("x", bytes(range(nbytes)))
+
+        assert b"".join(RemoteFiles(URL).parts("x", nbytes)) == bytes(range(nbytes))
+
+
+def test_an_unknown_protocol_is_an_error() -> None:
+    """Of opening the cache, and of building one."""
+    with pytest.raises(ValueError, match=r"cannot open s9://x: Protocol not known: s9"):
+        LMDBCache("s9://x")
