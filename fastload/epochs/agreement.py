@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 import torch.utils.data
 from torch.utils.data import DistributedSampler, Subset
 
-from fastload.cache.fingerprint import Fingerprint
 from fastload.epochs.node_partition import NodePartitionSampler
 from fastload.epochs.order import nested_samplers, process_group
 from fastload.errors import RanksDisagreeError
@@ -240,6 +239,8 @@ def _compare_caches(group: Any, rank: int, key: str, loader: DataLoader[Any]) ->
     parts = dataset.cached_parts if hasattr(type(dataset), "cached_parts") else None
     if parts is None:
         return
+    from fastload.cache.fingerprint import Fingerprint  # here: a loader without a cache needs no cache
+
     first = _first(group, rank, f"{key}/{platform.node()}", {"rank": rank, "parts": parts})
     differences = [] if first is None else Fingerprint(parts).differences(Fingerprint(first["parts"]))
     if first is not None and differences:
