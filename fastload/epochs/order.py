@@ -96,6 +96,13 @@ def rank_and_order(
     return _rank_of_process() if split is None else split[0], order
 
 
+def rank_of(loader: DataLoader[Any]) -> int | None:
+    """The rank that the loader reads for, as `rank_and_order` finds it; None: unknown."""
+    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+    split = _split_of([loader.dataset] if is_iterable else _samplers(loader))
+    return _rank_of_process() if split is None else split[0]
+
+
 def _rank_of_process() -> int | None:
     # If the script never imported torch.distributed, this process is not in a process group.
     distributed = sys.modules.get("torch.distributed")
