@@ -35,6 +35,10 @@ SHOWN = {
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
+    "augment": (
+        "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
+        "Above 1 fastload is faster."
+    ),
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "remote": (
         "Photographs from an object store on the same machine, by the latency that it adds to each request; "

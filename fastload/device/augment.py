@@ -42,7 +42,8 @@ class RandomResizedCrop(nn.Module):
     in the same layout and dtype on the same device, ``(B, h, w, C)`` or ``(B, C, h, w)``, which the caller
     owns. The boxes have the distribution of albumentations' RandomResizedCrop, and the pixels are those of
     its bilinear interpolation (without antialiasing) within one grey level. Masks and bounding boxes of
-    objects are not supported. The module has no parameters and no state_dict entry, and can be pickled.
+    objects are not supported, and gradients do not flow back. The module has no parameters and no state_dict
+    entry, and can be pickled.
 
     As a `device_transform` of a `fastload.DataLoader`, its draws follow the rules of the loader's ``rng=``;
     elsewhere each call takes one number from torch's default generator.
