@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
 from fastload.device import augment, resample
@@ -133,6 +134,36 @@ def test_the_batch_is_not_changed(transform: Any) -> None:
     transform(images).zero_()
 
     assert torch.equal(images, before)
+
+
+class Operators(TorchDispatchMode):
+    """Records the operators that run, and the copies to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.seen.append(func)
+        self.num_copies += func._schema.name == "aten::_to_copy" and kwargs.get("device") is not None
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("transform", [RandomResizedCrop((9, 11)), RandomHorizontalFlip()])
+def test_on_an_accelerator_nothing_depends_on_values(transform: Any, dtype: torch.dtype) -> None:
+    """On a device without values: one copy of parameters, and no operator that needs a value on the host."""
+    images = torch.empty((4, 20, 30, 3), dtype=dtype, device="meta")
+    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)), Operators() as operators:
+        result = transform(images)
+
+    assert result.device.type == "meta"
+    assert result.shape == ((4, 9, 11, 3) if isinstance(transform, RandomResizedCrop) else images.shape)
+    assert operators.num_copies == 1
+    dynamic = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    assert [func for func in operators.seen if dynamic & set(func.tags)] == []
 
 
 # --- boxes ------------------------------------------------------------------------------------------------
