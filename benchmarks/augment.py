@@ -81,7 +81,7 @@ def by_albumentations() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_torchvision() -> Callable[[torch.Tensor], torch.Tensor]:
-    if importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
+    if not _KEPT and importlib.util.find_spec("torchvision") and not torch.cuda.is_available():
         # The wheel is built for CUDA. Its operators, which crops do not use, cannot be loaded beside torch's
         # build for the CPU; torchvision only needs their names.
         operators = torch.library.Library("torchvision", "DEF")

@@ -12,7 +12,7 @@ LAYOUTS = ("auto", "HWC", "CHW")
 _IMAGE_KEYS = ("image", "images")
 
 
-def find_images(batch: Any, key: Any, asker: str) -> tuple[str, torch.Tensor]:
+def find_images(batch: Any, key: Any, asker: str, expected: str = "a tensor") -> tuple[str, torch.Tensor]:
     """The place of the images in a batch, for messages, and the images.
 
     Args:
@@ -20,6 +20,7 @@ def find_images(batch: Any, key: Any, asker: str) -> tuple[str, torch.Tensor]:
         key: The place of the images: an index, or the key of a mapping; None: the first of a sequence, or
             "image" or "images" in a mapping.
         asker: The subject of messages.
+        expected: What messages say that images are.
 
     Raises:
         TypeError: There is no tensor in the images' place.
@@ -28,7 +29,7 @@ def find_images(batch: Any, key: Any, asker: str) -> tuple[str, torch.Tensor]:
     where, found = _look_up(batch, key, asker)
     if not isinstance(found, torch.Tensor):
         raise TypeError(
-            f"{asker} expects images as a uint8 tensor at {where}, but got {type(found).__name__}; "
+            f"{asker} expects images as {expected} at {where}, but got {type(found).__name__}; "
             f"name another place with key=, or write a function that calls {asker} on the images of "
             "your batch"
         )

@@ -120,7 +120,7 @@ class Normalize(nn.Module):
     # --- the images -------------------------------------------------------------------------------------
 
     def _find_images(self, batch: Any) -> torch.Tensor:
-        where, found = find_images(batch, self.key, "Normalize")
+        where, found = find_images(batch, self.key, "Normalize", "a uint8 tensor")
         if found.dtype != torch.uint8:
             raise TypeError(
                 f"Normalize expects uint8 images at {where}, but got {found.dtype} of shape "

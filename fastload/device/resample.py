@@ -36,7 +36,8 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
     Returns:
         A new, contiguous ``(B, h, w, C)`` tensor in the dtype of the images.
     """
-    if images.device.type == "cpu":
+    # On CPUs without AVX2, torch's kernel gives wrong values for uint8 images of one channel and one column.
+    if images.device.type == "cpu" and min(size) > 1:
         return _one_by_one(images, boxes, size)
     parameters = torch.from_numpy(boxes.astype(np.float32))
     return _all_at_once(images, copy_parameters(parameters, images.device), size)
@@ -44,7 +45,8 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
 
 def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, int]) -> torch.Tensor:
     result = torch.empty((len(images), *size, images.shape[3]), dtype=images.dtype)
-    sources, targets = images.permute(0, 3, 1, 2), result.permute(0, 3, 1, 2)
+    # Both channels-last, because torch's kernels for uint8 give wrong values for some images that are not.
+    sources, targets = images.contiguous().permute(0, 3, 1, 2), result.permute(0, 3, 1, 2)
     for number, (top, left, height, width, is_flipped) in enumerate(boxes.T.astype(int).tolist()):
         source = sources[number, None, :, top : top + height, left : left + width]
         target = resized = targets[number, None]

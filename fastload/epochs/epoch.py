@@ -58,7 +58,8 @@ class Epoch:
         ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
             ahead.
         fetched_origin: With `rng="sample"`: the index of the batch that was fetched last, and the origin of
-            its samples' random streams. torch's own workers may fetch in another order; then it is wrong.
+            its samples' random streams. With `in_order=False` torch's workers fetch in another order than
+            that of the indices, and the two do not belong together.
         is_iterable: Whether the dataset is iterable-style.
         loads_dataset_states: Whether `dataset_states` come from a state, so that the copies must load them.
     """

@@ -149,14 +149,17 @@ class _Transform:
         self._function: Any = chained(given) if isinstance(given, (list, tuple)) else given
         self._epoch = epoch
         self._auto_collation = loader._auto_collation
-        # With in_order=False batches come in another order than their indices were drawn.
-        self._is_of_samples = loader.rng == "sample" and loader.in_order
+        # With in_order=False, the batches of torch's workers come in another order than their indices.
+        is_in_order = loader.in_order or loader.num_workers == 0
+        self._is_of_samples = loader.rng == "sample" and is_in_order
         self._rank = 0 if self._is_of_samples else rank_of(loader) or 0
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the batch that was fetched last."""
         epoch = self._epoch
-        if self._is_of_samples and epoch.fetched_origin is not None:
+        if self._is_of_samples:
+            if epoch.fetched_origin is None:
+                raise AssertionError('the epoch of a loader with rng="sample" counts its indices')
             index, origin = epoch.fetched_origin
             streams = BatchStreams.of_samples(origin, index if self._auto_collation else (index,))
         else:

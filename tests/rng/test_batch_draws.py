@@ -154,6 +154,7 @@ def test_with_rng_sample_draws_do_not_depend_on_how_batches_are_made() -> None:
         {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
         {"num_workers": 2, "worker_method": "thread"},
         {"batch_size": 7},
+        {"in_order": False},
     ):
         assert [dict(epoch) for epoch in drawn(2, rng="sample", **options)] == expected
     assert all(len(set(epoch.values())) == NUM_SAMPLES for epoch in expected)
@@ -309,3 +310,22 @@ def test_other_transforms_draw_nothing() -> None:
 
     assert torch.equal(torch.default_generator.get_state(), before)
     assert torch.equal(torch.cat(batches), PIXELS)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_single_batches_of_the_dataset_draw_for_each_image(num_workers: int) -> None:
+    """With batch_size=None an index is a whole batch: draws follow from it and from the position."""
+    batches = [PIXELS[:8], PIXELS[8:16], PIXELS[16:]]
+    options: dict[str, Any] = {"batch_size": None, "rng": "sample", "num_workers": num_workers}
+    (first,) = drawn(dataset=batches, **options)
+    (other_order,) = drawn(dataset=batches, **{**options, "sampler": [2, 0, 1], "shuffle": False})
+
+    assert len({draw for _, draw in first}) == NUM_SAMPLES
+    assert dict(first) == dict(other_order)
+
+
+def test_with_in_order_false_all_draws_differ() -> None:
+    """The batches of torch's workers, in whatever order they come: no two images share a draw."""
+    (epoch,) = drawn(rng="sample", num_workers=2, in_order=False)
+
+    assert len({draw for _, draw in epoch}) == NUM_SAMPLES
