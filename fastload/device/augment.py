@@ -92,7 +92,7 @@ class RandomResizedCrop(nn.Module):
         """The text that `print` shows between the brackets."""
         return f"size={self.size}, scale={self.scale}, ratio={self.ratio}"
 
-    def with_flip(self, flip: RandomHorizontalFlip) -> Callable[[Any], Any]:
+    def _with_flip(self, flip: RandomHorizontalFlip) -> Callable[[Any], Any]:
         """A function that crops and then flips, with the draws and the values of two calls, in one pass."""
         return functools.partial(self._crop_batch, flip=flip)
 
@@ -115,7 +115,7 @@ class RandomResizedCrop(nn.Module):
                 f"RandomResizedCrop expects images with pixels, but got the shape {tuple(images.shape)}"
             )
         boxes = draw_boxes(draw_uniforms(num_images, NUM_DRAWS), (height, width), self.scale, self.ratio)
-        flips = np.zeros(num_images) if flip is None else flip.draw(num_images)
+        flips = np.zeros(num_images) if flip is None else flip._draw(num_images)
         result = resample(pixels, np.vstack([boxes, flips]), self.size)
         if is_hwc:
             return result
@@ -155,7 +155,7 @@ class RandomHorizontalFlip(nn.Module):
         """Flip some images of a batch; see the class."""
         _, images = find_images(batch, self.key, "RandomHorizontalFlip")
         is_hwc = _layout_of(images, self.layout, "RandomHorizontalFlip") == "HWC"
-        flips = torch.from_numpy(self.draw(len(images)))
+        flips = torch.from_numpy(self._draw(len(images)))
         is_flipped = copy_parameters(flips, images.device)[:, None, None, None]
         flipped = torch.where(is_flipped, images.flip(2 if is_hwc else 3), images)
         return map_movable(batch, lambda leaf: flipped if leaf is images else leaf)
@@ -164,7 +164,7 @@ class RandomHorizontalFlip(nn.Module):
         """The text that `print` shows between the brackets."""
         return f"p={self.p}"
 
-    def draw(self, num_images: int) -> NDArray[np.bool_]:
+    def _draw(self, num_images: int) -> NDArray[np.bool_]:
         """``(num_images,)``: which images are flipped."""
         is_flipped: NDArray[np.bool_] = draw_uniforms(num_images, 1)[0] < self.p
         return is_flipped

@@ -25,7 +25,7 @@ def chained(transforms: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
             and last.key == transform.key
             and transform.layout in ("auto", last.layout)
         ):
-            steps[-1] = last.with_flip(transform)
+            steps[-1] = last._with_flip(transform)
         else:
             steps.append(transform)
 
