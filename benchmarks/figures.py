@@ -38,6 +38,10 @@ SHOWN = {
         "A user's own dataset that decodes JPEGs at each access, two workers; only the import differs."
     ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
+    "augment": (
+        "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
+        "Above 1 fastload is faster."
+    ),
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "remote": (
         "Photographs from an object store on the same machine, by the latency that it adds to each request; "

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.training.backends import tune_backends as tune_backends
+    from fastload.device.augment import (
+        RandomHorizontalFlip as RandomHorizontalFlip,
+        RandomResizedCrop as RandomResizedCrop,
+    )
     from fastload.device.normalize import Normalize as Normalize
     from fastload.training.oom import (
         find_batch_size as find_batch_size,
@@ -76,6 +80,7 @@ _NAMES = {
     "epochs.node_partition": ("NodePartitionSampler",),
     "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
+    "device.augment": ("RandomHorizontalFlip", "RandomResizedCrop"),
     "device.normalize": ("Normalize",),
     "training.oom": ("find_batch_size", "retry_on_oom"),
     "device.prefetch": ("CUDAPrefetcher",),

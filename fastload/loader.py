@@ -37,7 +37,7 @@ from fastload.workers.auto_workers import AutoWorkers, check_countable
 from fastload.workers.settings import LoaderSettings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.context import BaseContext
     from typing import Self
 
@@ -100,8 +100,11 @@ class DataLoader(LoaderSettings):
             batches. None leaves batches on the host, as torch does. "mps" and "xpu" are experimental and
             copy nothing ahead.
         device_transform: Called with each whole batch on the device, without gradients, autocast or
-            inference mode: `Normalize`, or any callable or module whose own tensors are on the device. On
-            CUDA it runs ahead on the side stream; it should not wait for the device or keep its input.
+            inference mode: `Normalize`, `RandomResizedCrop`, `RandomHorizontalFlip`, any callable or module
+            whose own tensors are on the device, or a list of these, which are applied in its order. On CUDA
+            it runs ahead on the side stream; it should not wait for the device or keep its input. The draws
+            of fastload's own transforms follow the rules of `rng`: with ``"worker"`` from the seed, the
+            epoch, the rank and the batch's number, and with ``"sample"`` from the sample.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
             sample follows from the seed, the epoch and the position, so it is the same for any number of
@@ -153,7 +156,7 @@ class DataLoader(LoaderSettings):
         rng: Literal["worker", "sample"] = "worker",
         worker_method: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,
-        device_transform: Callable[[Any], Any] | None = None,
+        device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         error_budget: int | float = 0.01,
         restart_workers: int = 0,
@@ -188,11 +191,15 @@ class DataLoader(LoaderSettings):
             budget.parse_budget(ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
         if device is not None:
             check_device(device)
-        if device_transform is not None and (device is None or not callable(device_transform)):
-            raise ValueError(
-                "device_transform should be a callable and needs device=, the device that it runs on, "
-                f"but got device={device!r} and device_transform={device_transform!r}"
-            )
+        if device_transform is not None:
+            is_list = isinstance(device_transform, (list, tuple))
+            transforms: Any = device_transform if is_list else [device_transform]
+            if device is None or not all(callable(transform) for transform in transforms):
+                raise ValueError(
+                    "device_transform should be a callable, or a list of callables, and needs device=, the "
+                    f"device that it runs on, but got device={device!r} and "
+                    f"device_transform={device_transform!r}"
+                )
         if rng not in ("worker", "sample"):
             raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
         if rng == "sample":

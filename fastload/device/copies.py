@@ -56,6 +56,7 @@ class _Ahead:
     event: Any = None  # None: no work was started
     made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors made on the side stream
     late: dict[int, Any] = field(default_factory=dict)  # leaves to move at hand-over, by id
+    transform: Callable[[Any], Any] | None = None  # for this batch
 
 
 @dataclass
@@ -73,7 +74,8 @@ class CopiesAhead(Iterator[T]):
         backend: The device.
         stream: The side stream.
         depth: How many batches are in flight after the one handed out.
-        transform: Called with each batch once it is on the device; None leaves it as it is.
+        next_transform: Called when a batch was fetched; returns the function that is called with this batch
+            once it is on the device. None leaves batches as they are.
         taken: Called when the caller takes the next batch, or the error in its place.
     """
 
@@ -83,14 +85,14 @@ class CopiesAhead(Iterator[T]):
         backend: Backend,
         stream: Any,
         depth: int,
-        transform: Callable[[Any], Any] | None = None,
+        next_transform: Callable[[], Callable[[Any], Any]] | None = None,
         taken: Callable[[], None] | None = None,
     ) -> None:
         self._source: Iterator[T] | None = source
         self._backend = backend
         self._stream = stream
         self._depth = depth
-        self._transform = transform
+        self._next_transform = next_transform
         self._taken = taken
         self._was_interrupted = False
         self._pulled: collections.deque[T] = collections.deque()  # the batch whose copies are being started
@@ -161,6 +163,8 @@ class CopiesAhead(Iterator[T]):
 
     def _start(self, batch: T) -> _Ahead | _Failed:
         ahead = _Ahead(batch)
+        if self._next_transform is not None:
+            ahead.transform = self._next_transform()
         reading: list[Any] = []
         started: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # leaf and copy, by the leaf's id
 
@@ -192,9 +196,9 @@ class CopiesAhead(Iterator[T]):
                 ahead.event = self._backend.record_event(self._stream)
                 self._reading.keep(ahead.event, reading)
         ahead.made = [copied for _, copied in started.values()]
-        if self._transform is not None and not ahead.late:
+        if ahead.transform is not None and not ahead.late:
             del started
-            return self._transform_ahead(ahead, self._transform)
+            return self._transform_ahead(ahead, ahead.transform)
         return ahead
 
     def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> _Ahead | _Failed:
@@ -235,8 +239,8 @@ class CopiesAhead(Iterator[T]):
                 # Slots are unregistered once the side stream is done: let it wait for these reads, too.
                 backend.wait_event(self._stream, moves)
             batch = map_movable(batch, lambda leaf: moved.get(id(leaf), leaf))
-            if self._transform is not None:
-                batch = apply_transform(self._transform, batch, backend.device)
+            if ahead.transform is not None:
+                batch = apply_transform(ahead.transform, batch, backend.device)
         return batch
 
 

@@ -146,6 +146,15 @@ def why_unavailable(index: int | None) -> str | None:
     return None
 
 
+def copy_parameters(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a small host tensor on ``device``, on the current stream; the host does not wait for CUDA."""
+    if device.type != "cuda":
+        return host.to(device)
+    with torch.cuda.device(device):  # else torch would pin memory for the current device
+        # torch's pinned allocator keeps the memory until the copy is done.
+        return torch.empty_like(host, pin_memory=True).copy_(host).to(device, non_blocking=True)
+
+
 class _CUDABackend:
     """torch.cuda, on one device. Makes no CUDA context before `make_stream`.
 

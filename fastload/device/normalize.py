@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fastload.device.images import check_layout, find_images
 from fastload.nested.device_tree import map_movable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LAYOUTS = ("auto", "HWC", "CHW")
 _FORMATS = (torch.channels_last, torch.contiguous_format)
-_IMAGE_KEYS = ("image", "images")
 
 
 class Normalize(nn.Module):
@@ -94,12 +93,10 @@ class Normalize(nn.Module):
                 "memory_format should be torch.channels_last or torch.contiguous_format, "
                 f"but got {memory_format}"
             )
-        if layout not in _LAYOUTS:
-            raise ValueError(f"layout should be one of {', '.join(_LAYOUTS)}, but got {layout!r}")
         self.dtype = dtype
         self.memory_format = memory_format
         self.max_pixel_value = float(max_pixel_value)
-        self.layout = layout
+        self.layout = check_layout(layout)
         self.key = key
         self._make_constants(torch.device("cpu"))
         if not (self._scale.isfinite().all() and self._bias.isfinite().all()):
@@ -123,45 +120,13 @@ class Normalize(nn.Module):
     # --- the images -------------------------------------------------------------------------------------
 
     def _find_images(self, batch: Any) -> torch.Tensor:
-        where, found = self._look_up(batch)
-        if not isinstance(found, torch.Tensor):
-            raise TypeError(
-                f"Normalize expects images as a uint8 tensor at {where}, but got {type(found).__name__}; "
-                "name another place with key=, or write a function that calls Normalize on the images of "
-                "your batch"
-            )
+        where, found = find_images(batch, self.key, "Normalize", "a uint8 tensor")
         if found.dtype != torch.uint8:
             raise TypeError(
                 f"Normalize expects uint8 images at {where}, but got {found.dtype} of shape "
                 f"{tuple(found.shape)}; leave out ToTensor, Normalize and other conversions before it"
             )
         return found
-
-    def _look_up(self, batch: Any) -> tuple[str, Any]:
-        """The place of the images, for messages, and the value at that place."""
-        if isinstance(batch, torch.Tensor):
-            if self.key is not None:
-                raise ValueError(f"Normalize has key={self.key!r}, but the batch is a tensor; leave out key=")
-            return "$", batch
-        if isinstance(batch, Mapping):
-            key = self.key
-            if key is None:
-                keys = [name for name in _IMAGE_KEYS if name in batch]
-                if len(keys) != 1:
-                    raise ValueError(
-                        'Normalize expects "image" or "images" in a mapping, but got the keys '
-                        f"{list(batch)}; name the key of the images with key="
-                    )
-                key = keys[0]
-            elif key not in batch:
-                raise ValueError(f"Normalize has key={key!r}, but the batch has the keys {list(batch)}")
-            return f"$[{key!r}]", batch[key]
-        if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-            index = 0 if self.key is None else self.key
-            if not isinstance(index, int) or not -len(batch) <= index < len(batch):
-                raise ValueError(f"Normalize has key={index!r}, but the batch is a sequence of {len(batch)}")
-            return f"$[{index}]", batch[index]
-        return "$", batch
 
     # --- the arithmetic ---------------------------------------------------------------------------------
 

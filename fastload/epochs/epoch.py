@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import marshal
 import re
@@ -56,6 +57,9 @@ class Epoch:
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: Batches that were fetched and that the caller has not received; None if nothing is fetched
             ahead.
+        fetched_origin: With `rng="sample"`: the index of the batch that was fetched last, and the origin of
+            its samples' random streams. With `in_order=False` torch's workers fetch in another order than
+            that of the indices, and the two do not belong together.
         is_iterable: Whether the dataset is iterable-style.
         loads_dataset_states: Whether `dataset_states` come from a state, so that the copies must load them.
     """
@@ -74,19 +78,33 @@ class Epoch:
     next_worker: int = 0
     error: ExceptionWrapper | None = None
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+    fetched_origin: tuple[Any, StreamOrigin] | None = None
     is_iterable: bool = False
     loads_dataset_states: bool = False
     _is_of_other_rank: bool = field(default=False, repr=False)  # whether another rank saved `_replayed`
     _replayed: SavedState | None = field(default=None, repr=False)
     _default_state: torch.Tensor | None = field(default=None, repr=False)
     _stream_counter: StreamCounter | None = field(default=None, repr=False)  # with rng="sample"
+    # With rng="sample": what was counted and not yet fetched.
+    _counted: deque[tuple[Any, StreamOrigin]] = field(default_factory=collections.deque, repr=False)
 
     def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
         """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        return (index, None) if self._stream_counter is None else self._stream_counter.count(index)
+        if self._stream_counter is None:
+            return index, None
+        counted = self._stream_counter.count(index)
+        self._counted.append(counted)
+        return counted
+
+    @property
+    def num_fetched(self) -> int:
+        """How many batches were fetched: the caller has received them, or they are ahead."""
+        return self.num_received + (0 if self.ahead is None else len(self.ahead))
 
     def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
+        if self._counted:
+            self.fetched_origin = self._counted.popleft()
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
@@ -150,6 +168,7 @@ class Epoch:
                     f"the epoch to be resumed had at least {count} batches, but the sampler now has "
                     f"{self.num_received}: give the loader the same dataset, sampler and batch_size as before"
                 ) from None
+        self._counted.clear()  # the skipped batches are not fetched
         if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
             self._expect_own_share(loader, state)
             return

@@ -5,7 +5,8 @@ Runs in the consumer's process, and wraps the iterator that brings the batches t
 1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py). On other
    devices they are moved and transformed when the caller asks for them.
 2. `state_dict()` counts the batches that the caller received, not those copied ahead.
-3. A loader has one copy stream on each device for its whole life. The stream is kept here and not in the
+3. The random numbers of a transform follow from the batch (rng/batch_draws.py), at whatever time it runs.
+4. A loader has one copy stream on each device for its whole life. The stream is kept here and not in the
    loader, because frameworks copy a loader's attributes.
 """
 
@@ -19,14 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.device.chain import chained
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice
 from fastload.epochs import resume
+from fastload.epochs.order import rank_of
 from fastload.epochs.stats import MeasuredIterator
 from fastload.errors import LoaderClosedError
+from fastload.rng.batch_draws import BatchStreams, drawing_from
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.batch.iterable_state import IterableState
     from fastload.device.cuda import Backend
     from fastload.epochs.epoch import Epoch
@@ -79,7 +85,8 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
-        transform = loader.device_transform
+        epoch = resume.current_epoch(loader)
+        transform = None if loader.device_transform is None else _Transform(loader, epoch)
         self._epoch = self._counted = None
         if self._device is None or isinstance(self._device, StreamlessDevice):
             self._batches = self.source
@@ -88,12 +95,13 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
                 device = self._device.device
                 self._batches = map(self._device.move, self._batches)
             if transform is not None:
-                transformed = functools.partial(apply_transform, transform, device=device)
+                transformed = functools.partial(_transform_now, transform, device)
                 self._batches = map(transformed, self._batches)
             return
-        self._epoch = resume.current_epoch(loader)
+        self._epoch = epoch
         counted = self._counted = _Counted(self.source, self._epoch)
-        self._batches = CopiesAhead(counted, *self._device, DEPTH, transform, counted.hand_over)
+        next_transform = None if transform is None else transform.of_fetched
+        self._batches = CopiesAhead(counted, *self._device, DEPTH, next_transform, counted.hand_over)
 
     def _next(self) -> Any:
         if self._batches is None:
@@ -131,6 +139,41 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
 
     def _shutdown_workers(self) -> None:
         self.source.close()
+
+
+class _Transform:
+    """A loader's `device_transform` in one epoch, and the random streams of each batch."""
+
+    def __init__(self, loader: LoaderSettings, epoch: Epoch) -> None:
+        given = loader.device_transform
+        self._function: Any = chained(given) if isinstance(given, (list, tuple)) else given
+        self._epoch = epoch
+        self._auto_collation = loader._auto_collation
+        # With in_order=False, the batches of torch's workers come in another order than their indices.
+        is_in_order = loader.in_order or loader.num_workers == 0
+        self._is_of_samples = loader.rng == "sample" and is_in_order
+        self._rank = 0 if self._is_of_samples else rank_of(loader) or 0
+
+    def of_fetched(self) -> Callable[[Any], Any]:
+        """The transform of the batch that was fetched last."""
+        epoch = self._epoch
+        if self._is_of_samples:
+            if epoch.fetched_origin is None:
+                raise AssertionError('the epoch of a loader with rng="sample" counts its indices')
+            index, origin = epoch.fetched_origin
+            streams = BatchStreams.of_samples(origin, index if self._auto_collation else (index,))
+        else:
+            number = epoch.num_fetched - 1
+            streams = BatchStreams.of_batch(epoch.base_seed, epoch.number, self._rank, number)
+        return functools.partial(self._call, streams)
+
+    def _call(self, streams: BatchStreams, batch: Any) -> Any:
+        with drawing_from(streams):
+            return self._function(batch)
+
+
+def _transform_now(transform: _Transform, device: torch.device, batch: Any) -> Any:
+    return apply_transform(transform.of_fetched(), batch, device)
 
 
 class _Counted(Iterator[Any]):

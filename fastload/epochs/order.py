@@ -96,6 +96,13 @@ def rank_and_order(
     return _rank_of_process() if split is None else split[0], order
 
 
+def rank_of(loader: DataLoader[Any]) -> int | None:
+    """The rank that the loader reads for, as `rank_and_order` finds it; None: unknown."""
+    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
+    split = _split_of([loader.dataset] if is_iterable else nested_samplers(loader))
+    return _rank_of_process() if split is None else split[0]
+
+
 def process_group() -> Any | None:
     """The module torch.distributed if this process is in a process group, else None."""
     # If the script never imported torch.distributed, this process is not in a process group.

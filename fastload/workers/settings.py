@@ -8,7 +8,7 @@ import torch
 import torch.utils.data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
 
@@ -22,7 +22,7 @@ class LoaderSettings(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # 
     rng: str
     worker_method: str
     device: str | int | torch.device | None
-    device_transform: Callable[[Any], Any] | None
+    device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
     on_error: str | Callable[..., Any]
     error_budget: int | float
     restart_workers: int

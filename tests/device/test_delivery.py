@@ -232,7 +232,9 @@ def test_a_device_of_another_kind_is_refused_at_once(device: Any) -> None:
 )
 def test_a_transform_needs_a_device_and_must_be_callable(arguments: dict[str, Any]) -> None:
     """One that would never be applied is an error."""
-    with pytest.raises(ValueError, match="device_transform should be a callable and needs device="):
+    with pytest.raises(
+        ValueError, match="device_transform should be a callable, or a list of callables, and needs device="
+    ):
         DataLoader(IMAGES, **arguments)
 
 

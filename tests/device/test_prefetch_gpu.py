@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload import DataLoader, Normalize
+from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.memory.lease import Memory
@@ -392,3 +392,36 @@ def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:
         list(CUDAPrefetcher(loader))
 
         assert not any(images.is_pinned() for images, _ in loader)
+
+
+# --- crops and flips --------------------------------------------------------------------------------------
+
+
+def augmented(**options: Any) -> DataLoader:
+    """A loader of cropped, flipped and normalised images."""
+    transforms = [RandomResizedCrop(9), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
+    dataset = datasets.Made(datasets.image, 40)
+    return DataLoader(dataset, 4, rng="sample", device_transform=transforms, **options)
+
+
+def test_crops_and_flips_never_synchronise() -> None:
+    """Their parameters reach the device without a wait of the host, on the copy stream and by hand."""
+    images = datasets.Made(datasets.image, 4)
+    by_hand = torch.stack([torch.as_tensor(images[number][0]) for number in range(4)]).cuda()
+    with augmented(num_workers=2, persistent_workers=True, device="cuda") as loader, no_synchronization():
+        num_batches = sum(1 for _ in range(2) for _ in loader)
+        flipped = RandomHorizontalFlip(1.0)(by_hand)
+
+    assert num_batches == 20
+    assert torch.equal(flipped.cpu(), by_hand.cpu().flip(2))
+
+
+def test_crops_and_flips_are_those_of_the_cpu() -> None:
+    """The same draws on both devices, and values within one grey level, while the loop keeps the GPU busy."""
+    step = 1 / 255 / 0.25
+    with augmented(num_workers=2, device="cuda") as there, augmented(device="cpu") as here:
+        there.set_epoch(3), here.set_epoch(3)
+        for (images, labels), (expected, expected_labels) in zip(there, here, strict=True):
+            torch.cuda._sleep(SHORT_CYCLES)
+            assert torch.equal(labels.cpu(), expected_labels)
+            assert (images.cpu() - expected).abs().max() < 1.01 * step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from pathlib import Path
@@ -114,6 +115,41 @@ def test_a_collate_fn_draws_the_same() -> None:
     assert run(Unreadable(), **replaced) == run(Unreadable(), num_workers=2, **replaced)
     options["collate_fn"] = Drawing(shared=False)
     assert run(Alone(), num_workers=2, worker_method="thread", **options) == run(Alone(), **options)
+
+
+def test_crops_and_flips_on_the_device_draw_the_same() -> None:
+    """With "sample": workers, batch sizes, ranks and resumes; with "worker": workers and resumes."""
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randint(0, 256, (24, 9, 9, 3), dtype=torch.uint8, generator=generator)
+    dataset: Any = list(zip(noise, range(24), strict=True))
+    augment = [fastload.RandomResizedCrop(7), fastload.RandomHorizontalFlip()]
+    options: dict[str, Any] = {"device": "cpu", "device_transform": augment}
+
+    def by_sample(**more: Any) -> list[dict[int, Any]]:
+        epochs = run(dataset, 2, rng="sample", **options, **more)
+        batches = [[zip(labels, images, strict=True) for images, labels in epoch] for epoch in epochs]
+        return [dict(itertools.chain.from_iterable(epoch)) for epoch in batches]
+
+    assert run(dataset, 2, num_workers=2, **options) == run(dataset, 2, num_workers=1, **options)
+    expected = by_sample()
+    assert expected[0] != expected[1]
+    assert by_sample(num_workers=2, batch_size=5) == expected
+    ranks: list[dict[int, Any]] = [{}, {}]
+    for rank in range(2):
+        sampler: Any = torch.utils.data.DistributedSampler(dataset, num_replicas=2, rank=rank)
+        for whole, part in zip(ranks, by_sample(sampler=sampler, shuffle=False), strict=True):
+            whole |= part
+    assert ranks == expected
+    for rng in ("worker", "sample"):
+        options["rng"] = rng
+        first, second = (
+            DataLoader(dataset, 4, generator=torch.Generator().manual_seed(seed), **options)
+            for seed in (5, 6)
+        )
+        iterator = iter(first)
+        next(iterator)
+        second.load_state_dict(first.state_dict())
+        assert [plain(batch) for batch in second] == [plain(batch) for batch in iterator]
 
 
 def test_duplicates_differ() -> None:

@@ -1,0 +1,167 @@
+"""Random numbers for whole batches: what a device transform draws for each image of a batch.
+
+The consumer's process draws them, with NumPy, for all images of a batch in one call. Rules:
+
+1. Each image has a key of 64 bits. With ``rng="sample"`` the key follows from the seed, the epoch, the
+   sample's index and its occurrence; with ``rng="worker"`` from the loader's base seed, the epoch, the rank,
+   the number of the batch and the image's position in it. Keys depend neither on time nor on workers.
+2. The generator has no state: draw i of an image is a function of its key and of i. It is SplitMix64 (Steele,
+   Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with each key as a starting
+   point. NumPy's own counter-based generator, Philox, takes one key at a time.
+3. Each call of `BatchStreams.uniforms` for one batch draws from a random stream of its own. So two
+   transforms, or two calls of one transform, draw different numbers, in the order of the calls.
+4. Outside a loader, each call is seeded by a draw from torch's default generator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastload.rng.sample_streams import as_int, index_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from fastload.rng.sample_streams import StreamOrigin
+
+_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
+_MASK = (1 << 64) - 1
+_OF_SAMPLES, _OF_BATCH, _OF_CALL = range(3)  # the first word of a key, so that the three kinds differ
+
+
+class BatchStreams:
+    """The random streams of the images of one batch.
+
+    Args:
+        words: Integers that the keys of all images follow from.
+        indices: The sampler's indices of the samples; None if keys follow from positions only.
+        occurrences: How often each index came before in the epoch; None: 0 for all of them.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[int],
+        indices: Sequence[Any] | None = None,
+        occurrences: Sequence[int] | None = None,
+    ) -> None:
+        self._words = words
+        self._indices = indices
+        self._occurrences = occurrences
+        self._keys: NDArray[np.uint64] | None = None
+        self._num_streams = itertools.count()
+
+    @classmethod
+    def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any]) -> BatchStreams:
+        """Streams that follow from the samples: for ``rng="sample"``."""
+        return cls((_OF_SAMPLES, origin.seed, origin.epoch), indices, origin.occurrences)
+
+    @classmethod
+    def of_batch(cls, base_seed: int, epoch: int, rank: int, number: int) -> BatchStreams:
+        """Streams that follow from the batch's number in its epoch: for ``rng="worker"``."""
+        return cls((_OF_BATCH, base_seed, epoch, rank, number))
+
+    @classmethod
+    def of_call(cls) -> BatchStreams:
+        """Streams for one call outside a loader, seeded by a draw from torch's default generator."""
+        return cls((_OF_CALL, int(torch.empty((), dtype=torch.int64).random_().item())))
+
+    def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
+        """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.
+
+        If the batch has as many images as samples, an image has the key of the sample at its position. If it
+        has another number of images, an image's key follows from all samples and from its position.
+        """
+        keys = _absorb(self._image_keys(num_images), _words(next(self._num_streams)))
+        counters = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        bits = _mixed(keys + counters[:, None])
+        numbers = (bits >> np.uint64(11)).astype(np.float64)
+        numbers *= 2.0**-53
+        return numbers
+
+    def _image_keys(self, num_images: int) -> NDArray[np.uint64]:
+        if self._keys is None:
+            self._keys = self._make_keys()
+        if self._indices is not None and len(self._keys) == num_images:
+            return self._keys
+        positions = np.arange(num_images, dtype=np.uint64)
+        together = np.bitwise_xor.reduce(_absorb(self._keys, np.arange(len(self._keys), dtype=np.uint64)))
+        return _absorb(np.array([together]), positions)
+
+    def _make_keys(self) -> NDArray[np.uint64]:
+        keys = _words(0)
+        for word in self._words:
+            keys = _absorb(keys, _words(word))
+        if self._indices is None:
+            return keys
+        keys = _absorb(keys, _index_words(self._indices))
+        occurrences = self._occurrences or [0] * len(keys)
+        return _absorb(keys, np.array(occurrences, dtype=np.uint64))
+
+
+def draw_uniforms(num_images: int, num_draws: int) -> NDArray[np.float64]:
+    """``(num_draws, num_images)`` numbers in [0, 1) for the images of the batch that is being transformed."""
+    streams = _current.streams
+    return (BatchStreams.of_call() if streams is None else streams).uniforms(num_images, num_draws)
+
+
+@contextlib.contextmanager
+def drawing_from(streams: BatchStreams) -> Iterator[None]:
+    """A block in which `draw_uniforms` of this thread draws from ``streams``."""
+    outer, _current.streams = _current.streams, streams
+    try:
+        yield
+    finally:
+        _current.streams = outer
+
+
+class _Current(threading.local):
+    """The batch that this thread is transforming."""
+
+    streams: BatchStreams | None = None
+
+
+_current = _Current()
+
+
+def _absorb(keys: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """New keys that follow from both; different words give one key different results."""
+    return _mixed(keys ^ _mixed(words + np.uint64(_GAMMA)))
+
+
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of SplitMix64, which maps 64 bits one to one; its input must not be a scalar."""
+    bits = bits ^ (bits >> np.uint64(30))
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return bits
+
+
+def _words(number: int) -> NDArray[np.uint64]:
+    # An array: NumPy warns of the overflow of scalars, which is wanted here.
+    return np.array([number & _MASK], dtype=np.uint64)
+
+
+def _index_words(indices: Sequence[Any]) -> NDArray[np.uint64]:
+    """64 bits for each index: an integer itself, and a digest of any other index."""
+    if set(map(type, indices)) <= {int}:
+        with contextlib.suppress(OverflowError):
+            return np.array(indices, dtype=np.int64).view(np.uint64)
+    return np.array([_index_word(index) for index in indices], dtype=np.uint64)
+
+
+def _index_word(index: Any) -> int:
+    number = as_int(index)
+    if number is not None and -(1 << 63) <= number < 1 << 63:
+        return number & _MASK
+    return int.from_bytes(hashlib.blake2b(index_key(index), digest_size=8).digest(), "little")

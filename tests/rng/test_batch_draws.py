@@ -1,0 +1,331 @@
+"""Random numbers of whole batches: uniform, independent, and a function of what they should follow from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastload import DataLoader
+from fastload.rng.batch_draws import BatchStreams, draw_uniforms, drawing_from
+from fastload.rng.sample_streams import StreamOrigin
+from tests.device.fake import FakeBackend
+
+NUM_SAMPLES = 24
+PIXELS = torch.arange(NUM_SAMPLES, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 4, 4, 3).contiguous()
+
+
+def of_samples(indices: Any, seed: int = 1, epoch: int = 0, occurrences: Any = None) -> BatchStreams:
+    return BatchStreams.of_samples(StreamOrigin(seed, epoch, occurrences), indices)
+
+
+# --- the generator ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "streams",
+    [of_samples(range(20_000)), of_samples([5] * 20_000, occurrences=tuple(range(20_000)))],
+    ids=["neighbouring indices", "neighbouring occurrences"],
+)
+def test_draws_are_uniform_and_independent(streams: BatchStreams) -> None:
+    """Chi-square of each draw, and no correlation between draws or between neighbouring samples."""
+    draws = streams.uniforms(20_000, 8)
+    counts = np.stack([np.histogram(row, bins=100, range=(0, 1))[0] for row in draws])
+    chi_squares = ((counts - 200) ** 2 / 200).sum(axis=1)
+    neighbours = np.vstack([draws, np.roll(draws, 1, axis=1), np.roll(draws, 2, axis=1)])
+    correlations = np.corrcoef(neighbours) - np.eye(24)
+
+    assert ((draws >= 0) & (draws < 1)).all()
+    assert (chi_squares < 99 + 5 * np.sqrt(2 * 99)).all()  # mean and deviation with 99 degrees of freedom
+    assert (chi_squares > 99 - 5 * np.sqrt(2 * 99)).all()
+    assert np.abs(correlations).max() < 5 / np.sqrt(20_000)
+
+
+def test_single_bits_of_a_key_change_half_of_the_bits() -> None:
+    """Seeds, epochs and indices that differ in one bit give draws that differ in every second bit."""
+    base = of_samples([0]).uniforms(1, 64)
+    for bit in range(0, 63, 7):
+        for other in (of_samples([1 << bit]), of_samples([0], 1 ^ (1 << bit)), of_samples([0], 1, 1 << bit)):
+            changed = np.bitwise_xor(
+                *((draws * 2**53).astype(np.uint64) for draws in (base, other.uniforms(1, 64)))
+            )
+            share = np.unpackbits(changed.view(np.uint8)).sum() / (64 * 53)
+            assert 0.45 < share < 0.55
+
+
+def test_each_call_for_a_batch_draws_from_another_stream() -> None:
+    """Two transforms of one batch are independent; the same calls again give the same numbers."""
+    streams, again = of_samples(range(1000)), of_samples(range(1000))
+    first, second = streams.uniforms(1000, 2), streams.uniforms(1000, 2)
+
+    assert np.array_equal(again.uniforms(1000, 2), first)
+    assert np.array_equal(again.uniforms(1000, 2), second)
+    assert abs(np.corrcoef(first[0], second[0])[0, 1]) < 0.15
+
+
+def test_a_draw_follows_from_its_sample_alone() -> None:
+    """Neither the rest of the batch nor the number of draws changes it; each of the four facts does."""
+    alone = of_samples([7]).uniforms(1, 3)[:, 0]
+    others = [
+        of_samples([8]),
+        of_samples([7], seed=2),
+        of_samples([7], epoch=1),
+        of_samples([7], occurrences=(1,)),
+        of_samples(["7"]),
+        of_samples([(7, 7)]),
+    ]
+
+    assert np.array_equal(of_samples([3, 7, 9]).uniforms(3, 5)[:3, 1], alone)
+    assert len({other.uniforms(1, 1)[0, 0] for other in others} | {alone[0]}) == 7
+
+
+@pytest.mark.parametrize("index", [7, -7, 2**70, "photo", (1, "a")])
+def test_an_index_of_any_kind_has_its_own_draws(index: Any) -> None:
+    """Integers of any size, strings and tuples; an index is the same from torch and numpy as from Python."""
+    alone = of_samples([index]).uniforms(1, 1)[0, 0]
+    mixed = of_samples([0, "x", index]).uniforms(3, 1)[0]
+
+    assert mixed[2] == alone
+    assert len(set(mixed)) == 3
+    if index == 7:
+        assert of_samples([np.int32(7)]).uniforms(1, 1)[0, 0] == alone
+        assert of_samples(torch.tensor([7])).uniforms(1, 1)[0, 0] == alone
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 5])
+def test_a_batch_with_another_number_of_images_draws_for_each(num_images: int) -> None:
+    """Then the images' draws differ from each other, and follow from all samples."""
+    draws = of_samples([1, 2]).uniforms(num_images, 1)[0]
+    other = of_samples([1, 3]).uniforms(num_images, 1)[0]
+
+    assert len(set(draws) | set(other)) == 2 * num_images
+    assert np.array_equal(of_samples([1, 2]).uniforms(num_images, 1)[0], draws)
+
+
+def test_outside_a_loader_draws_come_from_torchs_generator() -> None:
+    """The same state, the same draws; a block with streams leaves the generator alone."""
+    torch.manual_seed(3)
+    first = draw_uniforms(4, 2)
+    second = draw_uniforms(4, 2)
+    torch.manual_seed(3)
+    with drawing_from(of_samples([1])):
+        draw_uniforms(4, 2)
+
+    assert np.array_equal(draw_uniforms(4, 2), first)
+    assert not np.array_equal(second, first)
+
+
+# --- in a loader ------------------------------------------------------------------------------------------
+
+
+class Records:
+    """A device transform that keeps each image's draw, by the image's number."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[int, float]] = []
+
+    def __call__(self, batch: torch.Tensor) -> torch.Tensor:
+        draws = draw_uniforms(len(batch), 1)[0].tolist()
+        self.drawn += zip(batch[:, 0, 0, 0].tolist(), draws, strict=True)
+        return batch
+
+
+def drawn(epochs: int = 1, dataset: Any = PIXELS, **options: Any) -> list[list[tuple[int, float]]]:
+    """For each epoch, each image and its draw, in the order of the batches."""
+    options = {"batch_size": 4, "shuffle": True, "generator": torch.Generator().manual_seed(5), **options}
+    found = []
+    records = options["device_transform"] = Records()
+    with DataLoader(dataset, device="cpu", **options) as loader:
+        for _ in range(epochs):
+            records.drawn = []
+            list(loader)
+            found.append(records.drawn)
+    return found
+
+
+def test_with_rng_sample_draws_do_not_depend_on_how_batches_are_made() -> None:
+    """With any workers, threads, prefetch factor and batch size, each sample keeps its draws."""
+    expected = [dict(epoch) for epoch in drawn(2, rng="sample")]
+
+    for options in (
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
+        {"num_workers": 2, "worker_method": "thread"},
+        {"batch_size": 7},
+        {"in_order": False},
+    ):
+        assert [dict(epoch) for epoch in drawn(2, rng="sample", **options)] == expected
+    assert all(len(set(epoch.values())) == NUM_SAMPLES for epoch in expected)
+    assert not set(expected[0].values()) & set(expected[1].values())
+
+
+def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
+    """A sampler that gives an index six times gets six draws, in one batch or in several."""
+    for batch_size in (4, 12):
+        (epoch,) = drawn(rng="sample", sampler=[1, 2] * 6, shuffle=False, batch_size=batch_size)
+        assert len({draw for _, draw in epoch}) == 12
+        if batch_size == 4:
+            expected = epoch
+        else:
+            assert epoch == expected
+
+
+def test_with_rng_sample_ranks_share_no_draws_and_lose_none() -> None:
+    """The draws of a sample are those of a run with one rank."""
+    (expected,) = drawn(rng="sample")
+    found: dict[int, float] = {}
+    for rank in range(2):
+        sampler: Any = torch.utils.data.DistributedSampler(PIXELS, num_replicas=2, rank=rank)
+        found |= dict(drawn(rng="sample", sampler=sampler, shuffle=False)[0])
+
+    assert found == dict(expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any]) -> None:
+    """Two epochs, whose draws differ, and so do those of all batches and positions."""
+    first = drawn(2, **options)
+
+    assert first == drawn(2, **options)
+    assert len({draw for epoch in first for _, draw in epoch}) == 2 * NUM_SAMPLES
+    assert first != drawn(2, generator=torch.Generator().manual_seed(6), **options)
+
+
+def test_with_rng_worker_the_ranks_draw_different_numbers() -> None:
+    """Two ranks that are seeded alike do not crop alike."""
+    draws = []
+    for rank in range(2):
+        sampler: Any = torch.utils.data.DistributedSampler(PIXELS, num_replicas=2, rank=rank)
+        draws += [draw for _, draw in drawn(sampler=sampler, shuffle=False)[0]]
+
+    assert len(set(draws)) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+@pytest.mark.parametrize("num_workers", [(0, 0), (2, 1), (0, 2)])
+def test_a_resumed_epoch_continues_with_the_same_draws(rng: Any, num_workers: tuple[int, int]) -> None:
+    """After each number of batches, the rest of the epoch draws what it would have drawn."""
+
+    def loader(records: Records, workers: int, seed: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(seed)
+        options: dict[str, Any] = {"num_workers": workers, "rng": rng, "generator": generator}
+        return DataLoader(PIXELS, 8, shuffle=True, device="cpu", device_transform=records, **options)
+
+    for num_batches in range(3):
+        whole, rest = Records(), Records()
+        with loader(whole, num_workers[0], 5) as first:
+            iterator = iter(first)
+            for _ in range(num_batches):
+                next(iterator)
+            state = first.state_dict()
+            list(iterator)
+        with loader(rest, num_workers[1], 6) as second:
+            second.load_state_dict(state)
+            list(second)
+        assert rest.drawn == whole.drawn[8 * num_batches :]
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_batches_that_are_copied_ahead_draw_the_same(rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device with copies ahead, each batch has the draws that it has on the CPU."""
+    (expected,) = drawn(rng=rng)
+    fake = FakeBackend()
+    monkeypatch.setattr("fastload.epochs.on_device.choose_backend", lambda *_: fake)
+    records = Records()
+
+    def transform(batch: torch.Tensor) -> torch.Tensor:
+        fake.drain()
+        return records(batch)
+
+    generator = torch.Generator().manual_seed(5)
+    options: dict[str, Any] = {"rng": rng, "shuffle": True, "generator": generator}
+    list(DataLoader(PIXELS, 4, device="cuda", device_transform=transform, **options))
+
+    assert records.drawn == expected
+    fake.check()
+
+
+class Unreadable:
+    """Raises for some samples."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in (5, 9):
+            raise OSError(f"cannot read {index}")
+        return PIXELS[index]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_a_batch_that_fails_shifts_no_draws(num_workers: int, rng: Any) -> None:
+    """A loop that goes on after an error gets the later batches with their own draws."""
+    options: dict[str, Any] = {"shuffle": False, "generator": torch.Generator().manual_seed(5)}
+    (expected,) = drawn(rng=rng, **options)
+    records = Records()
+    options["generator"] = torch.Generator().manual_seed(5)
+    options |= {"num_workers": num_workers, "rng": rng, "device_transform": records}
+    num_errors = 0
+    with DataLoader(Unreadable(), 4, device="cpu", **options) as loader:
+        iterator = iter(loader)
+        while True:
+            try:
+                next(iterator)
+            except OSError:
+                num_errors += 1
+            except StopIteration:
+                break
+
+    assert num_errors == 2
+    assert records.drawn == expected[:4] + expected[12:]
+
+
+def test_torchs_own_iterator_draws_reproducibly() -> None:
+    """Two epochs of a DataPipe: two runs with one seed are equal, and all draws differ."""
+    dataset = torch.utils.data.datapipes.map.SequenceWrapper(list(PIXELS))
+    first = drawn(2, dataset)
+
+    assert first == drawn(2, dataset)
+    assert len({draw for epoch in first for _, draw in epoch}) == 2 * NUM_SAMPLES
+
+
+def test_torchs_own_workers_draw_what_ours_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With rng="sample", on a system that refuses our transport, each sample keeps its draws."""
+    expected = [dict(epoch) for epoch in drawn(2, rng="sample")]
+    monkeypatch.setattr("fastload.loader.starting.why_no_processes", lambda: "a test says so")
+
+    found = drawn(2, rng="sample", num_workers=2, persistent_workers=True)
+
+    assert [dict(epoch) for epoch in found] == expected
+
+
+def test_other_transforms_draw_nothing() -> None:
+    """A plain callable is called as ever, and torch's own generator does not move."""
+    before = torch.default_generator.get_state()
+    options: dict[str, Any] = {"device": "cpu", "generator": torch.Generator()}
+    batches = list(DataLoader(PIXELS, 4, device_transform=lambda batch: batch, **options))
+
+    assert torch.equal(torch.default_generator.get_state(), before)
+    assert torch.equal(torch.cat(batches), PIXELS)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_single_batches_of_the_dataset_draw_for_each_image(num_workers: int) -> None:
+    """With batch_size=None an index is a whole batch: draws follow from it and from the position."""
+    batches = [PIXELS[:8], PIXELS[8:16], PIXELS[16:]]
+    options: dict[str, Any] = {"batch_size": None, "rng": "sample", "num_workers": num_workers}
+    (first,) = drawn(dataset=batches, **options)
+    (other_order,) = drawn(dataset=batches, **{**options, "sampler": [2, 0, 1], "shuffle": False})
+
+    assert len({draw for _, draw in first}) == NUM_SAMPLES
+    assert dict(first) == dict(other_order)
+
+
+def test_with_in_order_false_all_draws_differ() -> None:
+    """The batches of torch's workers, in whatever order they come: no two images share a draw."""
+    (epoch,) = drawn(rng="sample", num_workers=2, in_order=False)
+
+    assert len({draw for _, draw in epoch}) == NUM_SAMPLES
