@@ -298,6 +298,10 @@ class DataLoader(LoaderSettings):
                 'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
             )
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        resume.note_iterators_of(cls)
+
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter now and two in its next release; this one takes any number.
         return types.GenericAlias(cls, item)
@@ -348,7 +352,7 @@ class DataLoader(LoaderSettings):
         if isinstance(iterator, MeasuredIterator):
             num_workers = iterator.num_measured_workers
             iterator.clock = Clock(recorder_of(self), num_workers, self._auto_workers, began_ns)
-        return iterator
+        return resume.noted(self, iterator)
 
     def _get_iterator(self) -> Any:
         if self._auto_workers is not None:
@@ -430,7 +434,11 @@ class DataLoader(LoaderSettings):
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
+            ResumeError: This is a subclass that makes its iterators by itself and has no `state_dict()` of
+                its own, and an iterator was made: fastload does not count the batches of that iterator.
         """
+        if type(self).state_dict is DataLoader.state_dict:
+            resume.check_position(self)
         return resume.state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,12 +12,15 @@ sample. Rules:
    instead (see `order`).
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
 5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
+6. The batches of an iterator that a subclass makes by itself are not counted. A state is then refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +62,19 @@ class Progress:
         self.current: Epoch | None = None
         self.loaded: SavedState | None = None
         self.sample_seed: int | None = None  # the seed of the run that was loaded
+        # Whether a subclass returned an iterator before an epoch began here; if the iterator is a generator
+        # and alive, the reference leads to it.
+        self.has_other_iterator = False
+        self.other_generator: Callable[[], types.GeneratorType[Any, Any, Any] | None] = _no_generator
+
+    @property
+    def counts_batches(self) -> bool:
+        """Whether an epoch has begun here, which is that of the loaded state if there is one."""
+        return self.current is not None and self.loaded is None
+
+
+def _no_generator() -> None:
+    return None
 
 
 _progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
@@ -95,6 +111,60 @@ def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     except BaseException:
         progress.next_number, progress.current, progress.loaded = before
         raise
+
+
+def note_iterators_of(subclass: Any) -> None:
+    """Note from now on what the `__iter__` of a subclass returns, if the subclass defines one."""
+    make: Any = vars(subclass).get("__iter__")
+    if not isinstance(make, types.FunctionType):
+        return
+
+    @functools.wraps(make)
+    def __iter__(self: Any) -> Any:  # noqa: N807  # its name in tracebacks
+        return noted(self, make(self))
+
+    subclass.__iter__ = __iter__
+
+
+def noted(loader: DataLoader[Any], iterator: Any) -> Any:
+    """Note an iterator that is about to be returned to the caller, and return it.
+
+    The iterator of a subclass may never begin an epoch here, and then nobody counts its batches. A generator
+    is noted when it starts to run, because one that never runs has delivered no batch.
+    """
+    progress = progress_of(loader)
+    if progress.counts_batches:
+        return iterator
+    if type(iterator) is types.GeneratorType:
+        return _noted_at_its_start(progress, iterator)
+    progress.has_other_iterator, progress.other_generator = True, _no_generator
+    return iterator
+
+
+def _noted_at_its_start(progress: Progress, generator: types.GeneratorType[Any, Any, Any]) -> Any:
+    progress.has_other_iterator, progress.other_generator = True, weakref.ref(generator)
+    return (yield from generator)
+
+
+def check_position(loader: DataLoader[Any]) -> None:
+    """Check that the position of a loader without a `state_dict()` of its own is known.
+
+    Raises:
+        ResumeError: A subclass made an iterator by itself, so that its batches were not counted.
+    """
+    progress = progress_of(loader)
+    if progress.counts_batches or not progress.has_other_iterator:
+        return
+    generator = progress.other_generator()
+    if generator is not None and generator.gi_running:
+        return  # it asks for the state itself, before it calls super().__iter__()
+    name = type(loader).__name__
+    raise ResumeError(
+        f"the position of this loader is unknown: {name} makes its iterators by itself, so that fastload "
+        f"does not count the batches that the caller has received. Define state_dict() and load_state_dict() "
+        f"in {name}, or let its __iter__() take the batches from super().__iter__(), and its _get_iterator() "
+        "from super()._get_iterator()"
+    )
 
 
 def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | None = None) -> Epoch:
@@ -368,6 +438,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
             _set_own_dataset(loader, saved)
     progress = progress_of(loader)
     progress.loaded = saved
+    progress.has_other_iterator, progress.other_generator = False, _no_generator
     progress.sample_seed = saved.sample_seed
     progress.next_number = saved.epoch + saved.is_finished
 

@@ -100,7 +100,8 @@ def stop_workers(iterator: Any) -> None:
     """End the workers of an iterator of torch's; other iterators end theirs in time.
 
     An error keeps the iterator in its traceback, and a persistent iterator is part of a cycle. The garbage
-    collector takes the queues of such an iterator first, and then waits five seconds for its workers.
+    collector takes the queues of such an iterator first, and then waits five seconds for its workers. It ends
+    them after that; torch 2.9 and earlier do not join them, so that two pipes of each worker stay open.
     """
     if isinstance(iterator, _MultiProcessingDataLoaderIter):
         iterator._shutdown_workers()

@@ -330,6 +330,16 @@ def global_crops_batch(samples: Any) -> Any:
     return CropsBatch(_of_batch)(samples)
 
 
+class AttributeOfTheName:
+    """As `CropsBatch`, with a pipeline in an attribute that has the name of a global pipeline."""
+
+    def __init__(self) -> None:
+        self._of_batch = crop()
+
+    def __call__(self, samples: Any) -> Any:
+        return CropsBatch(self._of_batch)(samples)
+
+
 def closed_crops_batch() -> Any:
     """As `CropsBatch`, with a pipeline in its closure; cannot be pickled."""
     pipeline = crop()

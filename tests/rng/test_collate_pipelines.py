@@ -237,6 +237,12 @@ class TestThreads:
         with pytest.raises(ValueError, match=r"(?s)held by <function .*of an object that is the collate_fn"):
             run(zoo.Corners(), COLLATES[kind](), **WAYS["threads"])
 
+    def test_an_attribute_with_the_name_of_a_global_pipeline_is_copied(self) -> None:
+        """The pipelines of `self._of_batch` are copied; the global of that name is not used by the method."""
+        batch = zoo.AttributeOfTheName()
+
+        assert run(zoo.Corners(), batch, **WAYS["threads"]) == run(zoo.Corners(), batch, **WAYS["workers"])
+
 
 class Noting:
     """A collate_fn that notes which worker called which pipeline."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dis
 import functools
+import inspect
 import multiprocessing.util
+import types
+import typing
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +72,43 @@ class CallsGlobal:
 class CallsGlobalTable:
     def __getitem__(self, index: int) -> Any:
         return in_module["train"](image=None)
+
+
+class CallsGlobalInClass:
+    def __getitem__(self, index: int) -> Any:
+        class Local:
+            transform = on_module
+
+        return Local
+
+
+def function_with_a_late_name() -> Any:
+    """Names more than 256 other globals first, so that the place of `on_module` takes more than a byte."""
+    others = "; ".join(f"name_{number}" for number in range(300))
+    names: dict[str, Any] = {"on_module": on_module}
+    exec(f"def function(): {others}; on_module", names)
+    return names["function"]
+
+
+class NamesNoGlobal:
+    """Its methods use the name of a global pipeline for other things."""
+
+    on_module: Any = None
+
+    def call_attribute(self) -> Any:
+        return self.on_module(image=None)
+
+    def call_attribute_in_a_function_within(self) -> Any:
+        return lambda: self.on_module(image=None)
+
+    def set_attribute(self, value: Any) -> None:
+        self.on_module = value
+        del self.on_module
+
+    def import_it(self) -> Any:
+        from tests.rng.test_pipelines import on_module
+
+        return on_module
 
 
 def closure(transform: Any) -> Any:
@@ -142,12 +184,39 @@ def test_pipelines_are_found_in(holder: Any) -> None:
     assert find_pipelines(Plain([holder(transform), transform])) == [transform]
 
 
-@pytest.mark.parametrize(("user", "pipeline"), [(CallsGlobal(), on_module), (CallsGlobalTable(), in_module)])
+@pytest.mark.parametrize(
+    ("user", "pipeline"),
+    [
+        (CallsGlobal(), on_module),
+        (CallsGlobalTable(), in_module["train"]),
+        (CallsGlobalInClass(), on_module),
+        (function_with_a_late_name(), on_module),
+    ],
+)
 def test_globals_that_methods_name_are_found(user: Any, pipeline: Any) -> None:
-    """Scripts keep the transform in a global; it is found through the functions that name it."""
-    expected = pipeline["train"] if isinstance(pipeline, dict) else pipeline
+    """Scripts keep the transform in a global; it is found through the functions that load it."""
+    assert find_pipelines(user) == [pipeline]
 
-    assert find_pipelines(user) == [expected]
+
+def test_names_that_are_not_loaded_as_globals_are_not_followed() -> None:
+    """An attribute or an import that has the name of a global pipeline does not hold that pipeline."""
+    assert find_pipelines(NamesNoGlobal()) == []
+
+
+def test_the_names_are_those_that_python_s_disassembler_finds() -> None:
+    """The search reads instructions itself; in all functions of some long modules it agrees with `dis`."""
+    loads = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+    codes: list[types.CodeType] = []
+    more = [compile(inspect.getsource(module), "", "exec") for module in (argparse, inspect, typing)]
+    while more:
+        codes.append(more.pop())
+        more += [constant for constant in codes[-1].co_consts if isinstance(constant, types.CodeType)]
+
+    for code in codes:
+        expected = {
+            code.co_names.index(step.argval) for step in dis.get_instructions(code) if step.opname in loads
+        }
+        assert pipelines._places_of_globals(code.co_code) == expected
 
 
 def test_the_outermost_comes_alone_even_if_a_part_is_held_too() -> None:

@@ -1,0 +1,270 @@
+"""Subclasses with iterators of their own: those that wrap ours are counted, and others refuse a state."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.utils.data as tud
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+import fastload
+from fastload.errors import ResumeError
+from tests.resume.loaders import LENGTH, labels, seeded
+from tests.resume.zoo import Numbers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Generator(fastload.DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+class GeneratorThatSavesFirst(fastload.DataLoader):
+    """Keeps the state of the beginning of each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.beginning = self.state_dict()
+        yield from super().__iter__()
+
+
+class Expression(fastload.DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return (batch for batch in super().__iter__())
+
+
+class GeneratorOfAHelper(fastload.DataLoader):
+    def _batches(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches()
+
+
+class GeneratorOfAGenerator(Generator):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+class Map(fastload.DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return map(torch.clone, super().__iter__())
+
+
+class Wrapper:
+    """An iterator around another, as PyTorch Geometric's loaders have it."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+class Inner(fastload.DataLoader):
+    def _get_iterator(self) -> Any:
+        return Wrapper(super()._get_iterator())
+
+
+class InnerGenerator(fastload.DataLoader):
+    def _get_iterator(self) -> Any:
+        yield from super()._get_iterator()
+
+
+class Early(fastload.DataLoader):
+    """Makes its one iterator at once, as some loaders do to keep their workers."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.__dict__["early"] = super().__iter__()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.early)
+
+
+LAZY = [Generator, GeneratorThatSavesFirst, GeneratorOfAHelper, GeneratorOfAGenerator, InnerGenerator]
+WRAPPERS = [*LAZY, Expression, Map, Inner]
+
+
+class TorchsOwn(fastload.DataLoader):
+    """As LitData's loaders."""
+
+    def _get_iterator(self) -> Any:
+        return _SingleProcessDataLoaderIter(self)
+
+
+class TorchsOwnInAGenerator(TorchsOwn):
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+
+class TorchsOwnAtOnce(fastload.DataLoader):
+    def __iter__(self) -> Any:
+        return _SingleProcessDataLoaderIter(self)
+
+
+class Loop(fastload.DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        for indices in self.batch_sampler:
+            yield self.collate_fn([self.dataset[index] for index in indices])
+
+
+class OfAnotherLoader(fastload.DataLoader):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(fastload.DataLoader(self.dataset, self.batch_size))
+
+
+class InnerOfAnotherLoader(fastload.DataLoader):
+    def _get_iterator(self) -> Any:
+        return fastload.DataLoader(self.dataset, self.batch_size)._get_iterator()
+
+
+OTHERS = [TorchsOwn, TorchsOwnInAGenerator, TorchsOwnAtOnce, Loop, OfAnotherLoader, InnerOfAnotherLoader]
+UNKNOWN = (
+    r"position of this loader is unknown: {} makes .* Define state_dict\(\) and load_state_dict\(\) in {}"
+)
+
+
+def make(kind: type[Any], **options: Any) -> Any:
+    return kind(Numbers(LENGTH), 4, shuffle=True, generator=seeded(), **options)
+
+
+def unknown(kind: type[Any]) -> Any:
+    return pytest.raises(ResumeError, match=UNKNOWN.format(kind.__name__, kind.__name__))
+
+
+@pytest.mark.parametrize("kind", [*WRAPPERS, Early])
+def test_the_batches_of_wrapped_iterators_are_counted(kind: type[Any]) -> None:
+    """The state in the middle and at the end of an epoch is that of a plain loader."""
+    plain, wrapping = make(fastload.DataLoader), make(kind)
+
+    for loader in (plain, wrapping):
+        loader.iterator = iter(loader)
+        loader.batches = labels(itertools.islice(loader.iterator, 3))
+    assert wrapping.batches == plain.batches
+    assert wrapping.state_dict() == plain.state_dict()
+    if kind is not Early:  # it asks for no more than a batch, and so never sees the end
+        assert labels(wrapping.iterator) == labels(plain.iterator)
+        assert wrapping.state_dict() == plain.state_dict()
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrapped_iterators_resume(kind: type[Any]) -> None:
+    """The loader continues after the batches that were received, and again after those of a second stop."""
+    expected = labels(make(fastload.DataLoader))
+    states = [make(kind).state_dict()]
+    got = []
+    for _ in range(3):
+        loader = make(kind)
+        loader.load_state_dict(states[-1])
+        got += labels(itertools.islice(loader, 4))
+        states.append(loader.state_dict())
+    loader = make(kind)
+    loader.load_state_dict(states[-1])
+
+    assert got + labels(loader) == expected
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_generator_that_has_not_begun_changes_no_state(kind: type[Any], *, is_loaded: bool) -> None:
+    """Frameworks call iter() to find out whether they may, and drop the iterator."""
+    loader = make(kind)
+    if is_loaded:
+        before = make(fastload.DataLoader)
+        next(iter(before))
+        loader.load_state_dict(before.state_dict())
+    state = loader.state_dict()
+
+    iter(loader)
+    iterator = iter(loader)
+
+    assert loader.state_dict() == state
+    next(iterator)
+    assert loader.state_dict()["_num_yielded"] == 1 + is_loaded
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_position_of_other_iterators_is_refused(kind: type[Any]) -> None:
+    """In the middle of an epoch, at its end, and after a state was loaded; not before the first epoch."""
+    loader = make(kind)
+    state = loader.state_dict()
+    iterator = iter(loader)
+
+    next(iterator)
+    with unknown(kind):
+        loader.state_dict()
+    list(iterator)
+    with unknown(kind):
+        loader.state_dict()
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    next(iter(loader))
+    with unknown(kind):
+        loader.state_dict()
+
+
+@pytest.mark.parametrize("base", [TorchsOwn, Loop])
+def test_a_state_of_its_own_is_never_refused(base: type[Any]) -> None:
+    """A subclass that defines state_dict() may take the rest from ours."""
+
+    class WithState(base):  # type: ignore[misc]
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "mine": 1}
+
+    loader = make(WithState)
+    next(iter(loader))
+
+    assert loader.state_dict()["mine"] == 1
+
+
+def test_subclasses_of_torchs_loader_after_install(request: pytest.FixtureRequest) -> None:
+    """They are told apart in the same way."""
+    request.addfinalizer(fastload.uninstall)
+    fastload.install()
+
+    class Wrapping(tud.DataLoader[Any]):
+        def __iter__(self) -> Any:
+            yield from super().__iter__()
+
+    class Looping(tud.DataLoader[Any]):
+        def __iter__(self) -> Any:
+            for index in range(len(self)):
+                yield self.dataset[index]
+
+    wrapping, looping = make(Wrapping), make(Looping)
+    for loader in (wrapping, looping):
+        next(iter(loader))
+
+    assert wrapping.state_dict()["_num_yielded"] == 1
+    with unknown(Looping):
+        looping.state_dict()
+
+
+def test_what_is_sent_to_a_generator_reaches_it() -> None:
+    """The iterator of a subclass behaves as its own generator does: close() and throw() end it inside."""
+    ends: list[str] = []
+
+    class Ending(fastload.DataLoader):
+        def __iter__(self) -> Any:
+            try:
+                yield from super().__iter__()
+            except BaseException as error:
+                ends.append(type(error).__name__)
+                raise
+
+    closed, thrown = iter(make(Ending)), iter(make(Ending))
+    next(closed), next(thrown)  # type: ignore[call-overload]
+    closed.close()
+    with pytest.raises(ZeroDivisionError):
+        thrown.throw(ZeroDivisionError)
+
+    assert ends == ["GeneratorExit", "ZeroDivisionError"]
