@@ -434,11 +434,9 @@ class DataLoader(LoaderSettings):
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
-            ResumeError: This is a subclass that makes its iterators by itself and has no `state_dict()` of
-                its own, and an iterator was made: fastload does not count the batches of that iterator.
         """
         if type(self).state_dict is DataLoader.state_dict:
-            resume.check_position(self)
+            resume.warn_of_unknown_position(self)
         return resume.state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ sample. Rules:
    instead (see `order`).
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
 5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
-6. The batches of an iterator that a subclass makes by itself are not counted. A state is then refused.
+6. The batches of an iterator that a subclass makes by itself are not counted. A state then is that of the
+   beginning of an epoch, with a warning: an error would end a training while it saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Progress:
         # Whether a subclass returned an iterator before an epoch began here; if the iterator is a generator
         # and alive, the reference leads to it.
         self.has_other_iterator = False
+        self.has_warned = False
         self.other_generator: Callable[[], types.GeneratorType[Any, Any, Any] | None] = _no_generator
 
     @property
@@ -146,24 +148,22 @@ def _noted_at_its_start(progress: Progress, generator: types.GeneratorType[Any, 
     return (yield from generator)
 
 
-def check_position(loader: DataLoader[Any]) -> None:
-    """Check that the position of a loader without a `state_dict()` of its own is known.
-
-    Raises:
-        ResumeError: A subclass made an iterator by itself, so that its batches were not counted.
-    """
+def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
+    """Warn once if a subclass without a `state_dict()` made an iterator, whose batches nobody counts."""
     progress = progress_of(loader)
-    if progress.counts_batches or not progress.has_other_iterator:
+    if progress.counts_batches or not progress.has_other_iterator or progress.has_warned:
         return
     generator = progress.other_generator()
     if generator is not None and generator.gi_running:
         return  # it asks for the state itself, before it calls super().__iter__()
-    name = type(loader).__name__
-    raise ResumeError(
-        f"the position of this loader is unknown: {name} makes its iterators by itself, so that fastload "
-        f"does not count the batches that the caller has received. Define state_dict() and load_state_dict() "
-        f"in {name}, or let its __iter__() take the batches from super().__iter__(), and its _get_iterator() "
-        "from super()._get_iterator()"
+    progress.has_warned = True
+    log.warning(
+        "the state of this loader is that of the beginning of an epoch, because its position is unknown: %s "
+        "makes its iterators by itself, so that fastload does not count the batches that the caller has "
+        "received. A training that resumes from this state repeats them. Define state_dict() and "
+        "load_state_dict() in %s, or let its __iter__() take the batches from super().__iter__(), and its "
+        "_get_iterator() from super()._get_iterator()",
+        *(type(loader).__name__, type(loader).__name__),
     )
 
 
