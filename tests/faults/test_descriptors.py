@@ -115,7 +115,7 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
     made._new_segment = None
     made._slots = {0: old}
     made._fetcher = types.SimpleNamespace(  # type: ignore[assignment]
-        fetch=lambda *_: torch.ones(1 << 20), replacer=None, num_samples=1
+        fetch=lambda *_: torch.ones(1 << 20), replacer=None, reads_ahead=False, num_samples=1
     )
 
     made._answer(1, worker.Fetch(0, True, 1, [0], None, None))
