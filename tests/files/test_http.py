@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
 
 import fastload
+from tests.kit import servers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SIZE = 12
-# The server prints its port and serves its working directory until its standard input is closed.
-_SERVE = """
-import functools, http.server, os, sys, threading
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-print(server.server_address[1], flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The URL of a server of a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE],
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    with process:
-        if process.stdout is None or process.stdin is None:
-            raise AssertionError("both are pipes")
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.stdin.close()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +25,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         folder.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (6, 5), (number,) * 3).save(folder / f"{number:02}.png")
     (root / "train" / "notes.txt").write_text("beside the classes")
-    with serving(root) as server:
+    with servers.web(root) as server:
         len(fastload.ImageFolder(f"{server}/train"))  # the thread of fsspec stays
         yield f"{server}/train"
 

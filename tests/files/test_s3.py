@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache.build import upload
 from fastload.cli.main import app
-from tests.kit.s3 import CREDENTIALS, serving
+from tests.kit import servers
+from tests.kit.servers import CREDENTIALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,7 +40,7 @@ def endpoint() -> Iterator[str]:
     """A server with 20 images in two classes; image i is full of i."""
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ.update(CREDENTIALS)
-    with serving() as endpoint:
+    with servers.s3() as endpoint:
         fs = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
         fs.mkdir("photos")
         fs.pipe({f"photos/train/class{i // 10}/{i:02}.png": png(i) for i in range(SIZE)})
