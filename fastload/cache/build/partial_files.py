@@ -24,6 +24,7 @@ from fastload.cache.lmdb.description import FORMAT_VERSION, Description, Plan, p
 from fastload.cache.lmdb.files import MANIFEST_NAME
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.system.disk import sync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -216,12 +217,3 @@ def _write_new(path: str, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync_directory(directory: str) -> None:
-    """Bring the names in a directory to the disk."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

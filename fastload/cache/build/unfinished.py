@@ -38,7 +38,6 @@ from fastload.cache.build.partial_files import (
     remove_all_but_shards,
     replace_whole,
     report_text,
-    sync_directory,
 )
 from fastload.cache.build.writer import writing
 from fastload.cache.fingerprint import Fingerprint
@@ -46,6 +45,7 @@ from fastload.cache.lmdb.description import Plan, check_version, parse_plan
 from fastload.cache.lmdb.files import shard_name
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.cgroups import read_text
+from fastload.system.disk import sync_directory
 from fastload.system.logs import log
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
 from fastload.files.transfers import RemoteFiles, may_pass
 from fastload.system.budget import AUTO_SHARE, parse_budget
+from fastload.system.disk import sync_directory
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
@@ -209,9 +210,9 @@ def _download(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) ->
             is_stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
     with _writing(path):
-        _sync(partial)
+        sync_directory(partial)
         os.rename(partial, path)
-        _sync(os.path.dirname(path))
+        sync_directory(os.path.dirname(path))
 
 
 def _is_there(directory: str, shard: ShardFile) -> bool:
@@ -291,14 +292,6 @@ def _writing(path: str) -> Iterator[None]:
             f"cannot write the copy {path}: {writing_refused(error, path)}. The environment variable "
             f"{DIRECTORY_VARIABLE} names another directory for copies"
         ) from error
-
-
-def _sync(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # --- room ------------------------------------------------------------------------------------------------
