@@ -152,10 +152,13 @@ def headline() -> str:
     matrix = json.loads((RESULTS / "never_slower.json").read_text())["questions"][0]
     ratios = {name: ratio["value"] for name, ratio in matrix["ratios"].items()}
     name, least = next((n, r) for n, r in ratios.items() if n.startswith("0 workers, the slowest kind: "))
+    by_size = json.loads((RESULTS / "import_only.json").read_text())["questions"]
+    larger = [r["value"] for q in by_size if "500 x 375" not in q["title"] for r in q["ratios"].values()]
     machine = demo["machine"]
     where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
     return (
-        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes JPEGs, and "
+        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes small JPEGs, "
+        f"{min(larger):.1f}x to {max(larger):.1f}x for JPEGs of 1024 x 768 to 4000 x 3000, and "
         f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: "
         f"**{times(cached)}** from the second epoch on. Over {matrix['title']} that cost nothing to make, "
         f"the median is {ratios['2 workers, the median kind']:.2g}x torch's rate with two workers and "
