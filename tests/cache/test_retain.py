@@ -556,7 +556,8 @@ def test_processes_that_retain_at_once(same: bool, start: Callable[..., Child]) 
 
     assert all(one == states[0] for one in states)
     assert states[0][1] == [1, 2, 3]
-    assert numbers == [2] * 4 if same else sorted(numbers) == [2, 3, 4, 5]
+    # A process may see the next generation of another one before it reads the number of its own.
+    assert numbers == [2] * 4 if same else (min(numbers) >= 2 and max(numbers) == 5)
 
 
 @pytest.mark.parametrize("when", ["before the copies", "before the pointer", "between pointer and number"])
