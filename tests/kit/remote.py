@@ -89,18 +89,17 @@ def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
         parties: How many.
         alone: The number of reads that pass before; a folder makes its first read alone.
     """
-    barrier = threading.Barrier(parties)
-    is_open = threading.Event()
-    lock = threading.Lock()
-    left = [alone]
+    changed = threading.Condition()
+    left = {"alone": alone, "missing": parties}
 
     def wait(_: str = "") -> None:
-        with lock:
-            if left[0]:
-                left[0] -= 1
+        with changed:
+            if left["alone"]:
+                left["alone"] -= 1
                 return
-        if not is_open.is_set():
-            barrier.wait(TIMEOUT_S)
-            is_open.set()
+            left["missing"] -= 1
+            changed.notify_all()
+            if not changed.wait_for(lambda: left["missing"] <= 0, TIMEOUT_S):
+                raise TimeoutError(f"{left['missing']} more reads were expected at the same time")
 
     return wait
