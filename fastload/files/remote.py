@@ -63,16 +63,24 @@ class RemoteFolder:
         url: Any URL of fsspec.
         storage_options: Arguments for fsspec's file system, such as credentials.
         filesystem: A file system with fsspec's interface; None for the one that fsspec has for the URL.
+        has_large_files: Whether files are larger than a few megabytes, so that a client should move parts of
+            one file at the same time.
 
     Attributes:
         url: The URL without a slash at its end.
     """
 
     def __init__(
-        self, url: str, storage_options: Mapping[str, Any] | None = None, filesystem: Any | None = None
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any | None = None,
+        *,
+        has_large_files: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._options = dict(storage_options or {})
+        self._has_large_files = has_large_files
         self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
@@ -80,7 +88,7 @@ class RemoteFolder:
         self._home_pid = os.getpid()  # a forked process is another one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.url, self._options, self._maker)
+        return _unpickled, (self.url, self._options, self._maker, self._has_large_files)
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
@@ -214,7 +222,7 @@ class RemoteFolder:
             return _made(kind, args, options, self.url)
         # Other file systems keep the entries of all folders that they list in memory.
         unkept = {"use_listings_cache": False} if for_listing else {}
-        return _open(self.url, {**self._options, **unkept})
+        return _open_url(self.url, {**self._options, **unkept}, has_large_files=self._has_large_files)
 
 
 class _Opened:
@@ -246,13 +254,15 @@ class OtherLengthError(OSError):
     """A body was cut short, or the file was replaced after the folder was listed."""
 
 
-def _unpickled(url: str, options: dict[str, Any], maker: tuple[Any, ...] | None) -> RemoteFolder:
-    folder = RemoteFolder(url, options)
+def _unpickled(
+    url: str, options: dict[str, Any], maker: tuple[Any, ...] | None, has_large_files: bool
+) -> RemoteFolder:
+    folder = RemoteFolder(url, options, has_large_files=has_large_files)
     folder._maker = maker
     return folder
 
 
-def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+def _open_url(url: str, options: Mapping[str, Any], *, has_large_files: bool) -> tuple[Any, str]:
     try:
         import fsspec.core
     except ImportError as error:
@@ -263,7 +273,7 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     protocol = _URL.match(url)
     name = "" if protocol is None else protocol.group().rstrip(":/")
     if name in ("s3", "s3a"):
-        options = _for_images(options)
+        options = _for_s3fs(options, has_large_files=has_large_files)
     try:
         # Without fsspec's table of instances, connections are closed once the folder is not used any more.
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
@@ -282,14 +292,15 @@ def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[A
     return fs, root
 
 
-def _for_images(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs for many small files; those that the user gave stay.
+def _for_s3fs(options: Mapping[str, Any], *, has_large_files: bool) -> dict[str, Any]:
+    """Options of s3fs for many requests at the same time; those that the user gave stay.
 
-    By default it has ten connections, and asks for the size of each file before it reads the file, in order
-    to read large ones in parts at the same time.
+    By default it has ten connections. It moves parts of a file at the same time, and for this it asks for the
+    size of each file before it reads the file, which is one request too many for each small file.
     """
     config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
-    return {"max_concurrency": 1, **options, "config_kwargs": config}
+    of_files = {} if has_large_files else {"max_concurrency": 1}
+    return {**of_files, **options, "config_kwargs": config}
 
 
 def retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:

@@ -33,7 +33,7 @@ class RemoteFiles:
     """
 
     def __init__(self, url: str) -> None:
-        self._folder = RemoteFolder(url)
+        self._folder = RemoteFolder(url, has_large_files=True)
         self.url = self._folder.url
         self._has_folder = False
 
@@ -126,7 +126,7 @@ class RemoteFiles:
 
     def _place(self, name: str) -> tuple[Any, str]:
         fs, root = self._folder.file_system()
-        return fs, f"{root.rstrip('/')}/{name}"
+        return fs, f"{root}/{name}"
 
     def _make_folder(self, fs: Any) -> None:
         """Make the folder, where folders exist: clients of object stores would make the bucket."""

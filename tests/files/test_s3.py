@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache.build import upload
 from fastload.cli.main import app
+from fastload.files.remote import RemoteFolder
+from fastload.files.transfers import RemoteFiles
 from tests.kit import servers
 from tests.kit.servers import CREDENTIALS
 
@@ -87,6 +89,15 @@ def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pyt
     monkeypatch.setattr(s3fs.S3FileSystem, "_info", refuse)
 
     assert folder[3][0][0, 0, 0] == 3
+
+
+def test_large_files_move_in_parts_at_the_same_time(folder: fastload.ImageFolder) -> None:
+    """The shards of a cache are moved as s3fs does by default; images are read by one request each."""
+    shards, _ = RemoteFolder("s3://photos/caches", has_large_files=True).file_system()
+    images, _ = folder._remote.file_system()  # type: ignore[union-attr]
+
+    assert (shards.max_concurrency, images.max_concurrency) == (s3fs.S3FileSystem("").max_concurrency, 1)
+    assert RemoteFiles("s3://photos/caches")._folder._has_large_files
 
 
 def obstore_folder(endpoint: str, **options: Any) -> fastload.ImageFolder:
