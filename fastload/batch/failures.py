@@ -47,6 +47,25 @@ def most_failures(error_budget: int | float, num_samples: int) -> int:
     return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
 
 
+def budget_exceeded(
+    num_failed: int, most: int, num_samples: int, last: FailedSample, what_to_do: str
+) -> ErrorBudgetError:
+    """The error of a build that left out more samples than its budget allows.
+
+    Args:
+        num_failed: How many samples could not be read.
+        most: How many were allowed to fail.
+        num_samples: Number of samples of the dataset.
+        last: The last sample that could not be read.
+        what_to_do: What was kept, and what to change: sentences without the last full stop.
+    """
+    where = "" if last.path is None else f" ({last.path})"
+    return ErrorBudgetError(
+        f"{num_failed:,} samples could not be read, and the error budget allows {most:,} of "
+        f"{num_samples:,}. The last one is {last.index}{where}: {last.type}: {last.reason:.200}. {what_to_do}"
+    )
+
+
 def num_samples_of(loader: Any) -> int:
     """How many samples an epoch of a loader reads, for its error budget.
 

@@ -50,3 +50,16 @@ class Dying(Images):
         if index == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().sample(index)
+
+
+class Stopping(BrokenImages):
+    """Images whose reader is interrupted at one sample, as by Ctrl-C."""
+
+    def __init__(self, num_samples: int, stop: int, **options: Any) -> None:
+        super().__init__(num_samples, **options)
+        self.stop = stop
+
+    def sample(self, index: int) -> Any:
+        if index == self.stop:
+            raise KeyboardInterrupt
+        return super().sample(index)

@@ -39,7 +39,7 @@ from fastload.errors import (
 )
 from fastload.files import remote
 from fastload.files.transfers import RemoteFiles
-from tests.cache.build_zoo import BrokenImages
+from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
@@ -155,19 +155,6 @@ def test_any_stops_and_faults_give_the_cache_of_one_build(
         )
         assert reported == left_out
         cache.close()
-
-
-class Stopping(BrokenImages):
-    """Raises at one sample."""
-
-    def __init__(self, num_samples: int, stop: int, **options: Any) -> None:
-        super().__init__(num_samples, **options)
-        self.stop = stop
-
-    def sample(self, index: int) -> Any:
-        if index == self.stop:
-            raise KeyboardInterrupt
-        return super().sample(index)
 
 
 # --- building --------------------------------------------------------------------------------------------

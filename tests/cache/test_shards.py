@@ -19,7 +19,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.sharded import build_shard, join
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ErrorBudgetError, ImageReadError
-from tests.cache.build_zoo import BrokenImages
+from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Everything, Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 
@@ -60,19 +60,6 @@ def files_at(path: Path) -> dict[str, bytes]:
 def own_files(path: Path) -> list[str]:
     """The names in PATH.partial that a process gives to files that it is writing."""
     return sorted(name for name in os.listdir(f"{path}.partial") if name.startswith("."))
-
-
-class Stopping(BrokenImages):
-    """Raises at one sample, once for each object."""
-
-    def __init__(self, num_samples: int, stop: int, **options: Any) -> None:
-        super().__init__(num_samples, **options)
-        self.stop = stop
-
-    def sample(self, index: int) -> Any:
-        if index == self.stop:
-            raise KeyboardInterrupt
-        return super().sample(index)
 
 
 class Calling(Images):

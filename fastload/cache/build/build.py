@@ -20,7 +20,7 @@ import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_error_budget, most_failures
+from fastload.batch.failures import budget_exceeded, check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.partial_files import foreign_part, is_sharded, read_plan_file
@@ -97,9 +97,7 @@ def build_lmdb(
     built_quality = check_arguments(codec, quality, shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
-    if codec == SOURCE:
-        dataset = encoded_source(dataset)
-        fingerprint = None if fingerprint is None else fingerprint.of_encoded()
+    dataset, fingerprint = as_stored(dataset, fingerprint, codec)
     if not os.path.lexists(path):
         with only_builder(path) as lock:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock
@@ -124,6 +122,15 @@ def build_lmdb(
                 return cache
     _remove_leftovers(path)
     return open_finished(path, dataset, probed, codec, quality, shards, fingerprint)
+
+
+def as_stored(
+    dataset: Any, fingerprint: Fingerprint | None, codec: str | None
+) -> tuple[Any, Fingerprint | None]:
+    """The dataset whose samples a cache of this codec stores, and their fingerprint."""
+    if codec != SOURCE:
+        return dataset, fingerprint
+    return encoded_source(dataset), None if fingerprint is None else fingerprint.of_encoded()
 
 
 def check_arguments(
@@ -507,12 +514,10 @@ class Build:
         progress.advance(nbytes, len(values))
 
     def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
-        where = "" if last.path is None else f" ({last.path})"
-        return ErrorBudgetError(
-            f"{len(self._kept.skipped):,} samples could not be read, and the error budget allows "
-            f"{self._most_left_out:,} of {self._num_samples:,}. The last one is {last.index}{where}: "
-            f"{last.type}: {last.reason:.200}. {self._kept.what_is_kept}{self._kept.where_reported}: raise "
-            f"the budget or repair the files, and {self._kept.way_to_resume}"
+        return budget_exceeded(
+            *(len(self._kept.skipped), self._most_left_out, self._num_samples, last),
+            f"{self._kept.what_is_kept}{self._kept.where_reported}: raise the budget or repair the files, "
+            f"and {self._kept.way_to_resume}",
         )
 
     def report_shapes(self, cache: LMDBCache) -> None:

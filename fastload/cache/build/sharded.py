@@ -12,13 +12,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import check_error_budget, most_failures
-from fastload.cache.build.build import Build, check_arguments, open_finished
+from fastload.batch.failures import budget_exceeded, check_error_budget, most_failures
+from fastload.cache.build.build import Build, as_stored, check_arguments, open_finished
 from fastload.cache.build.build_lock import only_builder_or_no_locks
 from fastload.cache.build.unfinished import Partial
 from fastload.cache.build.unfinished_shards import ShardFiles, is_published, listed
-from fastload.cache.codecs import SOURCE
-from fastload.cache.encoded import encoded_source
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError
 from fastload.system.logs import log
@@ -218,9 +216,7 @@ def started(
     built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
-    if codec == SOURCE:
-        dataset = encoded_source(dataset)
-        fingerprint = None if fingerprint is None else fingerprint.of_encoded()
+    dataset, fingerprint = as_stored(dataset, fingerprint, codec)
     with contextlib.closing(ShardFiles(path)) as files:
         build = Build(
             dataset,
@@ -348,11 +344,8 @@ def _what_is_missing(plan: Plan, missing: list[int], unusable: list[int], path: 
 
 
 def _over_budget(files: ShardFiles, left_out: list[FailedSample], most: int, path: str) -> ErrorBudgetError:
-    last = left_out[-1]
-    where = "" if last.path is None else f" ({last.path})"
-    return ErrorBudgetError(
-        f"{len(left_out):,} samples could not be read, and the error budget allows {most:,} of "
-        f"{files.plan.num_samples:,}. The last one is {last.index}{where}: {last.type}: {last.reason:.200}. "
+    return budget_exceeded(
+        *(len(left_out), most, files.plan.num_samples, left_out[-1]),
         f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
-        f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again"
+        f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again",
     )

@@ -22,18 +22,17 @@ import shutil
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import most_failures
-from fastload.cache.build.build import Build, check_arguments, open_finished
+from fastload.batch.failures import budget_exceeded, most_failures
+from fastload.cache.build.build import Build, as_stored, check_arguments, open_finished
 from fastload.cache.build.partial_files import parse_report, plan_text, read_report, report_text
 from fastload.cache.build.sharded import build_shard, join
 from fastload.cache.build.unfinished import why_anew
 from fastload.cache.build.unfinished_shards import ShardFiles
 from fastload.cache.build.writer import writing
 from fastload.cache.codecs import LOSSY, SOURCE
-from fastload.cache.encoded import encoded_source
 from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, cache_directory, digest_of_url
 from fastload.cache.lmdb.description import check_version, parse_json, parse_plan
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
@@ -53,7 +52,6 @@ from fastload.errors import (
     CacheBusyError,
     CacheError,
     CacheMismatchError,
-    ErrorBudgetError,
     RemoteFolderError,
     add_note,
 )
@@ -141,16 +139,16 @@ def build_at_url(
             )
         with _as_cache_errors():
             job = _Job(
-                dataset,
-                files,
-                scratch if path is None else os.path.abspath(path),
-                keeps_local=path is not None,
-                codec=codec,
-                quality=quality,
-                shards=shards,
-                fingerprint=fingerprint,
-                on_error=on_error,
-                error_budget=error_budget,
+                _dataset=dataset,
+                _files=files,
+                _path=scratch if path is None else os.path.abspath(path),
+                _keeps_local=path is not None,
+                _codec=codec,
+                _quality=quality,
+                _shards=shards,
+                _fingerprint=fingerprint,
+                _on_error=on_error,
+                _error_budget=error_budget,
             )
             return job.run(num_workers, shown=progress)
 
@@ -176,34 +174,21 @@ def _noting_directory() -> Iterator[None]:
         raise
 
 
+@dataclass
 class _Job:
-    """A build for a URL; the arguments are those of `build_at_url`."""
+    """A build for a URL; the fields are the arguments of `build_at_url`."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        files: RemoteFiles,
-        path: str,
-        *,
-        keeps_local: bool,
-        codec: str | None,
-        quality: int | None,
-        shards: int | None,
-        fingerprint: Fingerprint | None,
-        on_error: str,
-        error_budget: int | float,
-    ) -> None:
-        self._dataset = dataset
-        self._files = files
-        self._path = path
-        self._keeps_local = keeps_local
-        self._codec = codec
-        self._quality = quality
-        self._shards = shards
-        self._fingerprint = fingerprint
-        self._on_error = on_error
-        self._error_budget = error_budget
-        self._probed: dict[int, Any] = {}
+    _dataset: Any
+    _files: RemoteFiles
+    _path: str
+    _keeps_local: bool
+    _codec: str | None
+    _quality: int | None
+    _shards: int | None
+    _fingerprint: Fingerprint | None
+    _on_error: str
+    _error_budget: int | float
+    _probed: dict[int, Any] = field(default_factory=dict)
 
     def run(self, num_workers: int | None, *, shown: bool) -> tuple[Manifest, bool]:
         """Build and upload what is missing."""
@@ -278,10 +263,7 @@ class _Job:
         self._codec = codec
         self._quality = quality if codec in LOSSY else None
         built_quality = check_arguments(codec, self._quality, None, "raise", 1.0)
-        source, fingerprint = self._dataset, self._fingerprint
-        if codec == SOURCE:
-            source = encoded_source(source)
-            fingerprint = None if fingerprint is None else fingerprint.of_encoded()
+        source, fingerprint = as_stored(self._dataset, self._fingerprint, codec)
         build = Build(
             source,
             self._files.url,
@@ -312,14 +294,15 @@ class _Job:
             The plan; and the path of each shard, if the local cache is finished already.
         """
         if self._keeps_local and os.path.lexists(self._path):
+            source, fingerprint = as_stored(self._dataset, self._fingerprint, self._codec)
             cache = open_finished(
                 self._path,
-                encoded_source(self._dataset) if self._codec == SOURCE else self._dataset,
+                source,
                 self._probed,
                 self._codec,
                 self._quality,
                 self._shards,
-                self._fingerprint_of_samples(),
+                fingerprint,
             )
             plan = cache.plan
             cache.close()
@@ -339,11 +322,6 @@ class _Job:
                 files.begin(plan, self._error_budget)
             self._check_one_build(found, files.plan)
             return files.plan, None
-
-    def _fingerprint_of_samples(self) -> Fingerprint | None:
-        if self._fingerprint is None or self._codec != SOURCE:
-            return self._fingerprint
-        return self._fingerprint.of_encoded()
 
     def _remove_other_builds(self, files: ShardFiles, plan: Plan) -> None:
         """Remove shards that were built for this URL by another plan, which is not there any more."""
@@ -483,13 +461,10 @@ class _Job:
         most = most_failures(self._error_budget, plan.num_samples)
         if len(left_out) <= most:
             return
-        last = left_out[-1]
-        where = "" if last.path is None else f" ({last.path})"
-        raise ErrorBudgetError(
-            f"{len(left_out):,} samples could not be read, and the error budget allows {most:,} of "
-            f"{plan.num_samples:,}. The last one is {last.index}{where}: {last.type}: {last.reason:.200}. "
+        raise budget_exceeded(
+            *(len(left_out), most, plan.num_samples, left_out[-1]),
             f"Finished shards are kept at {self._files.url}: raise the budget, and build again to resume; or "
-            f"repair the files, {_REMOVE}, and build again"
+            f"repair the files, {_REMOVE}, and build again",
         )
 
     def _finish(self, plan: Plan, uploaded: dict[int, _Uploaded]) -> None:
