@@ -11,10 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, get_worker_info
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
+
+_SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads at the same time
 
 
 def reads_ahead(dataset: Any) -> bool:
@@ -51,3 +53,28 @@ def _read_parts_ahead(dataset: ConcatDataset[Any], indices: Sequence[Any]) -> No
         of_part.setdefault(part, []).append(number - before)
     for part, numbers in of_part.items():
         read_ahead(dataset.datasets[part], numbers)
+
+
+def read_tasks_ahead(
+    dataset: Any, tasks: Sequence[Sequence[int]], number: int, known: Container[int] = ()
+) -> None:
+    """Announce the samples of a worker's task, and of its next tasks, until 64 samples are announced.
+
+    A task is often one or two large images, so the next task alone would not hide the latency of a store.
+
+    Args:
+        dataset: Samples are read from it in the order of the tasks.
+        tasks: The samples of all tasks; torch's loader gives task i to worker i modulo the number of workers.
+        number: Of the task that begins now.
+        known: Samples that are not read.
+    """
+    if not reads_ahead(dataset):
+        return
+    worker = get_worker_info()
+    num_announced = 0
+    for coming in range(number, len(tasks), 1 if worker is None else worker.num_workers):
+        samples = [index for index in tasks[coming] if index not in known]
+        read_ahead(dataset, samples)
+        num_announced += len(samples)
+        if num_announced >= _SAMPLES_AHEAD:
+            return

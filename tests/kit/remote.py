@@ -82,6 +82,10 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
+class NotTogetherError(BaseException):
+    """Fewer reads than expected took place at the same time; no exception that is retried."""
+
+
 def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
     """A gate that opens once this many reads are there at the same time, and stays open.
 
@@ -100,6 +104,6 @@ def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
             left["missing"] -= 1
             changed.notify_all()
             if not changed.wait_for(lambda: left["missing"] <= 0, TIMEOUT_S):
-                raise TimeoutError(f"{left['missing']} more reads were expected at the same time")
+                raise NotTogetherError(f"{left['missing']} more reads were expected at the same time")
 
     return wait

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
-from fastload.batch.read_ahead import read_ahead
+from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.build import processes
 from fastload.cache.progress import BuildProgress
 from fastload.errors import add_note
@@ -38,10 +38,7 @@ class _Chunks(Dataset[int]):
 
     def __getitem__(self, number: int) -> int:
         chunk = self.chunks[number]
-        worker = get_worker_info()
-        for coming in (number, number + (1 if worker is None else worker.num_workers)):
-            if coming < len(self.chunks):
-                read_ahead(self.dataset, self.chunks[coming])
+        read_tasks_ahead(self.dataset, self.chunks, number)
         for index in chunk:
             try:
                 sample = self.dataset.view(index)

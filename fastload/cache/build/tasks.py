@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.read_ahead import read_ahead
+from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.codecs import SOURCE
 from fastload.cache.encoded import check_headers
 from fastload.cache.lmdb.format import value_parts
@@ -169,7 +169,7 @@ class RecordTasks(Dataset[Answer]):
         values: list[Value] = []
         memory = self.memory(order.slot)
         used = 0
-        self._read_ahead(order.task)
+        read_tasks_ahead(self.dataset, self.ranges, order.task, known=self.probed)
         for index in self.ranges[order.task]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
@@ -197,13 +197,6 @@ class RecordTasks(Dataset[Answer]):
                 memory[used : used + len(part)] = memoryview(part).cast("B")
                 used += len(part)
         return Answer(values, order.slot)
-
-    def _read_ahead(self, task: int) -> None:
-        """Announce the samples of this task, and of the next one, which torch's loader gives this worker."""
-        worker = get_worker_info()
-        for number in (task, task + (1 if worker is None else worker.num_workers)):
-            if number < len(self.ranges):
-                read_ahead(self.dataset, [i for i in self.ranges[number] if i not in self.probed])
 
 
 def skipped(index: int, error: Exception) -> FailedSample:
