@@ -39,7 +39,7 @@ from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -183,6 +183,7 @@ class CachedDataset(Dataset[Any]):
         ram: bool = False,
         budget: str | float = "auto",
         decode: Literal["exact", "fast"] = "exact",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
         """A finished LMDB cache as a dataset of its own; the source is not needed any more.
 
@@ -197,14 +198,16 @@ class CachedDataset(Dataset[Any]):
                 `ram=True`.
             budget: The most memory that the cache in RAM may take.
             decode: How the images of a cache that was built with codec "source" are decoded; as above.
+            storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
             FileNotFoundError: There is no such file.
             CacheMismatchError: It is not a cache of this format, or shards are missing.
             CacheCorruptError: A file is damaged.
             CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
+            ValueError: `storage_options` is given, but `path` is not a URL.
         """
-        samples = StoredSamples(LMDBCache(path))
+        samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
         return cls(
             samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode
         )

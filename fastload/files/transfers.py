@@ -17,7 +17,7 @@ from fastload.errors import RemoteFolderError
 from fastload.files.remote import PERMANENT, OtherLengthError, RemoteFolder, reason_of, retried
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 PART_BYTES = 16 << 20
 
@@ -27,13 +27,14 @@ class RemoteFiles:
 
     Args:
         url: Any URL of fsspec.
+        storage_options: Arguments for fsspec's file system, such as credentials.
 
     Attributes:
         url: The URL without a slash at its end.
     """
 
-    def __init__(self, url: str) -> None:
-        self._folder = RemoteFolder(url, has_large_files=True)
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._folder = RemoteFolder(url, storage_options, has_large_files=True)
         self.url = self._folder.url
         self._has_folder = False
 

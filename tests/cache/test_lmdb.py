@@ -290,6 +290,12 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
         dataset[1]
 
 
+def test_options_of_a_store_are_refused_for_a_path(tmp_path: Path) -> None:
+    """They would have no effect."""
+    with pytest.raises(ValueError, match=r"storage_options= is for URLs, but path is '.*cache'"):
+        CachedDataset.from_cache(tmp_path / "cache", storage_options={"anon": True})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ram", [False, True])
 def test_a_spawned_worker_knows_the_namedtuples_of_its_parent(ram: bool, tmp_path: Path) -> None:

@@ -249,6 +249,22 @@ def test_the_command_line_builds_a_cache_there_and_workers_read_it(host: Path, m
     assert os.listdir(host / "builds") == []
 
 
+def test_a_cache_is_downloaded_with_storage_options(
+    host: Path, folder: fastload.ImageFolder, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment has no endpoint; workers read the local copy."""
+    url = "s3://photos/caches/options"
+    run("cache", "build", "s3://photos/train", url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
+    options = {"endpoint_url": endpoint, "key": "test", "secret": "test"}
+
+    cached = fastload.CachedDataset.from_cache(url, storage_options=options)
+    beside = fastload.CachedDataset(folder, cache=fastload.LMDBCache(url, storage_options=options))
+
+    assert values(fastload.DataLoader(cached, 4, num_workers=1)) == list(range(SIZE))
+    assert values(fastload.DataLoader(beside, 4)) == list(range(SIZE))
+
+
 def test_a_cached_dataset_finds_the_cache_by_its_fingerprint(
     host: Path, folder: fastload.ImageFolder
 ) -> None:

@@ -217,7 +217,12 @@ def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[st
 
 
 def why_anew(found: Plan, plan: Plan) -> str | None:
-    """Which differences between two plans forbid to go on with the first; None if there is none."""
+    """The differences that prevent a build from continuing another build's files; None if it can continue.
+
+    Args:
+        found: The plan of the files that are there.
+        plan: The plan of this build.
+    """
     fingerprint = None if plan.parts is None else Fingerprint(plan.parts)
     differences = source_differences(found, fingerprint)
     if differences:

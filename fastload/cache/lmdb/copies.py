@@ -29,7 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastload.cache.lmdb.files import MANIFEST_NAME, open_cache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, new_digest, parse_manifest, read_manifest
@@ -44,7 +44,7 @@ from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from fastload.cache.lmdb.manifest import ShardFile
     from fastload.cache.lmdb.open_file import OpenFile
@@ -75,11 +75,14 @@ def digest_of_url(url: str) -> str:
     return hashlib.blake2b(url.rstrip("/").encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
-def open_copy(url: str, *, progress: bool = True) -> tuple[str, tuple[OpenFile, ...]]:
+def open_copy(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, progress: bool = True
+) -> tuple[str, tuple[OpenFile, ...]]:
     """The path and the open files of the local copy of a cache, which is downloaded unless it is there.
 
     Args:
         url: The URL of the cache.
+        storage_options: Arguments for fsspec's file system, such as credentials.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
 
     Raises:
@@ -91,7 +94,7 @@ def open_copy(url: str, *, progress: bool = True) -> tuple[str, tuple[OpenFile, 
         ImportError: A package for the URL is missing.
         ValueError: The URL has an unknown protocol, or `FASTLOAD_CACHE_BYTES` is not a size.
     """
-    files = RemoteFiles(url)
+    files = RemoteFiles(url, storage_options)
     try:
         manifest = read_manifest(files)
     except CacheError as error:

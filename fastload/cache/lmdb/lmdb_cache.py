@@ -44,6 +44,7 @@ class LMDBCache(BaseCache):
     Args:
         path: The file or directory; or the URL of a cache in an object store, which is read from a local
             copy. The first process of a host downloads the copy.
+        storage_options: For a URL: arguments of fsspec's file system, such as credentials.
         progress: Show the progress of a download.
 
     Attributes:
@@ -57,20 +58,30 @@ class LMDBCache(BaseCache):
         CacheMismatchError: It is not a cache of this format, or shards are missing.
         CacheCorruptError: A file is damaged.
         CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
+        ValueError: `storage_options` is given, but `path` is not a URL; or the URL has an unknown protocol.
+        ImportError: A package for the URL is missing.
     """
 
     layout = "lmdb"
     num_shapes: int | None = None
 
-    def __init__(self, path: str | os.PathLike[str], *, progress: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = True,
+    ) -> None:
         name = os.fspath(path)
         self._is_closed = False
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
         self._files: tuple[OpenFile, ...] | None
         if is_url(name):
-            self.path, self._files = open_copy(name, progress=progress)
+            self.path, self._files = open_copy(name, storage_options, progress=progress)
             self.reason = f"opened from the local copy of {name}"
         else:
+            if storage_options is not None:
+                raise ValueError(f"storage_options= is for URLs, but path is {name!r}: omit storage_options=")
             self.path = os.path.abspath(name)
             self._files = open_cache(self.path)
             self.reason = "opened by its path"
