@@ -515,7 +515,10 @@ class Build:
 
     def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
         return budget_exceeded(
-            *(len(self._kept.skipped), self._most_left_out, self._num_samples, last),
+            len(self._kept.skipped),
+            self._most_left_out,
+            self._num_samples,
+            last,
             f"{self._kept.what_is_kept}{self._kept.where_reported}: raise the budget or repair the files, "
             f"and {self._kept.way_to_resume}",
         )

@@ -345,7 +345,10 @@ def _what_is_missing(plan: Plan, missing: list[int], unusable: list[int], path: 
 
 def _over_budget(files: ShardFiles, left_out: list[FailedSample], most: int, path: str) -> ErrorBudgetError:
     return budget_exceeded(
-        *(len(left_out), most, files.plan.num_samples, left_out[-1]),
+        len(left_out),
+        most,
+        files.plan.num_samples,
+        left_out[-1],
         f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
         f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again",
     )

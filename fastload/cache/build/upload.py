@@ -462,7 +462,10 @@ class _Job:
         if len(left_out) <= most:
             return
         raise budget_exceeded(
-            *(len(left_out), most, plan.num_samples, left_out[-1]),
+            len(left_out),
+            most,
+            plan.num_samples,
+            left_out[-1],
             f"Finished shards are kept at {self._files.url}: raise the budget, and build again to resume; or "
             f"repair the files, {_REMOVE}, and build again",
         )
