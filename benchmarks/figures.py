@@ -387,6 +387,8 @@ def loader_of(label: str) -> str:
     name, *rest = label.split(", ")
     if name != "fastload":
         return name
+    if "regions" in rest:
+        return "fastload, decoding only the crop"
     return "fastload, cached" if "cached" in rest else "fastload, only the import"
 
 
