@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import albumentations as A
@@ -457,6 +458,40 @@ def test_a_file_of_sources_belongs_to_its_dataset(num_workers: int, photos: Path
     assert type(ds.view(2)[0]) is EncodedImage
     with pytest.raises(CacheMismatchError):
         CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{path}")
+
+
+def test_a_file_of_sources_knows_its_samples_in_another_place(tmp_path: Path) -> None:
+    """Without a fingerprint, sample 0 is compared: by the content of its file, not by its path."""
+    rng = np.random.default_rng(0)
+    for name in ("here", "there", "other"):
+        (tmp_path / name).mkdir()
+    for number in range(3):
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(tmp_path / "here" / f"{number}.png")
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(
+            tmp_path / "other" / f"{number}.png"
+        )
+    shutil.copytree(tmp_path / "here", tmp_path / "there", dirs_exist_ok=True)
+    build_lmdb(Paths(tmp_path / "here"), tmp_path / "cache", codec="source", num_workers=0).close()
+    cache = f"lmdb:{tmp_path / 'cache'}"
+
+    moved = CachedDataset(Paths(tmp_path / "there"), cache=cache)
+
+    assert np.array_equal(moved[1][0], np.asarray(Image.open(tmp_path / "here" / "1.png")))
+    with pytest.raises(CacheMismatchError, match="the content of sample 0 is"):
+        CachedDataset(Paths(tmp_path / "other"), cache=cache)
+
+
+class Paths(tud.Dataset[Any]):
+    """Undecoded images by their paths, without a fingerprint."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
+        return EncodedImage(self.folder / f"{index}.png"), index
 
 
 def test_damaged_headers_are_left_out(damaged: Path, tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, outline
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
+from fastload.images.encoded import EncodedImage
+from fastload.nested.tree import map_leaves
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -287,12 +289,16 @@ def check_source(
 
 
 def _first_record(sample: Any) -> bytes:
-    """The record of sample 0 before a codec changes it."""
+    """The record of sample 0 before a codec changes it; without the paths of files, which may move."""
     try:
-        return encode(sample)
+        return encode(map_leaves(sample, _without_path))
     except UnsupportedSampleError as error:
         add_note(error, "in sample 0 of the dataset")
         raise
+
+
+def _without_path(leaf: Any) -> Any:
+    return EncodedImage.of(leaf.content(), None) if type(leaf) is EncodedImage else leaf
 
 
 def _identity(record: bytes) -> tuple[str, int]:
