@@ -197,6 +197,7 @@ class TestBuild:
             assert dataset[index][1] == source[index][1]
             assert np.array_equal(dataset[index][0], source[index][0])
 
+    @pytest.mark.usefixtures("needs_lmdb")
     def test_mixed_shapes_are_told_with_the_fix(self, tmp_path: Path) -> None:
         """--size 10 scales the shorter side alone: the build says so, --json has the number of shapes."""
         folder = images(tmp_path / "photos", "a/1.png", "a/2.png")
@@ -288,6 +289,7 @@ class TestBuild:
         assert json.loads(result.stdout)["type"] == "RandomDatasetError"
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.usefixtures("needs_lmdb")
     def test_quiet_prints_nothing(self, tmp_path: Path) -> None:
         """--quiet leaves errors alone to be seen."""
         result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--quiet")
@@ -295,6 +297,7 @@ class TestBuild:
         assert (result.exit_code, result.output) == (0, "")
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 class TestBadSamples:
     @pytest.mark.parametrize("workers", ["0", "2"])
     def test_raise_ends_the_build_with_one_line(self, workers: str, tmp_path: Path) -> None:
@@ -518,6 +521,7 @@ class TestOutput:
         assert "reading 7" in result.stderr
         assert "from below" in result.stderr
 
+    @pytest.mark.usefixtures("needs_lmdb")
     def test_logs_go_to_standard_error(self, tmp_path: Path) -> None:
         """Without --json standard output has the answer's lines alone."""
         result = run("build", "tests.cli_zoo:factory", tmp_path / "cache")
@@ -650,6 +654,7 @@ class TestLs:
 
 
 class TestRm:
+    @pytest.mark.usefixtures("needs_lmdb")
     def test_everything_of_a_cache_goes_at_once(self, tmp_path: Path) -> None:
         """The cache, what an earlier build left, its lock and its report; nothing beside them."""
         (tmp_path / "other").write_text("mine")

@@ -410,6 +410,7 @@ class TestBaseline:
 
 
 class TestInterruption:
+    @pytest.mark.usefixtures("needs_lmdb")
     @pytest.mark.parametrize("as_json", [False, True])
     def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
         self, as_json: bool, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch

@@ -41,6 +41,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
     """Versions, CPUs, memory, GPUs and hints, ready for a bug report."""
     result = run("--json")

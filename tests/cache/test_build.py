@@ -262,6 +262,7 @@ class Stopping(Images):
         return super().sample(index)
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_killed_builder_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one builds, others are told who; when it is killed, the next goes on from where it was."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 2)

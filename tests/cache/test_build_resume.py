@@ -183,6 +183,7 @@ class Telling(Images):
         return super().sample(index)
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder that is killed while its workers live is followed at once: they hold no lock."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_RECORDS", 8)

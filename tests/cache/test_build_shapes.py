@@ -19,7 +19,7 @@ from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.record import encode
 from fastload.errors import CacheCorruptError
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.zoo import Everything, Images, RaggedImages
+from tests.cache.zoo import Collatable, Images, RaggedImages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_cached_dataset_logs_it_too(tmp_path: Path, caplog: Any) -> None:
     assert "9 different shapes at $[0]" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [Images, Everything])
+@pytest.mark.parametrize("kind", [Images, Collatable])
 def test_equal_shapes_are_not_mentioned(kind: type[Images], tmp_path: Path, caplog: Any) -> None:
     """Where default_collate works there is nothing to say."""
     with caplog.at_level(logging.INFO, "fastload"):

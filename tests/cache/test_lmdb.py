@@ -21,7 +21,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.contract import SharedContract
-from tests.cache.zoo import Everything, Images, RaggedImages, Triples
+from tests.cache.zoo import Collatable, Images, RaggedImages, Triples
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def test_any_number_of_shards(shards: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("kind", [Images, Everything])
+@pytest.mark.parametrize("kind", [Images, Collatable])
 def test_gather_is_default_collate(kind: type[Images], shards: int, tmp_path: Path) -> None:
     """A batch in any order, with repeats, is what default_collate makes of the samples."""
     dataset = kind(20)

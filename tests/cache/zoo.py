@@ -10,6 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.data
+from torch.utils.data import default_collate
+
+
+def _collates_numpy_bools() -> bool:
+    try:
+        default_collate([np.True_])
+    except TypeError:
+        return False
+    return True
+
+
+# torch 2.6 reads np.bool scalars as integers, which NumPy 2.3 and later refuse.
+COLLATES_NUMPY_BOOLS = _collates_numpy_bools()
 
 
 class Pair(NamedTuple):
@@ -127,6 +140,16 @@ class Everything(Images):
             "zero": np.zeros((0, 3), np.float32),
             "number": np.array(index),
         }
+
+
+class Collatable(Everything):
+    """Everything, without the kinds of leaves that the installed torch's default_collate refuses."""
+
+    def sample(self, index: int) -> Any:
+        sample = super().sample(index)
+        if not COLLATES_NUMPY_BOOLS:
+            sample["half"] = tuple(leaf for leaf in sample["half"] if not isinstance(leaf, np.bool_))
+        return sample
 
 
 class RandomImages(Images):

@@ -46,6 +46,7 @@ LIMIT_S = 1800  # of the tests of a row
 GROUPS = [
     "libraries",
     "photos",
+    "remote",
     "pytest",
 ]  # of pyproject.toml; without `frameworks`, whose tests are then skipped
 SHOWN = {
@@ -175,7 +176,7 @@ def _libraries(row: Row) -> list[str]:
     if row.libraries == "pinned":
         return pinned
     project = PROJECT["project"]
-    ranges = [*project["dependencies"], *project["optional-dependencies"]["albumentations"]]
+    ranges = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in ranges)  # type: ignore[union-attr]
     names = [re.match(r"[\w-]+", requirement)[0] for requirement in pinned]  # type: ignore[index]
     test_tools = set(PROJECT["dependency-groups"]["pytest"])

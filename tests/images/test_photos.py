@@ -35,6 +35,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 def test_size_and_classes(photos: ModuleType, tmp_path: Path) -> None:
     """Each source gives one picture here: about 500 x 375 pixels and 60-120 KB, in a folder of its own."""
+    pytest.importorskip("sklearn")  # two of the sources
     paths = photos.make_photos(tmp_path, 12, classes=12, processes=1)
 
     folder = ImageFolder(tmp_path)
