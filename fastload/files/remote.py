@@ -270,6 +270,7 @@ def _open_url(url: str, options: Mapping[str, Any], *, has_large_files: bool) ->
             f"{url} is not on this machine, and remote files need the package fsspec: pip install "
             '"fastload-torch[remote]"'
         ) from error
+    _forget_thread_of_parent()
     protocol = _URL.match(url)
     name = "" if protocol is None else protocol.group().rstrip(":/")
     if name in ("s3", "s3a"):
@@ -284,7 +285,20 @@ def _open_url(url: str, options: Mapping[str, Any], *, has_large_files: bool) ->
     return fs, root
 
 
+def _forget_thread_of_parent() -> None:
+    """Let fsspec start its thread anew in a forked process.
+
+    Older releases do not notice the fork: each read would wait for the parent's thread, for ever.
+    """
+    from fsspec import asyn
+
+    thread = asyn.iothread[0]
+    if thread is not None and not thread.is_alive():
+        asyn.reset_lock()
+
+
 def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[Any, str]:
+    _forget_thread_of_parent()
     fs = kind(*args, **options, skip_instance_cache=True)
     root = str(fs._strip_protocol(url))
     if root == url and not url.startswith("http"):
