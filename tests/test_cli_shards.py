@@ -109,6 +109,7 @@ def test_a_shard_is_told(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_join_is_told(tmp_path: Path) -> None:
     """The first time and the second; a shard that is built afterwards finds the cache."""
     for text in ("1/2", "2/2"):
@@ -121,6 +122,7 @@ def test_join_is_told(tmp_path: Path) -> None:
     assert "joined already, and the cache matches" in shard("1/2", tmp_path / "cache").stdout
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_join_without_all_shards_fails(tmp_path: Path) -> None:
     """One line names the commands."""
     shard("2/3", tmp_path / "cache")
@@ -190,6 +192,7 @@ def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
     assert run("join", tmp_path / "cache").exit_code == 3
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
     """Finished shards, and not the samples of the shard that was interrupted."""
     shard("1/2", tmp_path / "cache")

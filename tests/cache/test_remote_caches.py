@@ -386,6 +386,7 @@ def test_a_build_whose_plan_is_replaced_writes_no_manifest(monkeypatch: pytest.M
     assert "cache.json" not in names()
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) -> None:
     """The lock is of a process, so the other builder is one."""
     name = cache_dir / "builds" / f"{copies.digest_of_url(URL)}.lock"
@@ -825,6 +826,7 @@ def test_a_download_that_was_killed_continues(
     assert [name for name in copied() if "." in name] == []
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 @pytest.mark.parametrize(
     ("method", "calls"),
     [*(("put_file", calls) for calls in range(3)), *(("pipe_file", calls) for calls in range(5))],

@@ -6,8 +6,8 @@
 
 Each row of ROWS gets an environment of its own in build/matrix, which runs the tests without the markers
 `slow` and `matrix`. After each row, this program writes the results to benchmarks/results/compatibility.json,
-from which `python benchmarks/figures.py` makes the README's table. A row that cannot run here, because its
-interpreter or its wheels are missing, is written there with the reason.
+and calls `python benchmarks/figures.py`, which makes the README's table of them. A row that cannot run here,
+because its interpreter or its wheels are missing, is written there with the reason.
 
 This program needs only the standard library of Python 3.11 or later. It installs packages with pip. If pip
 finds only a CUDA build of torch, it compiles small libraries in the place of 3 GB of CUDA libraries
@@ -138,7 +138,7 @@ def make_environment(row: Row, interpreter: str, torch_index: str | None) -> lis
     if _pip(row, *requirements):
         left_out = []
     else:  # one of them has no wheel: take another release of it, or do without
-        left_out = [r for r in requirements if not _pip(row, r) and not _pip(row, r.partition("==")[0])]
+        left_out = [r for r in requirements if not _pip(row, r) and not _pip(row, _of_any_release(r))]
     if not _pip(row, "--no-deps", "--editable", str(ROOT), binary=False):
         raise NotAvailableError("pip cannot install fastload")
     return left_out
@@ -175,15 +175,25 @@ def _libraries(row: Row) -> list[str]:
     pinned = [r for group in GROUPS for r in PROJECT["dependency-groups"][group]]
     if row.libraries == "pinned":
         return pinned
-    project = PROJECT["project"]
-    ranges = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
-    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in ranges)  # type: ignore[union-attr]
+    bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in _ranges())  # type: ignore[union-attr]
     names = [re.match(r"[\w-]+", requirement)[0] for requirement in pinned]  # type: ignore[index]
     test_tools = set(PROJECT["dependency-groups"]["pytest"])
     return [
         requirement if requirement in test_tools else f"{name}=={bounds[name]}.*" if name in bounds else name
         for name, requirement in zip(names, pinned, strict=True)
     ]
+
+
+def _ranges() -> list[str]:
+    """The requirements of the project itself, with those of its extras."""
+    project = PROJECT["project"]
+    return [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+
+
+def _of_any_release(requirement: str) -> str:
+    """A pinned requirement, without its pin but within the project's own range."""
+    name = requirement.partition("==")[0]
+    return next((text for text in _ranges() if re.match(r"[\w-]+", text)[0] == name), name)  # type: ignore[index]
 
 
 def _pip(row: Row, *arguments: str, binary: bool = True) -> bool:
@@ -283,7 +293,10 @@ def machine() -> str:
 
 
 def save(row: Row, result: dict[str, Any]) -> None:
-    """Put a row's result into the file, in the order of ROWS; rows that are no longer in ROWS leave it."""
+    """Put a row's result into the file, in the order of ROWS, and into the pages that show it.
+
+    Rows that are no longer in ROWS leave the file.
+    """
     kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
     results = {tuple(entry["asked"]): entry for entry in kept}
     results[row.python, row.torch, row.libraries] = {
@@ -297,6 +310,8 @@ def save(row: Row, result: dict[str, Any]) -> None:
     RESULTS.write_text(
         json.dumps({"command": "make test-matrix", "tier": TIER, "rows": rows}, indent=1) + "\n"
     )
+    # Now, because a test of the next row compares the pages with the results.
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "figures.py"], check=True)
 
 
 def run(row: Row, found: dict[str, str], arguments: argparse.Namespace) -> None:

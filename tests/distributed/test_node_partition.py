@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, Subset
 
 from fastload import CachedDataset, DataLoader, NodePartitionSampler
+from fastload.cache.ram import generation
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
 
@@ -435,8 +436,13 @@ class Images(torch.utils.data.Dataset[Any]):
     ],
     ids=["no workers", "workers", "persistent workers"],
 )
-def test_the_cache_of_each_node_holds_its_part_and_nothing_else(options: dict[str, Any]) -> None:
+def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two nodes, whose caches have room for little more than half of the samples each."""
+    # A worker stores no sample while another worker holds the cache's lock, and the system may take the core
+    # from that worker for long. Here the first worker waits for the lock.
+    monkeypatch.setattr(generation, "_LOCK_ATTEMPTS", 10_000_000)
     caches = [
         CachedDataset(Images(), key=f"node {node} of {os.getpid()}", budget=40 * IMAGE_BYTES)
         for node in range(2)
