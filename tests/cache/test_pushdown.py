@@ -376,8 +376,8 @@ def test_a_reduced_crop_lies_where_the_exact_one_lies(orientation: int) -> None:
         for _ in range(20)
     ]
 
-    # A reduced pixel is 8 pixels wide, of which the ramps rise by 3.4 and 5.1 levels. OpenCV 4 rounds one value
-    # in 96,000 to 4 levels, OpenCV 5 none.
+    # A reduced pixel is 8 pixels wide, of which the ramps rise by 3.4 and 5.1 levels. With OpenCV 4, one
+    # value in 96,000 differs by 4 levels; with OpenCV 5, no value does.
     assert max(difference.max() for difference in differences) <= 4
     assert np.mean(np.stack(differences) > 3) < 1e-4
     assert max(difference.mean() for difference in differences) < 0.8
