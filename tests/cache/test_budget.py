@@ -16,6 +16,7 @@ from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from pathlib import Path
+from types import SimpleNamespace
 
 GB = 10**9
 
@@ -201,7 +202,7 @@ def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.Mon
     readings = iter([4000, 8000])
     monkeypatch.setattr(budget_module, "available_bytes", lambda: next(readings))
     seconds = iter([10.0, 10.9, 11.0])
-    monkeypatch.setattr(budget_module.time, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
     limits = [parse_ring_bytes("auto") for _ in range(3)]
 
