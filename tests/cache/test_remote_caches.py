@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastload
-from fastload.cache.build import upload
+from fastload.cache.build import inventory, upload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.sharded import build_shard
 from fastload.cache.build.upload import build_at_url
@@ -870,6 +870,21 @@ def test_the_copy_that_was_not_used_for_longest_is_removed(three: list[str]) -> 
     LMDBCache(three[2]).close()
 
     assert [has_copy(url) for url in three] == [True, False, True]
+
+
+def test_a_list_of_copies_has_their_urls(three: list[str]) -> None:
+    """The name of a copy is a digest, from which nobody sees the URL; a cache that is no copy has no URL."""
+    for url in three[:2]:
+        LMDBCache(url).close()
+    own = Path(copies.copies_directory(), "own.lmdb")
+    build_lmdb(KnownImages(4), str(own), num_workers=0, progress=False)
+
+    found = inventory.list_caches(copies.copies_directory())
+
+    assert sorted((cache.url or "", cache.state) for cache in found) == [
+        ("", "finished"),
+        *((url, "finished") for url in sorted(three[:2])),
+    ]
 
 
 def test_a_copy_in_use_is_not_removed(three: list[str]) -> None:

@@ -39,6 +39,7 @@ class Found:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: The reason why a damaged cache is damaged, or what a build of shards lacks.
+        url: The URL of which the cache is a local copy; None if it is not a copy.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Found:
     nbytes: int
     cache: LMDBCache | None = None
     problem: str | None = None
+    url: str | None = None
 
 
 def list_caches(directory: str) -> list[Found]:
@@ -165,7 +167,7 @@ def _look(path: str) -> Found:
         state = "building" if is_being_built(path) or _builds_shards_here(path) else "unfinished"
         return Found(path, state, nbytes, problem=_what_shards_lack(path))
     try:
-        return Found(path, "finished", nbytes, LMDBCache(path))
+        return Found(path, "finished", nbytes, LMDBCache(path), url=_url_of_copy(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return Found(path, "damaged", nbytes, problem=str(error))
 
