@@ -416,6 +416,16 @@ def held(found: dict[str, Any]) -> str:
     return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
 
 
+def cure(path: str) -> str:
+    """What to do about a damaged cache: a local copy is downloaded again."""
+    from fastload.cache.build import inventory
+
+    url = inventory.url_of_copy(path)
+    if url is None:
+        return "Remove the cache and build it again"
+    return f"Remove this copy with 'fastload cache rm {path}', and open {url} again, which downloads it again"
+
+
 def skipped(found: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
     if not found["num_skipped"]:
