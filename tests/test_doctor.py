@@ -347,6 +347,15 @@ def test_a_source_is_sized_up(tmp_path: Path) -> None:
     assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
 
 
+def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:
+    """A remote file is in memory when its decoding is measured; a local folder has no such line."""
+    root = _photos(tmp_path, num_images=2, side=64)
+    said = "does not include the time of requests"
+
+    assert said in run(f"local://{root}").stdout
+    assert said not in run(str(root)).stdout
+
+
 def test_a_source_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest way that fits is marked."""
     root = _photos(tmp_path, num_images=2, side=300)

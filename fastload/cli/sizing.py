@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.batch.read_ahead import reads_ahead
 from fastload.cache.encoded import decoded_nbytes, encoded_source
 from fastload.cache.pushdown import Pushdown
 from fastload.cli.terminal import table
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_SAMPLES = 32
 _CROP_SIDE, _STORED_SIDE = 224, 256
+_REMOTE = "the source is remote: the rate without a cache does not include the time of requests to it"
 _RAM_SHARE = 0.8  # of the free memory, as the budget "auto" of a CachedDataset
 
 
@@ -65,6 +67,8 @@ class Sizing:
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.
         region: What is decoded of an undecoded image; "" if the source gives none.
+        is_remote: Whether the source is in an object store or on a server. The rates do not include the time
+            of requests.
         options: The ways, fastest first.
     """
 
@@ -74,6 +78,7 @@ class Sizing:
     free_ram_bytes: int
     free_disk_bytes: int
     region: str
+    is_remote: bool
     options: tuple[Option, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,6 +102,7 @@ class Sizing:
             *table(rows),
             f"{foot}; the loader and the training take their part",
             *([self.region] if self.region else []),
+            *([_REMOTE] if self.is_remote else []),
         ]
 
 
@@ -158,7 +164,9 @@ def size_up(dataset: Any) -> Sizing:
         add("files in LMDB", "fastload cache build --codec source", "disk", file_bytes, region_s + file_s)
         add("no cache", "cache=None", "", 0, region_s + file_s)
     options = tuple(sorted(found, key=lambda option: -option.images_per_s))
-    return Sizing(num_samples, len(chosen), num_cpus, ram_bytes, disk_bytes, region, options)
+    return Sizing(
+        num_samples, len(chosen), num_cpus, ram_bytes, disk_bytes, region, reads_ahead(dataset), options
+    )
 
 
 def _timed(function: Callable[[Any], Any], values: list[Any]) -> tuple[list[Any], float]:

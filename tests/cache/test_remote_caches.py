@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastload
-from fastload.cache.build import upload
+from fastload.cache.build import inventory, upload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.sharded import build_shard
 from fastload.cache.build.upload import build_at_url
@@ -43,6 +43,7 @@ from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
+from tests.test_cli import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -870,6 +871,37 @@ def test_the_copy_that_was_not_used_for_longest_is_removed(three: list[str]) -> 
     LMDBCache(three[2]).close()
 
     assert [has_copy(url) for url in three] == [True, False, True]
+
+
+def test_a_list_of_copies_has_their_urls(three: list[str]) -> None:
+    """The name of a copy is a digest, from which nobody sees the URL; a cache that is no copy has no URL."""
+    for url in three[:2]:
+        LMDBCache(url).close()
+    own = Path(copies.copies_directory(), "own.lmdb")
+    build_lmdb(KnownImages(4), str(own), num_workers=0, progress=False)
+
+    found = inventory.list_caches(copies.copies_directory())
+
+    assert sorted((cache.url or "", cache.state) for cache in found) == [
+        ("", "finished"),
+        *((url, "finished") for url in sorted(three[:2])),
+    ]
+
+
+def test_a_damaged_copy_is_told_to_be_downloaded_and_not_built_again(three: list[str]) -> None:
+    """`fastload cache verify` names the command that removes the copy, and its URL."""
+    cache = LMDBCache(three[0])
+    cache.close()
+    shard = min(Path(cache.path).glob("*.lmdb"))
+    data = bytearray(shard.read_bytes())
+    data[data.index(Images(20).sample(0)[0].tobytes())] ^= 1
+    shard.write_bytes(data)
+
+    result = run("verify", cache.path)
+
+    assert result.exit_code == 1
+    assert f"'fastload cache rm {cache.path}', and open {three[0]} again" in result.stdout
+    assert "build" not in result.stdout
 
 
 def test_a_copy_in_use_is_not_removed(three: list[str]) -> None:

@@ -383,7 +383,24 @@ def test_nodes_that_cannot_share_equally_are_an_error(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({}, RuntimeError, "num_replicas is unknown: .* no WORLD_SIZE"),
+        (
+            {},
+            RuntimeError,
+            r"num_replicas is unknown: .* no WORLD_SIZE. Call torch\.distributed\.init_process_group\(\)",
+        ),
+        ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
+        ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
+        (
+            {"num_replicas": 4, "rank": 0, "num_nodes": "2"},
+            TypeError,
+            "num_nodes should be an int, but got '2'",
+        ),
+        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
+        (
+            {"num_replicas": 1, "rank": 0, "epochs_per_deal": 2.5},
+            TypeError,
+            "epochs_per_deal should be an int",
+        ),
         ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
         ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
         ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
@@ -395,7 +412,7 @@ def test_nodes_that_cannot_share_equally_are_an_error(
     ],
 )
 def test_arguments_out_of_range_are_errors(
-    arguments: dict[str, int], error: type[Exception], text: str
+    arguments: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     """Each error names the argument."""
     with pytest.raises(error, match=text):
