@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.files.read_ahead import ReadAhead
-from tests.kit.remote import TIMEOUT_S, meet
+from tests.kit.remote import TIMEOUT_S, meet, until_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,12 +82,12 @@ def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Callable[
     def read(number: int) -> bytes:
         if number == 0:
             begun.set()
-            may_end.wait(TIMEOUT_S)
+            until_set(may_end)
         return content(number)
 
     reader = opened(read, num_threads=1)
     reader.announce([0, 1])
-    begun.wait(TIMEOUT_S)
+    until_set(begun)
 
     found = reader.take(1)
     may_end.set()

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.files.listing import SAVED_NAME
-from tests.kit.remote import TIMEOUT_S, meet, raising, upload
+from tests.kit.remote import meet, raising, until_set, upload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,22 +141,34 @@ def test_the_files_of_a_batch_are_read_at_the_same_time(
 def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(
     url: str, faulty: type[FaultyFileSystem]
 ) -> None:
-    """No read of the second batch ends before those of the third have begun; the first waits for iter()."""
-    folder = fastload.ImageFolder(url)
-    has_begun, together = multiprocessing.get_context("fork").Event(), meet(8, alone=0)
+    """No read of the third batch ends before those of the fourth have begun.
+
+    The second batch waits until the loader has sent both: it sends no second task to a worker before it knows
+    the size of the first batch.
+    """
+    were_sent, together = multiprocessing.get_context("fork").Event(), meet(8, alone=0)
+    batch_of = {f"class{number // EACH}/{number % EACH:02}.png": number // 4 for number in range(SIZE)}
 
     def gate(path: str) -> None:
-        if path < "/bucket/train/class0/04.png":
-            has_begun.wait(TIMEOUT_S)
-        else:
+        batch = batch_of[path.removeprefix("/bucket/train/")]
+        if batch == 1:
+            until_set(were_sent)
+        elif batch in (2, 3):
             together()
 
     faulty.gate = staticmethod(gate)
-    loader = fastload.DataLoader(folder, 4, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    loader = fastload.DataLoader(
+        fastload.ImageFolder(url, listing="ignore"),
+        4,
+        num_workers=1,
+        prefetch_factor=4,
+        multiprocessing_context="fork",
+    )
     iterator = iter(loader)
-    has_begun.set()
+    first = next(iterator)
+    were_sent.set()
 
-    assert values(iterator) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
+    assert values([first, *iterator]) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
 
 
 @pytest.mark.parametrize("worker_method", ["process", "thread"])
