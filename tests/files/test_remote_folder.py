@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -237,13 +239,14 @@ def twice(sample: Any) -> Any:
 
 def test_cached_samples_are_not_announced(url: str, faulty: type[FaultyFileSystem]) -> None:
     """The second epoch reads no file."""
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
-    loader = fastload.DataLoader(dataset, 5)
+    folder = fastload.ImageFolder(url)
+    loader = fastload.DataLoader(fastload.CachedDataset(folder), 5)
     first = values(loader)
     faulty.reads.clear()
 
     assert values(loader) == first
     assert not faulty.reads
+    assert not folder._reader()._files  # files that nobody takes would be there, read or not
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -360,14 +363,25 @@ def test_it_pickles_while_files_are_being_read(url: str) -> None:
     assert copy[3][1] == 0
 
 
-def test_a_forked_process_reads_by_itself(url: str) -> None:
-    """The threads of its parent are not there."""
+def test_a_forked_process_reads_by_itself(url: str, faulty: type[FaultyFileSystem]) -> None:
+    """The threads of its parent are not there, of which one reads the same file during the fork."""
     folder = fastload.ImageFolder(url)
-    folder.read_ahead(range(SIZE))
+    parent, begun, may_end = os.getpid(), threading.Event(), threading.Event()
+
+    def gate(path: str) -> None:
+        if os.getpid() == parent:
+            begun.set()
+            until_set(may_end)
+
+    faulty.gate = staticmethod(gate)
+    folder.read_ahead([9])
+    until_set(begun)
 
     pid = os.fork()
     if pid == 0:
+        signal.alarm(20)  # a child that waits for a thread of its parent would never end
         os._exit(int(folder[9][0][0, 0, 0]))
+    may_end.set()
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
@@ -414,6 +428,8 @@ def test_without_versions_there_is_no_fingerprint(
 
     assert folder.fingerprint() is None
     assert "neither a fingerprint() nor a key" in dataset.cache.explain()
+    assert "neither a fingerprint() nor a key: add" in caplog.text
+    assert "or pass key=" in caplog.text
     assert "every process that opens it shares it" in shared.cache.explain()
     assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 
