@@ -330,12 +330,16 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     assert info.budget_bytes <= SMALL_BUDGET
 
 
-def test_without_a_cache(photos: Path) -> None:
+def test_without_a_cache(tmp_path: Path) -> None:
     """cache=None stores nothing, and reads a file again after it was changed."""
-    ds = CachedDataset(ImageFolder(photos), cache=None)
-    ds[0], ds[0]
+    (tmp_path / "a").mkdir()
+    Image.new("L", (7, 5), 10).save(tmp_path / "a" / "0.png")
+    ds = CachedDataset(ImageFolder(tmp_path), cache=None)
+    before = ds[0][0].max()
+    Image.new("L", (7, 5), 20).save(tmp_path / "a" / "0.png")
 
-    assert ds.fill(progress=False) == fastload.CacheInfo(NUM_IMAGES, 0, 0, None, "none")
+    assert (before, ds[0][0].max()) == (10, 20)
+    assert ds.fill(progress=False) == fastload.CacheInfo(1, 0, 0, None, "none")
     assert "each access reads the dataset" in ds.explain()
 
 

@@ -42,7 +42,7 @@ from fastload.files.transfers import RemoteFiles
 from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
-from tests.kit.remote import FaultyFileSystem, cut, raising, register
+from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
 from tests.test_cli import run
 
 if TYPE_CHECKING:
@@ -359,7 +359,7 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
         wait(uploader, fewer_than)
 
     def put(fs: Any, local: str, path: str, **options: Any) -> None:
-        assert is_waiting.wait(30)
+        until_set(is_waiting)
         put_file(fs, local, path, **options)
 
     monkeypatch.setattr(upload._Uploader, "_wait", watched)
@@ -812,7 +812,7 @@ def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None
 
 @pytest.mark.parametrize("calls", range(0, 6, 2))
 def test_a_download_that_was_killed_continues(
-    calls: int, store: str, monkeypatch: pytest.MonkeyPatch
+    calls: int, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards that it has finished are not read again."""
     monkeypatch.setattr(copies, "_AT_ONCE", 1)
@@ -822,6 +822,8 @@ def test_a_download_that_was_killed_continues(
     kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb")))
 
     assert kept == max(0, calls - 1)  # one call reads the manifest
+    assert in_children(1, open_it, store, tmp_path / "log") == [0]
+    assert len((tmp_path / "log").read_text().splitlines()) == 6 - kept
     assert_same_samples(list(fastload.CachedDataset.from_cache(store)), list(Images(20)))
     assert [name for name in copied() if "." in name] == []
 

@@ -266,11 +266,15 @@ def test_a_cache_is_downloaded_with_storage_options(
 
 
 def test_a_cached_dataset_finds_the_cache_by_its_fingerprint(
-    host: Path, folder: fastload.ImageFolder
+    host: Path, folder: fastload.ImageFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No image is read."""
     run("cache", "build", "s3://photos/train", "s3://photos/caches/known")
 
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an image is read")
+
+    monkeypatch.setattr(fastload.ImageFolder, "__getitem__", refuse)
     cached = fastload.CachedDataset(folder, cache="lmdb:s3://photos/caches/known")
 
     assert "its fingerprint matches" in cached.explain()
