@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gzip
+import itertools
 import json
 import os
 import pickle
@@ -16,6 +17,7 @@ import fsspec
 import pytest
 
 import fastload
+from fastload.files import remote
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
 from fastload.files.remote import RemoteFolder, is_url
 from tests.kit.remote import cut, meet, raising, until_set
@@ -47,6 +49,35 @@ def test_an_error_that_may_pass_is_tried_again(
     assert folder.read("cat/1.jpg", 3) == b"one"
     assert len(pauses) == 2
     assert 0.05 <= pauses[0] <= 0.1 <= pauses[1] <= 0.2
+
+
+@pytest.mark.parametrize(("each_s", "level"), [(1.0, "INFO"), (6.0, "WARNING")])
+def test_a_store_that_does_not_answer_for_long_is_a_warning(
+    folder: RemoteFolder,
+    faulty: type[FaultyFileSystem],
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    each_s: float,
+    level: str,
+) -> None:
+    """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
+    clock = itertools.count(0.0, each_s)
+    monkeypatch.setattr(remote, "_now_s", lambda: next(clock))
+    monkeypatch.setattr(remote, "_warned", {"at_s": float("-inf")})
+    monkeypatch.setattr(remote, "_WARN_EVERY_S", 1000.0)
+    for name in ("1.jpg", "3.jpg"):
+        faulty.faults[name] = [raising(ConnectionError("no route")), raising(ConnectionError("no route"))]
+    caplog.set_level("INFO", "fastload")
+
+    assert folder.read("cat/1.jpg", 3) == b"one"
+    assert folder.read("dog/3.jpg", 5) == b"three"
+
+    assert len(caplog.records) == 4
+    assert [record.levelname for record in caplog.records].count("WARNING") == (level == "WARNING")
+    assert caplog.records[0].levelname == level
+    assert "faulty://bucket/train/cat/1.jpg" in caplog.text
+    assert "no route (attempt 1 of 6, after" in caplog.text
 
 
 def test_a_body_that_is_cut_short_is_read_again(
