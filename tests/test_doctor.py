@@ -384,6 +384,23 @@ def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.M
     assert not any(option["name"].startswith("files") for option in found["options"])
 
 
+def test_no_cache_is_advised_for_random_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CachedDataset refuses them, and the reason is the same."""
+    (tmp_path / "noise_of_mine.py").write_text(
+        "import numpy as np\n"
+        "class Noise:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return np.random.randint(0, 256, (64, 64, 3)).astype(np.uint8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    found = json.loads(run("noise_of_mine:Noise", "--json").stdout)
+
+    assert [option["name"] for option in found["options"]] == ["no cache"]
+    assert "Noise[0] gives another sample at each access" in found["refusal"]
+    assert "no cache can hold these samples" in run("noise_of_mine:Noise").stdout
+
+
 def test_a_source_without_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers alone have no size to compare."""
     (tmp_path / "numbers_of_mine.py").write_text("NUMBERS = [1, 2, 3]\n")
