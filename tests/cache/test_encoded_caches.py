@@ -485,6 +485,16 @@ def test_a_file_of_sources_knows_its_samples_in_another_place(tmp_path: Path) ->
         CachedDataset(Paths(tmp_path / "other"), cache=cache)
 
 
+def test_a_file_of_sources_needs_undecoded_images(tmp_path: Path) -> None:
+    """Decoded arrays would be stored as they are, under a name that promises files."""
+    arrays = tud.StackDataset(list(np.zeros((3, 8, 8, 3), np.uint8)), range(3))
+
+    with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
+        build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 class Paths(tud.Dataset[Any]):
     """Undecoded images by their paths, without a fingerprint."""
 
