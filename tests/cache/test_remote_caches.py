@@ -589,7 +589,7 @@ def missing_shard() -> None:
     ("damage", "said"),
     [
         (broken_shard, f"{SHARDS[1]} is damaged: its digest is"),
-        (shorter_shard, f"cannot read {URL}/{SHARDS[1]}: .* bytes arrived of"),
+        (shorter_shard, f"{SHARDS[1]} is damaged: it has .* bytes, and the manifest says"),
         (missing_shard, f"is incomplete: its manifest lists {SHARDS[1]}"),
     ],
 )
