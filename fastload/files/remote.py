@@ -189,7 +189,10 @@ class RemoteFolder:
             return data
 
         def failed(error: Exception, tried: str) -> Exception:
-            return ImageReadError(self.path(name), f"{reason_of(error)}{tried}")
+            was_there = (
+                "; it was there when the folder was listed" if isinstance(error, FileNotFoundError) else ""
+            )
+            return ImageReadError(self.path(name), f"{reason_of(error)}{was_there}{tried}")
 
         return retried(attempt, failed)
 
