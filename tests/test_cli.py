@@ -307,7 +307,7 @@ class TestBadSamples:
         assert result.exit_code == 1
         error = json.loads(result.stdout)
         assert error["type"] == "ValueError"
-        assert error["error"].startswith("ValueError: sample thirty is broken. in sample 30 of the dataset")
+        assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
         assert "--on-error skip" in error["error"]
         assert f"fastload: error: {error['error']}\n" in result.stderr
         assert "Traceback" not in result.stderr

@@ -300,14 +300,14 @@ class TestSource:
     @pytest.mark.parametrize(
         ("code", "said"),
         [
-            ("1 / 0", "ZeroDivisionError: division by zero. while module"),
+            ("1 / 0", "ZeroDivisionError: division by zero (while module"),
             (
                 "import not_there_at_all",
-                "ModuleNotFoundError: No module named 'not_there_at_all'. while module",
+                "ModuleNotFoundError: No module named 'not_there_at_all' (while module",
             ),
-            ("import os; os.nothing", "AttributeError: module 'os' has no attribute 'nothing'. while module"),
+            ("import os; os.nothing", "AttributeError: module 'os' has no attribute 'nothing' (while module"),
             ("def (", "SyntaxError: "),
-            ("open('nowhere')", "nowhere: No such file or directory. while module"),
+            ("open('nowhere')", "nowhere: No such file or directory (while module"),
             ("raise SystemExit(3)", "ended the process with exit code 3"),
         ],
     )
@@ -347,7 +347,7 @@ class TestSource:
         result = run("build", "with_objects:data", "cache", "--workers", "0")
 
         assert result.exit_code == 1
-        assert complaint(result).endswith(". in sample 0 of the dataset")
+        assert complaint(result).endswith(" (in sample 0 of the dataset)")
 
     def test_an_error_without_a_text_is_its_name(self, here: Path) -> None:
         """A MemoryError has nothing more to say."""

@@ -348,6 +348,15 @@ def test_a_source_is_sized_up(tmp_path: Path) -> None:
     assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
 
 
+def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:
+    """A remote file is in memory when its decoding is measured; a local folder has no such line."""
+    root = _photos(tmp_path, num_images=2, side=64)
+    said = "does not include the time of requests"
+
+    assert said in run(f"local://{root}").stdout
+    assert said not in run(str(root)).stdout
+
+
 def test_a_source_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest way that fits is marked."""
     root = _photos(tmp_path, num_images=2, side=300)
@@ -374,6 +383,23 @@ def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.M
 
     assert {option["name"] for option in found["options"]} >= {"decoded in RAM", "no cache"}
     assert not any(option["name"].startswith("files") for option in found["options"])
+
+
+def test_no_cache_is_advised_for_random_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CachedDataset refuses them, and the reason is the same."""
+    (tmp_path / "noise_of_mine.py").write_text(
+        "import numpy as np\n"
+        "class Noise:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return np.random.randint(0, 256, (64, 64, 3)).astype(np.uint8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+    found = json.loads(run("noise_of_mine:Noise", "--json").stdout)
+
+    assert [option["name"] for option in found["options"]] == ["no cache"]
+    assert "Noise[0] gives another sample at each access" in found["refusal"]
+    assert "no cache can hold these samples" in run("noise_of_mine:Noise").stdout
 
 
 def test_a_source_without_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
         source.transform = None
         source = fastload.CachedDataset(source, transform=transform, cache="ram")
         source.fill(progress=False)
-    workers: dict[str, Any] = {"num_workers": NUM_WORKERS, "persistent_workers": True}
-    if variant == "auto":
-        workers = {"num_workers": "auto"}
-    return fastload.DataLoader(source, job.task.batch_size, shuffle=True, **workers)
+    num_workers: Any = "auto" if variant == "auto" else NUM_WORKERS
+    return fastload.DataLoader(
+        source, job.task.batch_size, shuffle=True, num_workers=num_workers, persistent_workers=True
+    )

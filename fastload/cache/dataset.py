@@ -15,6 +15,7 @@ method. It pickles as handles, so all workers read and fill one cache. Rules:
 from __future__ import annotations
 
 import operator
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,7 +39,6 @@ from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Mapping, Sequence
 
     import numpy.typing as npt
@@ -207,6 +207,12 @@ class CachedDataset(Dataset[Any]):
             CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
             ValueError: `storage_options` is given, but `path` is not a URL.
         """
+        if isinstance(path, str) and path.startswith("lmdb:") and not os.path.lexists(path):
+            place = path.removeprefix("lmdb:")
+            raise FileNotFoundError(
+                f'there is no cache at {path}: from_cache takes the path or URL alone, without "lmdb:": '
+                f"CachedDataset.from_cache({place!r})"
+            )
         samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
         return cls(
             samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode

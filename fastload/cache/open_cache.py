@@ -137,7 +137,7 @@ class Opener:
 
     def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
-            raise ValueError(f"cache={tiers!r} is not a cache in RAM followed by one on disk: {_USAGE}")
+            raise ValueError(f"cache={tiers!r} is not a valid pair of caches: {_USAGE}")
         if tiers[1] == _ENCODED:
             return self._open_decoded_and_encoded()
         slow = self._open_one(tiers[1])
@@ -156,7 +156,9 @@ class Opener:
             self._use_encoded_source('cache="ram-encoded"')
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
-            raise ValueError(f"cache={cache!r} is not a cache: {_USAGE}")
+            is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
+            hint = f'give cache="{_LMDB_PREFIX}{cache}" for the cache at this place' if is_place else _USAGE
+            raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self._request.dataset is cache:
             self.holds_images = cache.cache.codec == SOURCE
             return cache

@@ -258,6 +258,8 @@ def parse_shard(text: str) -> tuple[int, int]:
     if not slash or not first.isdecimal() or not second.isdecimal():
         raise CommandError(f"--shard should be I/N, such as 3/64, but got {text!r}")
     number, num_shards = int(first), int(second)
+    if not num_shards:
+        raise CommandError(f"--shard should be I/N with an N of at least 1, such as 3/64, but got {text!r}")
     if not 1 <= number <= num_shards:
         raise CommandError(
             f"--shard should be I/N with I from 1 to N, but got {text!r}: shards count from 1, so that the "
@@ -414,6 +416,16 @@ def held(found: dict[str, Any]) -> str:
     return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
 
 
+def cure(path: str) -> str:
+    """What to do about a damaged cache: a local copy is downloaded again."""
+    from fastload.cache.build import inventory
+
+    url = inventory.url_of_copy(path)
+    if url is None:
+        return "Remove the cache and build it again"
+    return f"Remove this copy with 'fastload cache rm {path}', and open {url} again, which downloads it again"
+
+
 def skipped(found: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
     if not found["num_skipped"]:
@@ -455,6 +467,7 @@ def list_disk(directory: str, answer: Answer) -> None:
         ) from error
     rows = []
     for item in found:
+        copied = "" if item.url is None else f", a copy of {item.url}"
         said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
         said = "a build is running" if item.state == "building" and item.problem is None else said
         rows.append(
@@ -462,7 +475,7 @@ def list_disk(directory: str, answer: Answer) -> None:
                 item.path,
                 item.state,
                 readable_size(item.nbytes),
-                held(facts(item.cache)) if item.cache else said,
+                held(facts(item.cache)) + copied if item.cache else said,
             ]
         )
     answer.result = {
@@ -471,6 +484,7 @@ def list_disk(directory: str, answer: Answer) -> None:
                 **(facts(item.cache) if item.cache else {"path": item.path, "problem": item.problem}),
                 "state": item.state,
                 "nbytes": item.nbytes,
+                **({} if item.url is None else {"url": item.url}),
             }
             for item in found
         ]

@@ -378,7 +378,7 @@ def verify(path: CachePlace, as_json: AsJson = False) -> None:
             shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
             answer.lines = [
                 f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged",
-                f"indices of their samples: {shown}. Remove the cache and build it again",
+                f"indices of their samples: {shown}. {cache_commands.cure(cache.path)}",
             ]
 
 

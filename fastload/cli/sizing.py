@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.batch.read_ahead import reads_ahead
 from fastload.cache.encoded import decoded_nbytes, encoded_source
 from fastload.cache.pushdown import Pushdown
+from fastload.cache.random_check import probe
 from fastload.cli.terminal import table
+from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
 from fastload.system.budget import available_bytes
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _MOST_SAMPLES = 32
 _CROP_SIDE, _STORED_SIDE = 224, 256
+_REMOTE = "the source is remote: the rate without a cache does not include the time of requests to it"
 _RAM_SHARE = 0.8  # of the free memory, as the budget "auto" of a CachedDataset
 
 
@@ -65,6 +69,9 @@ class Sizing:
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.
         region: What is decoded of an undecoded image; "" if the source gives none.
+        refusal: The error of a cache that refuses the samples; "" if they can be cached.
+        is_remote: Whether the source is in an object store or on a server. The rates do not include the time
+            of requests.
         options: The ways, fastest first.
     """
 
@@ -74,6 +81,8 @@ class Sizing:
     free_ram_bytes: int
     free_disk_bytes: int
     region: str
+    refusal: str
+    is_remote: bool
     options: tuple[Option, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,6 +106,8 @@ class Sizing:
             *table(rows),
             f"{foot}; the loader and the training take their part",
             *([self.region] if self.region else []),
+            *([f"no cache can hold these samples: {self.refusal}"] if self.refusal else []),
+            *([_REMOTE] if self.is_remote else []),
         ]
 
 
@@ -157,8 +168,30 @@ def size_up(dataset: Any) -> Sizing:
         add("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, region_s)
         add("files in LMDB", "fastload cache build --codec source", "disk", file_bytes, region_s + file_s)
         add("no cache", "cache=None", "", 0, region_s + file_s)
+    refusal = _refusal(dataset)
+    if refusal:
+        found = [option for option in found if not option.place]
     options = tuple(sorted(found, key=lambda option: -option.images_per_s))
-    return Sizing(num_samples, len(chosen), num_cpus, ram_bytes, disk_bytes, region, options)
+    return Sizing(
+        num_samples=num_samples,
+        num_measured=len(chosen),
+        num_cpus=num_cpus,
+        free_ram_bytes=ram_bytes,
+        free_disk_bytes=disk_bytes,
+        region=region,
+        refusal=refusal,
+        is_remote=reads_ahead(dataset),
+        options=options,
+    )
+
+
+def _refusal(dataset: Any) -> str:
+    """The error of a cache that would refuse the samples; empty if it would store them."""
+    try:
+        probe(dataset, [0], rechecked=[0])
+    except (RandomDatasetError, UnsupportedSampleError) as error:
+        return str(error)
+    return ""
 
 
 def _timed(function: Callable[[Any], Any], values: list[Any]) -> tuple[list[Any], float]:

@@ -125,7 +125,9 @@ def _one_line(error: Exception) -> str:
     else:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text
     notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]  # no worker tracebacks
-    text = ". ".join([text, *notes]).replace('on_error="skip"', "--on-error skip")
+    for note in notes:
+        text += f". {note}" if note[:1].isupper() else f" ({note})"
+    text = text.replace('on_error="skip"', "--on-error skip")
     return " ".join(text.split())
 
 

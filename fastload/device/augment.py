@@ -138,16 +138,19 @@ class RandomHorizontalFlip(nn.Module):
         key: The place of the images in a batch: an index, or the key of a mapping.
 
     Raises:
-        TypeError: When called: there is no tensor in the images' place.
+        TypeError: ``p`` is not a number; or, when called, there is no tensor in the images' place.
         ValueError: ``p`` is not from 0 to 1; or, when called, the shape fits no layout or both, or the batch
             has no ``key``, or neither or both of "image" and "images".
     """
 
     def __init__(self, p: float = 0.5, *, layout: str = "auto", key: Any = None) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
+        try:
+            self.p = float(p)
+        except (TypeError, ValueError):
+            raise TypeError(f"p should be a probability from 0 to 1, but got {p!r:.200}") from None
+        if not 0 <= self.p <= 1:
             raise ValueError(f"p should be a probability from 0 to 1, but got {p!r}")
-        self.p = p
         self.layout = check_layout(layout)
         self.key = key
 
@@ -194,7 +197,9 @@ def _height_and_width(size: Any) -> tuple[int, int]:
     except TypeError:
         numbers = ()
     if len(numbers) != 2:
-        raise TypeError(f"size should be an int, or the height and the width, two ints, but got {size!r}")
+        raise TypeError(
+            f"size should be an int, or the height and the width, two ints, but got {size!r:.200}"
+        )
     if min(numbers) < 1:
         raise ValueError(f"size should be at least 1 pixel, but got {size!r}")
     return numbers[0], numbers[1]

@@ -53,8 +53,8 @@ class Normalize(nn.Module):
         std: As given.
 
     Raises:
-        TypeError: ``mean`` or ``std`` is not a sequence of numbers; ``dtype`` is not a floating dtype; or,
-            when called, there is no uint8 tensor in the images' place.
+        TypeError: ``mean`` or ``std`` is not a sequence of numbers; ``max_pixel_value`` is not a number;
+            ``dtype`` is not a floating dtype; or, when called, there is no uint8 tensor in the images' place.
         ValueError: The constants are not one finite value per channel, or have a mean that no uint8 image
             can have, or another argument has none of the values above; or, when called, the shape fits no
             layout or both, or the batch has no ``key``, or neither or both of "image" and "images".
@@ -82,7 +82,11 @@ class Normalize(nn.Module):
                 "mean and std should have one value per channel, "
                 f"but got {len(self.mean)} and {len(self.std)} values"
             )
-        if not min(self.std) > 0 or not max_pixel_value > 0:
+        try:
+            self.max_pixel_value = float(max_pixel_value)
+        except (TypeError, ValueError):
+            raise TypeError(f"max_pixel_value should be a number, but got {max_pixel_value!r}") from None
+        if not min(self.std) > 0 or not self.max_pixel_value > 0:
             raise ValueError(
                 f"std and max_pixel_value should be above zero, but got {self.std} and {max_pixel_value}"
             )
@@ -95,7 +99,6 @@ class Normalize(nn.Module):
             )
         self.dtype = dtype
         self.memory_format = memory_format
-        self.max_pixel_value = float(max_pixel_value)
         self.layout = check_layout(layout)
         self.key = key
         self._make_constants(torch.device("cpu"))

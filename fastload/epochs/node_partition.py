@@ -87,6 +87,7 @@ class NodePartitionSampler(DistributedSampler[int]):
 
     Raises:
         RuntimeError: A number was not given, and neither the process group nor the environment has it.
+        TypeError: A number is not an integer.
         ValueError: The nodes have different numbers of ranks, the ranks of a node are not consecutive, there
             are fewer samples than nodes, or an argument is out of range.
     """
@@ -109,10 +110,10 @@ class NodePartitionSampler(DistributedSampler[int]):
             raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
-        if isinstance(epochs_per_deal, bool) or operator.index(epochs_per_deal) < 1:
+        if _integer("epochs_per_deal", epochs_per_deal) < 1 or isinstance(epochs_per_deal, bool):
             raise ValueError(f"epochs_per_deal should be an int of at least 1, but got {epochs_per_deal!r}")
         self.num_nodes = _num_nodes(num_nodes, num_replicas, rank)
-        super().__init__(dataset, num_replicas, rank, shuffle, operator.index(seed), drop_last)
+        super().__init__(dataset, num_replicas, rank, shuffle, _integer("seed", seed), drop_last)
         self.ranks_per_node = num_replicas // self.num_nodes
         self.node, self.local_rank = divmod(rank, self.ranks_per_node)
         self.epochs_per_deal = operator.index(epochs_per_deal)
@@ -155,7 +156,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         Raises:
             TypeError: The number is not an integer.
         """
-        self.epoch = operator.index(epoch)
+        self.epoch = _integer("epoch", epoch)
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices of the epoch, as Python ints.
@@ -276,16 +277,23 @@ def _retain(dataset: Any, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
 # --- the place of this rank ------------------------------------------------------------------------------
 
 
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} should be an int, but got {value!r}") from None
+
+
 def _world_size(given: int | None) -> int:
     if given is not None:
-        return operator.index(given)
+        return _integer("num_replicas", given)
     group = process_group()
     return _from_environment("WORLD_SIZE", "num_replicas") if group is None else int(group.get_world_size())
 
 
 def _rank(given: int | None) -> int:
     if given is not None:
-        return operator.index(given)
+        return _integer("rank", given)
     group = process_group()
     return _from_environment("RANK", "rank") if group is None else int(group.get_rank())
 
@@ -295,7 +303,7 @@ def _from_environment(variable: str, argument: str) -> int:
     if number is None:
         raise RuntimeError(
             f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
-            "torch.distributed.initprocess_group() first, start the script with torchrun, or give "
+            "torch.distributed.init_process_group() first, start the script with torchrun, or give "
             f"{argument}"
         )
     return number
@@ -314,7 +322,7 @@ def _num_nodes(given: int | None, num_replicas: int, rank: int) -> int:
         ValueError: The nodes have different numbers of ranks, or their ranks are not consecutive.
     """
     if given is not None:
-        if isinstance(given, bool) or operator.index(given) < 1:
+        if _integer("num_nodes", given) < 1 or isinstance(given, bool):
             raise ValueError(f"num_nodes should be an int of at least 1, but got {given!r}")
         if num_replicas % given:
             raise ValueError(

@@ -11,6 +11,7 @@ fsspec and the package of the protocol are imported when the first file is read 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import threading
@@ -34,6 +35,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_PREFIX = "file://"
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
+_SLOW_S, _WARN_EVERY_S = 4.0, 30.0
 # Errors that another attempt would meet again.
 PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
@@ -187,7 +189,10 @@ class RemoteFolder:
             return data
 
         def failed(error: Exception, tried: str) -> Exception:
-            return ImageReadError(self.path(name), f"{reason_of(error)}{tried}")
+            was_there = (
+                "; it was there when the folder was listed" if isinstance(error, FileNotFoundError) else ""
+            )
+            return ImageReadError(self.path(name), f"{reason_of(error)}{was_there}{tried}")
 
         return retried(attempt, failed)
 
@@ -320,11 +325,14 @@ def _for_s3fs(options: Mapping[str, Any], *, has_large_files: bool) -> dict[str,
 def retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:
     """The result of the first attempt that succeeds.
 
+    Failed attempts are logged; as a warning if they have taken several seconds, because a client that has
+    retries of its own may take a minute to find that the endpoint is wrong.
+
     Args:
         attempt: What to try.
         failed: Makes the error to raise from the last error and a clause about the attempts.
     """
-    started_s = time.monotonic()
+    started_s = _now_s()
     number = 0
     while True:
         number += 1
@@ -333,12 +341,21 @@ def retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Excepti
         except PERMANENT as error:
             raise failed(error, "") from error
         except Exception as error:
+            took_s = _now_s() - started_s
             if number == _ATTEMPTS:
-                took_s = time.monotonic() - started_s
                 raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
-            pause_s = _pause_s(number)
-            log.info("attempt %d failed and is repeated in %.1f s: %s", number, pause_s, reason_of(error))
-            _sleep(pause_s)
+            said = str(failed(error, f" (attempt {number} of {_ATTEMPTS}, after {took_s:.1f} s)"))
+            log.log(logging.WARNING if took_s >= _SLOW_S and _may_warn() else logging.INFO, "%s", said)
+            _sleep(_pause_s(number))
+
+
+def _may_warn() -> bool:
+    """Whether the last warning of this process was some time ago: 64 requests may fail at the same time."""
+    now_s = _now_s()
+    if now_s < _warned["at_s"] + _WARN_EVERY_S:
+        return False
+    _warned["at_s"] = now_s
+    return True
 
 
 def _pause_s(number: int) -> float:
@@ -352,7 +369,9 @@ def _pause_s(number: int) -> float:
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
-_sleep = time.sleep  # tests replace it
+_warned = {"at_s": float("-inf")}  # of this process
+
+_sleep, _now_s = time.sleep, time.monotonic  # tests replace them
 
 
 def reason_of(error: Exception) -> str:

@@ -7,10 +7,12 @@ the address space in use, because every process maps the whole cache.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +20,7 @@ from fastload.system.cgroups import count, groups, kilobytes, read_text
 from fastload.system.posix import resource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 AUTO_SHARE = 0.8  # of the free memory; the rest is for the model, the workers and the batches in flight
 # Share of the memory that is free when an epoch starts; other loaders and the caches need the rest.
@@ -80,14 +82,21 @@ def parse_ring_bytes(ring_bytes: int | float | str) -> int:
     """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
 
     Args:
-        ring_bytes: The loader's argument: `"auto"` is a quarter of free memory; else as `parse_budget`.
+        ring_bytes: The loader's argument: `"auto"` is a quarter of the memory that was free within the last
+            second; else as `parse_budget`.
 
     Raises:
         ValueError: As `parse_budget`.
     """
     if ring_bytes == "auto":
-        return int(_BATCHES_SHARE * available_bytes())
+        return int(_BATCHES_SHARE * _read_in(int(time.monotonic()), available_bytes))
     return parse_budget(ring_bytes, name="ring_bytes")
+
+
+@functools.lru_cache(maxsize=1)
+def _read_in(_second: int, read: Callable[[], int]) -> int:
+    """The free memory, read once a second: it takes 0.4 ms, and some scripts make thousands of loaders."""
+    return read()
 
 
 def _parse_size(text: str, name: str) -> int:

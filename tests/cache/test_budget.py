@@ -16,6 +16,7 @@ from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from pathlib import Path
+from types import SimpleNamespace
 
 GB = 10**9
 
@@ -194,3 +195,15 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
     assert parse_ring_bytes("auto") == 1000
     assert parse_ring_bytes("3kB") == 3000
     assert parse_ring_bytes(77) == 77
+
+
+def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the kernel's figures takes longer than a small epoch."""
+    readings = iter([4000, 8000])
+    monkeypatch.setattr(budget_module, "available_bytes", lambda: next(readings))
+    seconds = iter([10.0, 10.9, 11.0])
+    monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+    limits = [parse_ring_bytes("auto") for _ in range(3)]
+
+    assert limits == [1000, 1000, 2000]

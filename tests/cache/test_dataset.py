@@ -454,6 +454,25 @@ def test_a_cached_dataset_is_no_cache(tmp_path: Any) -> None:
         CachedDataset(Images(4), cache=ds)  # type: ignore[arg-type]
 
 
+def test_a_place_without_its_prefix_is_an_error_with_the_prefix(tmp_path: Any) -> None:
+    """A path or a URL in the place of "lmdb:PATH" is an error that has the right argument."""
+    (tmp_path / "cache").touch()
+    for place in (str(tmp_path / "cache"), "memory://bucket/cache"):
+        with pytest.raises(ValueError, match=f'give cache="lmdb:{place}"'):
+            CachedDataset(Images(4), cache=place)
+
+
+def test_from_cache_with_a_prefix_is_an_error_without_it(tmp_path: Any, monkeypatch: Any) -> None:
+    """The argument of `cache=` in the place of a path is an error; a file of that name is opened."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"from_cache\('s3://bucket/cache'\)"):
+        CachedDataset.from_cache("lmdb:s3://bucket/cache")
+
+    CachedDataset(Images(4), cache="lmdb:cache", num_workers=0).cache.close()
+    (tmp_path / "cache").rename("lmdb:cache")
+    assert len(CachedDataset.from_cache("lmdb:cache")) == 4
+
+
 def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
     """Epochs, states and batches of a loader are those of the cached dataset."""
     source = Labelled(20)

@@ -330,12 +330,16 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     assert info.budget_bytes <= SMALL_BUDGET
 
 
-def test_without_a_cache(photos: Path) -> None:
+def test_without_a_cache(tmp_path: Path) -> None:
     """cache=None stores nothing, and reads a file again after it was changed."""
-    ds = CachedDataset(ImageFolder(photos), cache=None)
-    ds[0], ds[0]
+    (tmp_path / "a").mkdir()
+    Image.new("L", (7, 5), 10).save(tmp_path / "a" / "0.png")
+    ds = CachedDataset(ImageFolder(tmp_path), cache=None)
+    before = ds[0][0].max()
+    Image.new("L", (7, 5), 20).save(tmp_path / "a" / "0.png")
 
-    assert ds.fill(progress=False) == fastload.CacheInfo(NUM_IMAGES, 0, 0, None, "none")
+    assert (before, ds[0][0].max()) == (10, 20)
+    assert ds.fill(progress=False) == fastload.CacheInfo(1, 0, 0, None, "none")
     assert "each access reads the dataset" in ds.explain()
 
 
@@ -479,6 +483,16 @@ def test_a_file_of_sources_knows_its_samples_in_another_place(tmp_path: Path) ->
     assert np.array_equal(moved[1][0], np.asarray(Image.open(tmp_path / "here" / "1.png")))
     with pytest.raises(CacheMismatchError, match="the content of sample 0 is"):
         CachedDataset(Paths(tmp_path / "other"), cache=cache)
+
+
+def test_a_file_of_sources_needs_undecoded_images(tmp_path: Path) -> None:
+    """Decoded arrays would be stored as they are, under a name that promises files."""
+    arrays = tud.StackDataset(list(np.zeros((3, 8, 8, 3), np.uint8)), range(3))
+
+    with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
+        build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 class Paths(tud.Dataset[Any]):

@@ -7,14 +7,22 @@ import json
 import logging
 import os
 import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_cluster import MayPassError, Outcome, build_on
 from fastload.cache.build.sharded import build_shard
-from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, RandomDatasetError
+from fastload.errors import (
+    CacheError,
+    CacheMismatchError,
+    ErrorBudgetError,
+    ImageReadError,
+    RandomDatasetError,
+)
 from tests.cache.build_zoo import BrokenImages, OddlyBroken
 from tests.cache.test_shards import files_at
 from tests.cache.zoo import Images, RandomImages
@@ -215,15 +223,28 @@ def test_random_datasets_are_refused(tmp_path: Path) -> None:
 
 def test_a_build_of_one_process_is_not_taken_over(tmp_path: Path) -> None:
     """The error is that of a single shard."""
-    with pytest.raises(Exception, match="broken"):
+    with pytest.raises(ImageReadError, match="broken"):
         build_lmdb(BrokenImages(40, bad=[9]), tmp_path / "cache", num_workers=0)
     with pytest.raises(CacheMismatchError, match="unfinished build by one process"):
         build_on(Engine(), images(), tmp_path / "cache")
 
 
-def test_progress_counts_finished_shards(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Samples of an earlier build are not part of the rate."""
+def test_progress_counts_finished_shards(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples of an earlier build are counted, and are not part of the rate."""
+    build_shard(Images(400), tmp_path / "cache", 1, 4, num_workers=0)
+    now_s = [0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    engine = Engine(before=lambda _: now_s.append(now_s.pop() + 20))
     with caplog.at_level(logging.INFO, "fastload"):
-        build_on(Engine(), images(), tmp_path / "cache", shards=4)
+        build_on(engine, images(400), tmp_path / "cache")
 
-    assert f"building {tmp_path}/cache: finished: " in caplog.text
+    lines = [line for line in caplog.messages if line.startswith(f"building {tmp_path}/cache: ")]
+    done = [line.removeprefix(f"building {tmp_path}/cache: ").partition(",")[0] for line in lines]
+    assert done == [
+        "200 of 400 samples: 5 samples/s",  # 100 of them in 20 s
+        "300 of 400 samples: 5 samples/s",
+        "400 of 400 samples: 5 samples/s",
+        "finished: 5 samples/s",
+    ]

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastload
-from fastload.cache.build import upload
+from fastload.cache.build import inventory, upload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.sharded import build_shard
 from fastload.cache.build.upload import build_at_url
@@ -42,7 +42,8 @@ from fastload.files.transfers import RemoteFiles
 from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
-from tests.kit.remote import FaultyFileSystem, cut, raising, register
+from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
+from tests.test_cli import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -358,7 +359,7 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
         wait(uploader, fewer_than)
 
     def put(fs: Any, local: str, path: str, **options: Any) -> None:
-        assert is_waiting.wait(30)
+        until_set(is_waiting)
         put_file(fs, local, path, **options)
 
     monkeypatch.setattr(upload._Uploader, "_wait", watched)
@@ -589,7 +590,7 @@ def missing_shard() -> None:
     ("damage", "said"),
     [
         (broken_shard, f"{SHARDS[1]} is damaged: its digest is"),
-        (shorter_shard, f"cannot read {URL}/{SHARDS[1]}: .* bytes arrived of"),
+        (shorter_shard, f"{SHARDS[1]} is damaged: it has .* bytes, and the manifest says"),
         (missing_shard, f"is incomplete: its manifest lists {SHARDS[1]}"),
     ],
 )
@@ -812,7 +813,7 @@ def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None
 
 @pytest.mark.parametrize("calls", range(0, 6, 2))
 def test_a_download_that_was_killed_continues(
-    calls: int, store: str, monkeypatch: pytest.MonkeyPatch
+    calls: int, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shards that it has finished are not read again."""
     monkeypatch.setattr(copies, "_AT_ONCE", 1)
@@ -822,6 +823,8 @@ def test_a_download_that_was_killed_continues(
     kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb")))
 
     assert kept == max(0, calls - 1)  # one call reads the manifest
+    assert in_children(1, open_it, store, tmp_path / "log") == [0]
+    assert len((tmp_path / "log").read_text().splitlines()) == 6 - kept
     assert_same_samples(list(fastload.CachedDataset.from_cache(store)), list(Images(20)))
     assert [name for name in copied() if "." in name] == []
 
@@ -872,6 +875,37 @@ def test_the_copy_that_was_not_used_for_longest_is_removed(three: list[str]) -> 
     LMDBCache(three[2]).close()
 
     assert [has_copy(url) for url in three] == [True, False, True]
+
+
+def test_a_list_of_copies_has_their_urls(three: list[str]) -> None:
+    """The name of a copy is a digest, from which nobody sees the URL; a cache that is no copy has no URL."""
+    for url in three[:2]:
+        LMDBCache(url).close()
+    own = Path(copies.copies_directory(), "own.lmdb")
+    build_lmdb(KnownImages(4), str(own), num_workers=0, progress=False)
+
+    found = inventory.list_caches(copies.copies_directory())
+
+    assert sorted((cache.url or "", cache.state) for cache in found) == [
+        ("", "finished"),
+        *((url, "finished") for url in sorted(three[:2])),
+    ]
+
+
+def test_a_damaged_copy_is_told_to_be_downloaded_and_not_built_again(three: list[str]) -> None:
+    """`fastload cache verify` names the command that removes the copy, and its URL."""
+    cache = LMDBCache(three[0])
+    cache.close()
+    shard = min(Path(cache.path).glob("*.lmdb"))
+    data = bytearray(shard.read_bytes())
+    data[data.index(Images(20).sample(0)[0].tobytes())] ^= 1
+    shard.write_bytes(data)
+
+    result = run("verify", cache.path)
+
+    assert result.exit_code == 1
+    assert f"'fastload cache rm {cache.path}', and open {three[0]} again" in result.stdout
+    assert "build" not in result.stdout
 
 
 def test_a_copy_in_use_is_not_removed(three: list[str]) -> None:

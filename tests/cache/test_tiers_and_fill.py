@@ -371,5 +371,5 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiers", [[], ["ram"], ["ram", "ram"], ["lmdb:x", "ram"], ["ram", "lmdb:x", "ram"]])
 def test_odd_tiers_are_refused(tiers: list[str]) -> None:
     """Tiers are a cache in RAM followed by one on disk, and nothing else."""
-    with pytest.raises(ValueError, match="is not a cache in RAM followed by one on disk: give"):
+    with pytest.raises(ValueError, match="is not a valid pair of caches: give"):
         CachedDataset(Images(4), cache=tiers)

@@ -353,6 +353,8 @@ def test_other_images_are_refused(batch: Any, error: type[Exception], message: s
         (lambda: RandomResizedCrop(4, scale=0.5), ValueError, "scale should be two numbers above 0"),
         (lambda: RandomResizedCrop(4, ratio=(2, 1)), ValueError, "ratio should be two numbers above 0"),
         (lambda: RandomHorizontalFlip(1.5), ValueError, "p should be a probability from 0 to 1, but got 1.5"),
+        (lambda: RandomHorizontalFlip("half"), TypeError, "p should be a probability .* got 'half'"),
+        (lambda: RandomHorizontalFlip(None), TypeError, "p should be a probability .* got None"),  # type: ignore[arg-type]
         (lambda: RandomHorizontalFlip(layout="NCHW"), ValueError, "layout should be one of auto, HWC, CHW"),
     ],
 )
@@ -360,6 +362,14 @@ def test_arguments_out_of_their_range_are_refused(make: Any, error: type[Excepti
     """The error names the argument, what was expected, and what came."""
     with pytest.raises(error, match=message):
         make()
+
+
+def test_an_argument_that_is_a_whole_batch_is_not_printed_in_full() -> None:
+    """The class in the place of a transform is called with each batch; the error stays short."""
+    with pytest.raises(TypeError, match="size should be an int") as caught:
+        RandomResizedCrop([some_images(2, 40, 40, 3)])  # type: ignore[arg-type]
+
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

@@ -256,6 +256,11 @@ def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
             ValueError,
             "should be above zero, but got .* and 0$",
         ),
+        (
+            {"mean": MEAN, "std": STD, "max_pixel_value": None},
+            TypeError,
+            "max_pixel_value should be .* got None",
+        ),
         ({"mean": MEAN, "std": STD, "dtype": torch.uint8}, TypeError, "dtype should be .* got torch.uint8"),
         ({"mean": MEAN, "std": STD, "dtype": "float32"}, TypeError, "dtype should be .* got 'float32'"),
         ({"mean": 0.5, "std": (0.2,)}, TypeError, "mean should be a sequence of numbers.* got 0.5"),

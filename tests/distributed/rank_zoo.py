@@ -83,6 +83,7 @@ def killed(folder: Path) -> None:
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"epoch": epoch, "seen": seen, "state": loader.state_dict()}))
             partial.replace(path)
+            dist.barrier()  # each rank has saved this batch: the kill of one rank ends the other one, too
             if is_first_start and dist.get_rank() == 1 and epoch == 1 and len(seen[1]) == 2 * BATCH_SIZE:
                 os.kill(os.getpid(), signal.SIGKILL)
 

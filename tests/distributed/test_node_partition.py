@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, Subset
 
 from fastload import CachedDataset, DataLoader, NodePartitionSampler
-from fastload.cache.ram import generation
+from fastload.cache.ram import generation, owners
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 VARIABLES = (
     *("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -384,7 +387,24 @@ def test_nodes_that_cannot_share_equally_are_an_error(
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({}, RuntimeError, "num_replicas is unknown: .* no WORLD_SIZE"),
+        (
+            {},
+            RuntimeError,
+            r"num_replicas is unknown: .* no WORLD_SIZE. Call torch\.distributed\.init_process_group\(\)",
+        ),
+        ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
+        ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
+        (
+            {"num_replicas": 4, "rank": 0, "num_nodes": "2"},
+            TypeError,
+            "num_nodes should be an int, but got '2'",
+        ),
+        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
+        (
+            {"num_replicas": 1, "rank": 0, "epochs_per_deal": 2.5},
+            TypeError,
+            "epochs_per_deal should be an int",
+        ),
         ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
         ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
         ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
@@ -396,7 +416,7 @@ def test_nodes_that_cannot_share_equally_are_an_error(
     ],
 )
 def test_arguments_out_of_range_are_errors(
-    arguments: dict[str, int], error: type[Exception], text: str
+    arguments: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     """Each error names the argument."""
     with pytest.raises(error, match=text):
@@ -437,12 +457,12 @@ class Images(torch.utils.data.Dataset[Any]):
     ids=["no workers", "workers", "persistent workers"],
 )
 def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes, whose caches have room for little more than half of the samples each."""
-    # A worker stores no sample while another worker holds the cache's lock, and the system may take the core
-    # from that worker for long. Here the first worker waits for the lock.
-    monkeypatch.setattr(generation, "_LOCK_ATTEMPTS", 10_000_000)
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+    # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
+    monkeypatch.setattr(generation, "_LOCK_ATTEMPTS", 1 << 30)
     caches = [
         CachedDataset(Images(), key=f"node {node} of {os.getpid()}", budget=40 * IMAGE_BYTES)
         for node in range(2)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.files.read_ahead import ReadAhead
-from tests.kit.remote import TIMEOUT_S, meet
+from tests.kit.remote import TIMEOUT_S, meet, until_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +70,7 @@ def test_an_announced_file_is_read_once(opened: Callable[..., ReadAhead]) -> Non
     reader.announce([2, 1])
 
     found = [reader.take(number) for number in (1, 2)]
+    _until(lambda: not reader._waiting and reader._num_idle == 1)  # the thread would have read them again
 
     assert found == [content(1), content(2)]
     assert sorted(store.reads) == [1, 2]
@@ -82,12 +83,12 @@ def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Callable[
     def read(number: int) -> bytes:
         if number == 0:
             begun.set()
-            may_end.wait(TIMEOUT_S)
+            until_set(may_end)
         return content(number)
 
     reader = opened(read, num_threads=1)
     reader.announce([0, 1])
-    begun.wait(TIMEOUT_S)
+    until_set(begun)
 
     found = reader.take(1)
     may_end.set()
@@ -147,14 +148,25 @@ def test_files_that_are_read_and_not_taken_fit_into_the_window(opened: Callable[
 
 def test_close_ends_the_threads(opened: Callable[..., ReadAhead]) -> None:
     """Files that are being read come to an end first; `take` reads by itself afterwards."""
-    reader = opened(Store().read)
+    begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def gate() -> None:
+        begun.release()
+        until_set(may_end)
+
+    store = Store(gate)
+    reader = opened(store.read)
     reader.announce(range(20))
+    assert all(begun.acquire(timeout=TIMEOUT_S) for _ in range(8))
 
     reader.close()
     reader.announce([3])
+    may_end.set()
 
     _until(lambda: not any(t.name == "fastload-read-ahead" for t in threading.enumerate()))
+    assert sorted(store.reads) == list(range(8))
     assert reader.take(3) == content(3)
+    assert store.reads[8:] == [3]
 
 
 def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> None:

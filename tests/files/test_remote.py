@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import builtins
 import gzip
+import itertools
 import json
 import os
 import pickle
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +17,10 @@ import fsspec
 import pytest
 
 import fastload
+from fastload.files import remote
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
 from fastload.files.remote import RemoteFolder, is_url
-from tests.kit.remote import cut, meet, raising
+from tests.kit.remote import cut, meet, raising, until_set
 
 if TYPE_CHECKING:
     from tests.kit.remote import FaultyFileSystem
@@ -45,7 +48,36 @@ def test_an_error_that_may_pass_is_tried_again(
 
     assert folder.read("cat/1.jpg", 3) == b"one"
     assert len(pauses) == 2
-    assert 0.05 <= pauses[0] <= 0.15 < 0.2 * 2 >= pauses[1] >= 0.1
+    assert 0.05 <= pauses[0] <= 0.1 <= pauses[1] <= 0.2
+
+
+@pytest.mark.parametrize(("each_s", "level"), [(1.0, "INFO"), (6.0, "WARNING")])
+def test_a_store_that_does_not_answer_for_long_is_a_warning(
+    folder: RemoteFolder,
+    faulty: type[FaultyFileSystem],
+    pauses: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    each_s: float,
+    level: str,
+) -> None:
+    """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
+    clock = itertools.count(0.0, each_s)
+    monkeypatch.setattr(remote, "_now_s", lambda: next(clock))
+    monkeypatch.setattr(remote, "_warned", {"at_s": float("-inf")})
+    monkeypatch.setattr(remote, "_WARN_EVERY_S", 1000.0)
+    for name in ("1.jpg", "3.jpg"):
+        faulty.faults[name] = [raising(ConnectionError("no route")), raising(ConnectionError("no route"))]
+    caplog.set_level("INFO", "fastload")
+
+    assert folder.read("cat/1.jpg", 3) == b"one"
+    assert folder.read("dog/3.jpg", 5) == b"three"
+
+    assert len(caplog.records) == 4
+    assert [record.levelname for record in caplog.records].count("WARNING") == (level == "WARNING")
+    assert caplog.records[0].levelname == level
+    assert "faulty://bucket/train/cat/1.jpg" in caplog.text
+    assert "no route (attempt 1 of 6, after" in caplog.text
 
 
 def test_a_body_that_is_cut_short_is_read_again(
@@ -247,12 +279,44 @@ def test_a_forked_process_makes_its_own_file_system(folder: RemoteFolder) -> Non
 
 def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[FaultyFileSystem]) -> None:
     """The first read is finished before others begin; those are made at the same time."""
-    faulty.gate = staticmethod(meet(7))
+    others, opened = Arrivals(8), folder._open()
+    opened._connecting = others  # type: ignore[assignment]
+    together, num_alone = meet(7, alone=0), 0
+
+    def gate(path: str) -> None:
+        nonlocal num_alone
+        if opened._is_connected:
+            together()
+        else:
+            num_alone += 1
+            until_set(others.are_all_there)  # each of them would begin now, if it did not wait
+
+    faulty.gate = staticmethod(gate)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._open().fs)), range(8)))
 
     assert {content for content, _ in found} == {b"one"}
     assert len({fs for _, fs in found}) == 1
+    assert num_alone == 1
+
+
+class Arrivals:
+    """A lock that tells when a number of threads have come to it."""
+
+    def __init__(self, number: int) -> None:
+        self.are_all_there = threading.Event()
+        self._left = number
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._counting:
+            self._left -= 1
+            if not self._left:
+                self.are_all_there.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

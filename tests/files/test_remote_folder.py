@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 import fsspec
@@ -20,7 +22,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.files.listing import SAVED_NAME
-from tests.kit.remote import TIMEOUT_S, meet, raising, upload
+from tests.kit.remote import meet, raising, until_set, upload
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,22 +143,34 @@ def test_the_files_of_a_batch_are_read_at_the_same_time(
 def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(
     url: str, faulty: type[FaultyFileSystem]
 ) -> None:
-    """No read of the second batch ends before those of the third have begun; the first waits for iter()."""
-    folder = fastload.ImageFolder(url)
-    has_begun, together = multiprocessing.get_context("fork").Event(), meet(8, alone=0)
+    """No read of the third batch ends before those of the fourth have begun.
+
+    The second batch waits until the loader has sent both: it sends no second task to a worker before it knows
+    the size of the first batch.
+    """
+    were_sent, together = multiprocessing.get_context("fork").Event(), meet(8, alone=0)
+    batch_of = {f"class{number // EACH}/{number % EACH:02}.png": number // 4 for number in range(SIZE)}
 
     def gate(path: str) -> None:
-        if path < "/bucket/train/class0/04.png":
-            has_begun.wait(TIMEOUT_S)
-        else:
+        batch = batch_of[path.removeprefix("/bucket/train/")]
+        if batch == 1:
+            until_set(were_sent)
+        elif batch in (2, 3):
             together()
 
     faulty.gate = staticmethod(gate)
-    loader = fastload.DataLoader(folder, 4, num_workers=1, prefetch_factor=4, multiprocessing_context="fork")
+    loader = fastload.DataLoader(
+        fastload.ImageFolder(url, listing="ignore"),
+        4,
+        num_workers=1,
+        prefetch_factor=4,
+        multiprocessing_context="fork",
+    )
     iterator = iter(loader)
-    has_begun.set()
+    first = next(iterator)
+    were_sent.set()
 
-    assert values(iterator) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
+    assert values([first, *iterator]) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
 
 
 @pytest.mark.parametrize("worker_method", ["process", "thread"])
@@ -225,13 +239,14 @@ def twice(sample: Any) -> Any:
 
 def test_cached_samples_are_not_announced(url: str, faulty: type[FaultyFileSystem]) -> None:
     """The second epoch reads no file."""
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
-    loader = fastload.DataLoader(dataset, 5)
+    folder = fastload.ImageFolder(url)
+    loader = fastload.DataLoader(fastload.CachedDataset(folder), 5)
     first = values(loader)
     faulty.reads.clear()
 
     assert values(loader) == first
     assert not faulty.reads
+    assert not folder._reader()._files  # files that nobody takes would be there, read or not
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -348,14 +363,25 @@ def test_it_pickles_while_files_are_being_read(url: str) -> None:
     assert copy[3][1] == 0
 
 
-def test_a_forked_process_reads_by_itself(url: str) -> None:
-    """The threads of its parent are not there."""
+def test_a_forked_process_reads_by_itself(url: str, faulty: type[FaultyFileSystem]) -> None:
+    """The threads of its parent are not there, of which one reads the same file during the fork."""
     folder = fastload.ImageFolder(url)
-    folder.read_ahead(range(SIZE))
+    parent, begun, may_end = os.getpid(), threading.Event(), threading.Event()
+
+    def gate(path: str) -> None:
+        if os.getpid() == parent:
+            begun.set()
+            until_set(may_end)
+
+    faulty.gate = staticmethod(gate)
+    folder.read_ahead([9])
+    until_set(begun)
 
     pid = os.fork()
     if pid == 0:
+        signal.alarm(20)  # a child that waits for a thread of its parent would never end
         os._exit(int(folder[9][0][0, 0, 0]))
+    may_end.set()
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
@@ -402,6 +428,8 @@ def test_without_versions_there_is_no_fingerprint(
 
     assert folder.fingerprint() is None
     assert "neither a fingerprint() nor a key" in dataset.cache.explain()
+    assert "neither a fingerprint() nor a key: add" in caplog.text
+    assert "or pass key=" in caplog.text
     assert "every process that opens it shares it" in shared.cache.explain()
     assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 

@@ -86,6 +86,16 @@ class NotTogetherError(BaseException):
     """Fewer reads than expected took place at the same time; no exception that is retried."""
 
 
+class NotSetError(BaseException):
+    """An event was not set in time; no exception that is retried."""
+
+
+def until_set(event: Any) -> None:
+    """Wait for an event of threads or of processes; raise NotSetError if it is not set in time."""
+    if not event.wait(TIMEOUT_S):
+        raise NotSetError(f"nothing has set the event in {TIMEOUT_S} s")
+
+
 def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
     """A gate that opens once this many reads are there at the same time, and stays open.
 

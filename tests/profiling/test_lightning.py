@@ -11,12 +11,11 @@ import torch.utils.data
 import fastload
 from tests.profiling import zoo
 
-L = pytest.importorskip("lightning")
-
 
 def fit(*args: Any, with_module: bool = False) -> None:
     """Two epochs of a model that learns nothing; the loader is given, or made by a data module."""
-    import lightning as L  # two seconds, which only this test needs
+    # Not at the top of the file: its 134 MB would make each fork of the other tests' workers slower.
+    L = pytest.importorskip("lightning")
 
     class Model(L.LightningModule):
         def __init__(self) -> None:

@@ -28,7 +28,7 @@ from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan
 from fastload.cache.build.unfinished import Partial, source_differences
 from fastload.cache.build.writer import ShardWriter
 from fastload.cache.codecs import LOSSY, SOURCE, check_codec
-from fastload.cache.encoded import encoded_source
+from fastload.cache.encoded import encoded_source, holds_images
 from fastload.cache.lmdb.description import Description, Plan, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -38,7 +38,7 @@ from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, outline
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
 from fastload.images.encoded import EncodedImage
-from fastload.nested.tree import map_leaves
+from fastload.nested import tree
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def check_source(
 def _first_record(sample: Any) -> bytes:
     """The record of sample 0 before a codec changes it; without the paths of files, which may move."""
     try:
-        return encode(map_leaves(sample, _without_path))
+        return encode(tree.map_leaves(sample, _without_path))
     except UnsupportedSampleError as error:
         add_note(error, "in sample 0 of the dataset")
         raise
@@ -374,10 +374,21 @@ class Build:
         self._failed: Exception | None = None  # the error of a sample
 
     def make_plan(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> Plan:
-        """A plan of a new build; reads sample 0."""
+        """A plan of a new build; reads sample 0.
+
+        Raises:
+            ValueError: The codec is "source", and sample 0 has no undecoded image.
+        """
         import lmdb
 
         spec, crc32 = self._read_first()
+        first = self._probed.get(0)
+        if codec == SOURCE and first is not None and not holds_images(first):
+            raise ValueError(
+                f'codec "source" stores the files of images, but sample 0 is {tree.outline(first)}: return '
+                "fastload.EncodedImage(path) in place of the decoded array, use fastload.ImageFolder without "
+                "size=, or choose another codec"
+            )
         classes = getattr(self._dataset, "classes", None)
         is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
         return Plan(

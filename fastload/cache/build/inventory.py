@@ -39,6 +39,7 @@ class Found:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: The reason why a damaged cache is damaged, or what a build of shards lacks.
+        url: The URL of which the cache is a local copy; None if it is not a copy.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Found:
     nbytes: int
     cache: LMDBCache | None = None
     problem: str | None = None
+    url: str | None = None
 
 
 def list_caches(directory: str) -> list[Found]:
@@ -165,14 +167,14 @@ def _look(path: str) -> Found:
         state = "building" if is_being_built(path) or _builds_shards_here(path) else "unfinished"
         return Found(path, state, nbytes, problem=_what_shards_lack(path))
     try:
-        return Found(path, "finished", nbytes, LMDBCache(path))
+        return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_copy(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return Found(path, "damaged", nbytes, problem=str(error))
 
 
 def _what_shards_lack(path: str) -> str | None:
     """What is left to do in a build of shards, or in a download; None if it is a build by one process."""
-    url = _url_of_copy(path + PARTIAL)
+    url = url_of_copy(path + PARTIAL)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
     if not is_sharded(read_plan_file(path + PARTIAL)):
@@ -189,7 +191,7 @@ def _what_shards_lack(path: str) -> str | None:
         return f"{missing} of {files.plan.num_shards} shards are missing: build them with --shard, then join"
 
 
-def _url_of_copy(directory: str) -> str | None:
+def url_of_copy(directory: str) -> str | None:
     """The URL of which a directory is a copy; None if it is not a copy."""
     try:
         return parse_manifest(Path(directory, MANIFEST_NAME).read_bytes()).url

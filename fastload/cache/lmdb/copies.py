@@ -36,6 +36,7 @@ from fastload.cache.lmdb.manifest import Manifest, manifest_text, new_digest, pa
 from fastload.cache.locks import held, try_lock
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
+from fastload.files.remote import OtherLengthError
 from fastload.files.transfers import RemoteFiles, may_pass
 from fastload.system.budget import AUTO_SHARE, parse_budget
 from fastload.system.disk import sync_directory
@@ -259,6 +260,7 @@ def _fetch(
                     "all files at that URL, and build the cache again"
                 ) from None
             except RemoteFolderError as error:
+                _check_length(files, shard, error)
                 raise CacheError(
                     f"{error}. The shards that were downloaded are kept in {directory}: open the cache again "
                     "to continue"
@@ -277,6 +279,21 @@ def _fetch(
         f"{files.url}/{shard.name} is damaged: its digest is {found[:16]}..., and the manifest says "
         f"{shard.blake2b[:16]}.... Remove all files at that URL, and build the cache again"
     )
+
+
+def _check_length(files: RemoteFiles, shard: ShardFile, error: RemoteFolderError) -> None:
+    """Raise CacheCorruptError if a shard cannot be read because the file at the URL has another length."""
+    if not isinstance(error.__cause__, OtherLengthError):
+        return
+    try:
+        nbytes = files.nbytes(shard.name)
+    except (RemoteFolderError, OSError):
+        return  # the caller raises the first error
+    if nbytes not in (None, shard.nbytes):
+        raise CacheCorruptError(
+            f"{files.url}/{shard.name} is damaged: it has {nbytes:,} bytes, and the manifest says "
+            f"{shard.nbytes:,}. Remove all files at that URL, and build the cache again"
+        ) from error
 
 
 def _write_all(fd: int, data: bytes) -> None:
