@@ -173,6 +173,7 @@ def peers() -> str:
     results = json.loads((RESULTS / "peers.json").read_text())
     questions, machine = results["questions"], results["machine"]
     names = list(dict.fromkeys(loader_of(label) for q in questions for label in q["rows"]))
+    names.sort(key=lambda name: (name != "torch", not name.startswith("fastload")))
     lines = ["| images/s | " + " | ".join(question["title"] for question in questions) + " |"]
     lines.append("|---" * (len(questions) + 1) + "|")
     for name in names:
@@ -180,7 +181,7 @@ def peers() -> str:
         for question in questions:
             rows = [row for label, row in question["rows"].items() if loader_of(label) == name]
             medians = [row["median"] for row in rows if "median" in row]
-            cells.append(digits(max(medians)) if medians else "cannot")
+            cells.append(digits(max(medians)) if medians else "cannot" if rows else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
     return (
