@@ -15,7 +15,9 @@ from fastload.system.posix import fcntl
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
+# Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
+# flags, each of which is a bit of its own.
+AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 
 
 def try_lock(fd: int, *, attempts: int = 1) -> bool:
@@ -67,7 +69,7 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
     """
     take = fcntl.lockf if by_process else fcntl.flock
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | _AS_IT_IS, 0o600)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o600)
         try:
             is_taken = True
             try:
@@ -77,7 +79,7 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
             if not is_taken:
                 yield False
                 return
-            if not _is_at(fd, name):
+            if not is_at(fd, name):
                 continue  # its holder removed the file after this process had opened it
             try:
                 yield True
@@ -89,7 +91,8 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
             os.close(fd)
 
 
-def _is_at(fd: int, name: str) -> bool:
+def is_at(fd: int, name: str) -> bool:
+    """Whether a descriptor is that of the file at a path now."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(name))
     except FileNotFoundError:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from fastload.cache.build.sharded import BuiltShard
     from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
     from fastload.cache.lmdb.manifest import Manifest
 
@@ -372,39 +373,35 @@ def interrupted_upload(url: str) -> str:
 
 def facts_at_url(manifest: Manifest) -> dict[str, Any]:
     """The `--json` output of `build` and `info` about a cache at a URL."""
-    plan, num_skipped = manifest.plan, manifest.num_left_out
+    from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME
+
+    report = f"{manifest.url}/{REMOTE_REPORT_NAME}" if manifest.num_left_out else None
+    return _facts(manifest.url, manifest.plan, manifest.num_left_out, report, manifest.nbytes)
+
+
+def facts(cache: LMDBCache) -> dict[str, Any]:
+    """The `--json` output of `build` and `info`."""
+    report = f"{cache.path}.errors.jsonl"
+    num_skipped = cache.num_samples - cache.num_cached
+    return _facts(
+        cache.path, cache.plan, num_skipped, report if os.path.exists(report) else None, cache.nbytes
+    )
+
+
+def _facts(path: str, plan: Plan, num_skipped: int, report: str | None, nbytes: int) -> dict[str, Any]:
     return {
-        "path": manifest.url,
+        "path": path,
         "num_samples": plan.num_samples,
         "num_cached": plan.num_samples - num_skipped,
         "num_skipped": num_skipped,
-        "report": f"{manifest.url}/errors.jsonl" if num_skipped else None,
-        "nbytes": manifest.nbytes,
+        "report": report,
+        "nbytes": nbytes,
         "codec": plan.codec,
         "quality": plan.quality,
         "num_shards": plan.num_shards,
         "classes": plan.classes,
         "parts": None if plan.parts is None else dict(plan.parts),
         "created_s": plan.created_s,
-    }
-
-
-def facts(cache: LMDBCache) -> dict[str, Any]:
-    """The `--json` output of `build` and `info`."""
-    report = f"{cache.path}.errors.jsonl"
-    return {
-        "path": cache.path,
-        "num_samples": cache.num_samples,
-        "num_cached": cache.num_cached,
-        "num_skipped": cache.num_samples - cache.num_cached,
-        "report": report if os.path.exists(report) else None,
-        "nbytes": cache.nbytes,
-        "codec": cache.codec,
-        "quality": cache.quality,
-        "num_shards": cache.num_shards,
-        "classes": cache.classes,
-        "parts": None if cache.parts is None else dict(cache.parts),
-        "created_s": cache.created_s,
     }
 
 

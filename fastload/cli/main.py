@@ -209,18 +209,18 @@ def build(
         raise CommandError("--shard I/N states the number of shards itself: omit --shards")
     chosen_shard = None if shard is None else cache_commands.parse_shard(shard)
     path, url = _destinations(dest, out)
-    if url is not None and shard is not None:
+    if url and shard is not None:
         raise CommandError(
             "--shard builds in a directory that all machines see: give a DEST there, join, and upload the "
             "cache with 'fastload cache build SOURCE DEST --out URL'"
         )
-    if url is not None and ray is not None:
+    if url and ray is not None:
         raise CommandError(
             "--ray builds in a directory that all machines see: give a DEST there, and upload the cache "
             "with 'fastload cache build SOURCE DEST --out URL'"
         )
     with answering(as_json, quiet=quiet) as answer:
-        was_there = path is not None and os.path.exists(path)
+        was_there = os.path.exists(path)
         start = time.monotonic()
         options: dict[str, Any] = {
             "codec": None if codec is None else codec.value,
@@ -230,15 +230,14 @@ def build(
             "progress": not quiet,
         }
         try:
-            if url is not None:
+            if url:
                 manifest, was_built = cache_commands.build_at_url(
-                    source, size, path, url, num_workers=workers, shards=shards, **options
+                    source, size, path or None, url, num_workers=workers, shards=shards, **options
                 )
                 _answer_with(
                     answer, cache_commands.facts_at_url(manifest), was_built, time.monotonic() - start
                 )
                 return
-            path = path or ""  # without a URL there is a path
             if chosen_shard is not None:
                 built = cache_commands.build_shard(
                     source, size, path, chosen_shard, num_workers=workers, **options
@@ -260,7 +259,7 @@ def build(
                 )
         except KeyboardInterrupt as error:
             raise CommandError(
-                cache_commands.interrupted_upload(url) if url else cache_commands.interrupted(path or ""),
+                cache_commands.interrupted_upload(url) if url else cache_commands.interrupted(path),
                 ExitCode.INTERRUPTED,
                 "KeyboardInterrupt",
             ) from error
@@ -268,19 +267,19 @@ def build(
         _answer_with(answer, found, not was_there, time.monotonic() - start)
 
 
-def _destinations(dest: str | None, out: str | None) -> tuple[str | None, str | None]:
-    """The absolute path and the URL of `build`; one of them may be None."""
+def _destinations(dest: str | None, out: str | None) -> tuple[str, str]:
+    """The absolute path and the URL of `build`; one of them may be empty."""
     if dest is None and out is None:
         raise CommandError("DEST is missing: give a path or a URL")
     if out is not None and not cache_commands.is_url(out):
         raise CommandError(f"--out should be a URL such as s3://bucket/caches/train, but is {out!r}")
     if dest is None:
-        return None, out
+        return "", out or ""
     if not cache_commands.is_url(dest):
-        return cache_commands.absolute("DEST", dest), out
+        return cache_commands.absolute("DEST", dest), out or ""
     if out is not None:
         raise CommandError("DEST is a URL, and so is --out: give one of them")
-    return None, dest
+    return "", dest
 
 
 def _answer_with(answer: Answer, found: dict[str, Any], was_built: bool, elapsed_s: float) -> None:

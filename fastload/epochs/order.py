@@ -84,23 +84,28 @@ def rank_and_order(
     """
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = nested_samplers(loader)
-    split = _split_of([loader.dataset] if is_iterable else samplers)
+    rank, num_ranks = _split(loader, samplers)
     sizes = [_integer(getattr(sampler, "batch_size", None)) for sampler in samplers]
     order = Order(
         num_samples=None if is_iterable else _length(loader.dataset),
         batch_size=next((size for size in [_integer(loader.batch_size), *sizes] if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
-        seed=_seed(loader, samplers, generators or {}, is_split=split is not None),
-        num_ranks=None if split is None else split[1],
+        seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
+        num_ranks=num_ranks,
     )
-    return _rank_of_process() if split is None else split[0], order
+    return rank, order
 
 
 def rank_of(loader: DataLoader[Any]) -> int | None:
     """The rank that the loader reads for, as `rank_and_order` finds it; None: unknown."""
+    return _split(loader, nested_samplers(loader))[0]
+
+
+def _split(loader: DataLoader[Any], samplers: list[Any]) -> tuple[int | None, int | None]:
+    """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
-    split = _split_of([loader.dataset] if is_iterable else nested_samplers(loader))
-    return _rank_of_process() if split is None else split[0]
+    split = _split_of([loader.dataset] if is_iterable else samplers)
+    return (_rank_of_process(), None) if split is None else split
 
 
 def process_group() -> Any | None:

@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
 from fastload.epochs.epoch import Epoch
-from fastload.epochs.order import Position, check, rank_and_order
+from fastload.epochs.order import Position, check, rank_and_order, rank_of
 from fastload.epochs.sampler_state import (
     DEFAULT,
     check_generators,
@@ -63,11 +63,10 @@ class Progress:
         self.current: Epoch | None = None
         self.loaded: SavedState | None = None
         self.sample_seed: int | None = None  # the seed of the run that was loaded
-        # Whether a subclass returned an iterator before an epoch began here; if the iterator is a generator
-        # and alive, the reference leads to it.
-        self.has_other_iterator = False
+        # None unless a subclass returned an iterator before an epoch began here. If the iterator is a
+        # generator and alive, a call gives it.
+        self.other_iterator: Callable[[], types.GeneratorType[Any, Any, Any] | None] | None = None
         self.has_warned = False
-        self.other_generator: Callable[[], types.GeneratorType[Any, Any, Any] | None] = _no_generator
 
     @property
     def counts_batches(self) -> bool:
@@ -139,21 +138,21 @@ def noted(loader: DataLoader[Any], iterator: Any) -> Any:
         return iterator
     if type(iterator) is types.GeneratorType:
         return _noted_at_its_start(progress, iterator)
-    progress.has_other_iterator, progress.other_generator = True, _no_generator
+    progress.other_iterator = _no_generator
     return iterator
 
 
 def _noted_at_its_start(progress: Progress, generator: types.GeneratorType[Any, Any, Any]) -> Any:
-    progress.has_other_iterator, progress.other_generator = True, weakref.ref(generator)
+    progress.other_iterator = weakref.ref(generator)
     return (yield from generator)
 
 
 def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
     """Warn once if a subclass without a `state_dict()` made an iterator, whose batches nobody counts."""
     progress = progress_of(loader)
-    if progress.counts_batches or not progress.has_other_iterator or progress.has_warned:
+    if progress.counts_batches or progress.other_iterator is None or progress.has_warned:
         return
-    generator = progress.other_generator()
+    generator = progress.other_iterator()
     if generator is not None and generator.gi_running:
         return  # it asks for the state itself, before it calls super().__iter__()
     progress.has_warned = True
@@ -282,7 +281,7 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         log.warning(
             "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
             "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
-            rank_and_order(loader)[0],
+            rank_of(loader),
             state.rank,
         )
     epoch.number = state.epoch
@@ -438,7 +437,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
             _set_own_dataset(loader, saved)
     progress = progress_of(loader)
     progress.loaded = saved
-    progress.has_other_iterator, progress.other_generator = False, _no_generator
+    progress.other_iterator = None
     progress.sample_seed = saved.sample_seed
     progress.next_number = saved.epoch + saved.is_finished
 

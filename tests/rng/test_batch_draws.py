@@ -12,6 +12,7 @@ from fastload import DataLoader
 from fastload.rng.batch_draws import BatchStreams, draw_uniforms, drawing_from
 from fastload.rng.sample_streams import StreamOrigin
 from tests.device.fake import FakeBackend
+from tests.kit.batches import read_epoch
 
 NUM_SAMPLES = 24
 PIXELS = torch.arange(NUM_SAMPLES, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 4, 4, 3).contiguous()
@@ -268,18 +269,11 @@ def test_a_batch_that_fails_shifts_no_draws(num_workers: int, rng: Any) -> None:
     records = Records()
     options["generator"] = torch.Generator().manual_seed(5)
     options |= {"num_workers": num_workers, "rng": rng, "device_transform": records}
-    num_errors = 0
     with DataLoader(Unreadable(), 4, device="cpu", **options) as loader:
-        iterator = iter(loader)
-        while True:
-            try:
-                next(iterator)
-            except OSError:
-                num_errors += 1
-            except StopIteration:
-                break
+        got = read_epoch(loader)
 
-    assert num_errors == 2
+    errors = [item for item in got if isinstance(item, Exception)]
+    assert [isinstance(error, OSError) for error in errors] == [True, True]
     assert records.drawn == expected[:4] + expected[12:]
 
 

@@ -18,7 +18,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from fastload.cache.build.writer import writing
-from fastload.cache.locks import try_lock
+from fastload.cache.locks import AS_IT_IS, is_at, try_lock
 from fastload.errors import CacheBusyError, CacheError
 from fastload.system.logs import log
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 SUFFIX = ".lock"
 _MOST_DIGITS = 20
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
-# The file is opened only if it is a lock file: no link is followed, and opening never waits for a pipe.
-# Windows lacks these flags, each of which is a bit of its own.
-_AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 _KINDS = {errno.ELOOP: "a symbolic link", errno.EISDIR: "a directory", errno.ENXIO: "a socket or a device"}
 
 
@@ -75,7 +72,7 @@ def only_builder(path: str) -> Iterator[BuildLock]:
             os.ftruncate(fd, len(number))  # the number of a killed builder may have been longer
         yield BuildLock(fd)
     finally:
-        if _is_at(fd, name):
+        if is_at(fd, name):
             os.unlink(name)
         os.close(fd)
 
@@ -102,7 +99,7 @@ def only_builder_or_no_locks(path: str) -> Iterator[None]:
 def is_being_built(path: str) -> bool:
     """Whether a builder holds the lock on a destination now."""
     try:
-        fd = os.open(f"{path}{SUFFIX}", os.O_RDONLY | _AS_IT_IS)
+        fd = os.open(f"{path}{SUFFIX}", os.O_RDONLY | AS_IT_IS)
     except OSError as error:
         if error.errno == errno.ENOENT or error.errno in _KINDS:
             return False
@@ -123,7 +120,7 @@ def _locked(path: str, name: str) -> int:
                 holder = os.pread(fd, _MOST_DIGITS, 0).decode("ascii")
                 builder = f"process {holder}" if holder else "another process"
                 raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")
-            if _is_at(fd, name):  # else its holder removed it after we opened it
+            if is_at(fd, name):  # else its holder removed it after we opened it
                 taken, fd = fd, -1
                 return taken
         finally:
@@ -135,9 +132,9 @@ def _opened(name: str) -> int:
     """A descriptor of the lock file, which is created if missing."""
     while True:
         with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _AS_IT_IS, 0o644)
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | AS_IT_IS, 0o644)
         try:
-            fd = os.open(name, os.O_RDWR | _AS_IT_IS)
+            fd = os.open(name, os.O_RDWR | AS_IT_IS)
         except FileNotFoundError:
             continue  # its holder removed it between the two calls
         except OSError as error:
@@ -168,10 +165,3 @@ def _why_not_ours(fd: int) -> str | None:
     if not re.fullmatch(rb"\d*", os.pread(fd, _MOST_DIGITS + 1, 0)) or status.st_size > _MOST_DIGITS:
         return "a file with other content"
     return None
-
-
-def _is_at(fd: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.lstat(name))
-    except FileNotFoundError:
-        return False

@@ -14,15 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from fastload.cache.build.build_lock import is_being_built, only_builder_or_no_locks
 from fastload.cache.build.partial_files import NAMES, foreign_part, is_sharded, read_plan_file
 from fastload.cache.build.unfinished_shards import ShardFiles, is_alive_here
-from fastload.cache.lmdb.files import MANIFEST_NAME
+from fastload.cache.lmdb.copies import manifest_of_copy
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.manifest import parse_manifest
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.logs import log
 
@@ -193,10 +191,8 @@ def _what_shards_lack(path: str) -> str | None:
 
 def url_of_copy(directory: str) -> str | None:
     """The URL of which a directory is a copy; None if it is not a copy."""
-    try:
-        return parse_manifest(Path(directory, MANIFEST_NAME).read_bytes()).url
-    except (OSError, ValueError):
-        return None
+    manifest = manifest_of_copy(directory)
+    return None if manifest is None else manifest.url
 
 
 def _is_finished(path: str) -> bool:

@@ -38,7 +38,7 @@ from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
 from fastload.files.remote import OtherLengthError
 from fastload.files.transfers import RemoteFiles, may_pass
-from fastload.system.budget import AUTO_SHARE, parse_budget
+from fastload.system.budget import parse_budget
 from fastload.system.disk import sync_directory
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
@@ -134,13 +134,13 @@ def _newest_copy(url: str) -> Manifest | None:
         for name in os.listdir(copies_directory()):
             if name.startswith(f"{digest_of_url(url)}-") and _NAME.fullmatch(name):
                 path = os.path.join(copies_directory(), name)
-                manifest = _manifest_at(path)
+                manifest = manifest_of_copy(path)
                 if manifest is not None and _is_complete(path, manifest):
                     found.append(manifest)
     return max(found, key=lambda manifest: manifest.plan.created_s, default=None)
 
 
-def _manifest_at(path: str) -> Manifest | None:
+def manifest_of_copy(path: str) -> Manifest | None:
     """The manifest of a copy, complete or not; None if there is no valid one."""
     try:
         return parse_manifest(Path(path, MANIFEST_NAME).read_bytes())
@@ -356,7 +356,7 @@ def copies() -> list[Copy]:
                 used_s = os.stat(directory).st_mtime
             except (FileNotFoundError, NotADirectoryError):
                 continue  # another process removed or renamed it just now
-            manifest = _manifest_at(directory)
+            manifest = manifest_of_copy(directory)
             nbytes = on_disk if manifest is None else max(on_disk, manifest.nbytes)
             is_finished = not name.endswith(_PARTIAL)
             found.append(Copy(directory.removesuffix(_PARTIAL), nbytes, on_disk, used_s, is_finished))
@@ -372,10 +372,8 @@ def allowed_bytes(taken: int) -> int:
     Raises:
         ValueError: `FASTLOAD_CACHE_BYTES` is not a size.
     """
-    text = os.environ.get(BYTES_VARIABLE, "").strip()
+    text = os.environ.get(BYTES_VARIABLE, "").strip() or "auto"
     available = shutil.disk_usage(copies_directory()).free + taken
-    if text in ("", "auto"):
-        return int(AUTO_SHARE * available)
     try:
         return parse_budget(int(text) if text.isdecimal() else text, available=available)
     except ValueError:

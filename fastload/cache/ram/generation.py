@@ -90,7 +90,7 @@ class Generation:
     Attributes:
         segment: As given.
         plan: As given.
-        successor: The number of the next generation, which is 0 while there is none, as the only item.
+        successor: A view of one item: the number of the next generation, or 0 before there is one.
         followed: The successor's number that this process has dealt with; `NOT_MAPPED` before the mapping.
         entries: The table of all samples, of Python numbers.
         table: The same, `(num_samples,) intp`.
