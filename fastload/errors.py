@@ -17,18 +17,18 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
-_PLACE = "fastload: batch "
+_PLACES = ("fastload: batch ", "fastload: worker ")
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Add a note that says which batch an error belongs to, such as ``"3, dataset index 7"``.
+    """Add a note that says where an error occurred, such as ``"batch 3, worker 0, dataset index 7"``.
 
     It replaces the note of an earlier batch: a dataset may raise the same exception object several times.
     """
     with contextlib.suppress(Exception):
         notes = getattr(error, "__notes__", [])
-        notes[:] = [note for note in notes if not note.startswith(_PLACE)]
-        error.add_note(_PLACE + place)
+        notes[:] = [note for note in notes if not note.startswith(_PLACES)]
+        error.add_note(f"fastload: {place}")
 
 
 def short_repr(value: Any) -> str:
@@ -122,18 +122,26 @@ class CacheBusyError(CacheError, OSError):
 class ImageReadError(FastloadError, OSError):
     """An image file could not be read or decoded.
 
+    Torch's own loader makes an error of this class from a text alone if a worker raises it.
+
     Attributes:
-        path: The file.
+        path: The file; empty from a worker of torch's own loader.
+        reason: Why it could not be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+    def __init__(self, path: str | os.PathLike[str], reason: str | None = None) -> None:
+        if reason is None:
+            path, reason, message = "", os.fspath(path), os.fspath(path)
+        else:
+            message = f"cannot read the image {os.fspath(path)!r}: {reason}"
         self.path = os.fspath(path)
         self.reason = reason
-        super().__init__(f"cannot read the image {self.path!r}: {reason}")
+        super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[ImageReadError], tuple[str, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # OSError's own pickling would call the constructor with the message alone.
-        return type(self), (self.path, self.reason)
+        arguments = (self.path, self.reason) if self.path else (self.reason,)
+        return type(self), arguments, vars(self)
 
 
 class RemoteFolderError(FastloadError, OSError):

@@ -12,7 +12,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from torch._utils import ExceptionWrapper
+    from fastload.system.sent_error import SentError
 
 
 class IterableState(NamedTuple):
@@ -24,7 +24,7 @@ class IterableState(NamedTuple):
             "unknown": its `state_dict()` raised, or returned something that cannot be pickled.
         data: With progress "begun": the pickled result of the dataset's `state_dict()`; empty if the dataset
             keeps no state.
-        error: With progress "unknown": the error, as torch sends errors; from a worker it is pickled.
+        error: With progress "unknown": the error.
         iterator: With progress "begun": the pickled result of the `state_dict()` of the iterator that
             `iter(dataset)` returned; empty if it keeps no state, or is the dataset itself.
         num_batches: With progress "begun": how many batches were read from the copy in this epoch.
@@ -32,7 +32,7 @@ class IterableState(NamedTuple):
 
     progress: Literal["not begun", "begun", "ended", "unknown"]
     data: bytes = b""
-    error: bytes | ExceptionWrapper | None = None
+    error: SentError | None = None
     iterator: bytes = b""
     num_batches: int = 0
 
@@ -61,9 +61,8 @@ class IterableState(NamedTuple):
 
     def raise_error(self) -> None:
         """With progress "unknown": raise the error of `state_dict()` again; else do nothing."""
-        wrapper = pickle.loads(self.error) if isinstance(self.error, bytes) else self.error
-        if wrapper is not None:
-            wrapper.reraise()
+        if self.error is not None:
+            self.error.reraise()
 
 
 NOT_BEGUN = IterableState("not begun")

@@ -36,6 +36,7 @@ _DISTRIBUTIONS = {  # OpenCV is distributed under four names
 
 HINTS = (
     "an error in a worker: DataLoader(num_workers=0) runs the same code in your process, under your debugger",
+    "a traceback without frames of fastload and torch: FASTLOAD_DEBUG=1 python ... shows them",
     "an error on the GPU that names the wrong line: CUDA_LAUNCH_BLOCKING=1 python ... waits for each kernel",
     "an unclear error on the GPU: run the same step on the CPU, for example with device='cpu'",
     "memory that grows: print(fastload.memory_report()) between epochs",

@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
-from fastload.system.logs import log
+from fastload.system.logs import is_debugging, log
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class CommandGroup(TyperGroup):
             error = CommandError("interrupted", ExitCode.INTERRUPTED, "KeyboardInterrupt")
             code = _fail(error, _wants_json(words))
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
-            if "--debug" in words or os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0"):
+            if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
             code = _fail(error, _wants_json(words))
         # If a KeyboardInterrupt has left an exec() of text (for example of a dataclass in a module that is

@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
+
+from fastload.system.sent_error import SentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +104,6 @@ class PinThread:
             del answer, error  # else this frame would keep the batch alive until the next one
 
 
-def pin_error(device_index: int | None) -> ExceptionWrapper:
+def pin_error(device_index: int | None) -> SentError:
     """The current exception as torch's pin thread reports it."""
-    return ExceptionWrapper(where=f"in pin memory thread for device {device_index}")
+    return SentError.current(f"in pin memory thread for device {device_index}")

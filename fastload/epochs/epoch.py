@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Iterator
 
-    from torch._utils import ExceptionWrapper
     from torch.utils.data import DataLoader
 
     from fastload.batch.iterable_state import IterableState
     from fastload.epochs.saved_state import SavedState
     from fastload.rng.sample_streams import StreamCounter, StreamOrigin
+    from fastload.system.sent_error import SentError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -76,7 +76,7 @@ class Epoch:
     obstacle: str | None = None
     dataset_states: list[IterableState] | None = None
     next_worker: int = 0
-    error: ExceptionWrapper | None = None
+    error: SentError | None = None
     ahead: deque[tuple[Any, int, IterableState | None]] | None = None
     fetched_origin: tuple[Any, StreamOrigin] | None = None
     is_iterable: bool = False

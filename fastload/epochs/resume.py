@@ -26,7 +26,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
@@ -47,6 +46,7 @@ from fastload.epochs.saved_state import SavedState
 from fastload.errors import ResumeError, add_note
 from fastload.rng.sample_streams import StreamCounter
 from fastload.system.logs import log
+from fastload.system.sent_error import SentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -185,7 +185,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     try:
         epoch.samplers = samplers_of(samplers)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
-        epoch.error = ExceptionWrapper(where="in a sampler's state_dict()")
+        epoch.error = SentError.current("in a sampler's state_dict()")
     epoch.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     if obstacle is None and has_dataset_states(loader):
         _begin_dataset_states(loader, epoch, state)
@@ -411,7 +411,6 @@ def _raise_errors(epoch: Epoch) -> None:
         for state in epoch.dataset_states or ():
             state.raise_error()
     except Exception as error:
-        error.with_traceback(None)  # breaks a cycle: a variable of torch's frame holds the error
         add_note(
             error,
             f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "

@@ -270,7 +270,8 @@ def _dataset_state(key: str, value: Any) -> IterableState:
                 if place in value
             }
             num_batches = _integer(f"{key}['num_batches']", value.get("num_batches", 0), 0, _INT64)
-            return IterableState("begun", num_batches=num_batches, **parts)
+            data, iterator = parts.get("data", b""), parts.get("iterator", b"")
+            return IterableState("begun", data, iterator=iterator, num_batches=num_batches)
         for mark in (NOT_BEGUN, ENDED):
             if progress == mark.progress:
                 return mark

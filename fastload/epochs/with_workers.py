@@ -21,7 +21,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._utils import ExceptionWrapper
 
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.iterable_state import NOT_BEGUN
@@ -34,7 +33,6 @@ from fastload.errors import (
     BatchLostError,
     LoaderClosedError,
     WorkerDiedError,
-    add_note,
     add_place,
     short_repr,
 )
@@ -44,12 +42,13 @@ from fastload.workers.job import Job
 from fastload.workers.pool import Pool
 from fastload.workers.schedule import Schedule
 from fastload.workers.threads import ThreadPool
-from fastload.workers.worker import Kind
+from fastload.workers.worker import AT_START, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.device.cuda import Backend
+    from fastload.system.sent_error import SentError
     from fastload.workers.process import WorkerView
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.tally import Tally
@@ -217,7 +216,7 @@ class WorkerIterator(HostIterator):
             if task.kind is Kind.ENDED:
                 continue
             batch, task.payload = task.payload, None
-            if task.kind is Kind.ERROR or isinstance(batch, ExceptionWrapper):
+            if task.kind is Kind.ERROR:
                 try:
                     self._raise(batch, task, worker)
                 finally:
@@ -259,17 +258,13 @@ class WorkerIterator(HostIterator):
         self._sampler_iter = iter(())
         self.close()
 
-    def _raise(self, error: ExceptionWrapper | BaseException, task: Task, worker: int) -> None:
-        place = task.place or f"dataset index {short_repr(task.index)}"
+    def _raise(self, sent: SentError, task: Task, worker: int) -> None:
         try:
-            if isinstance(error, ExceptionWrapper):
-                _raise_anew(error)
-            else:
-                raise error  # a worker thread sends the error itself
+            sent.reraise()
         except BaseException as error:
-            for note in task.notes:
-                add_note(error, note)
-            add_place(error, f"{task.number}, worker {worker}, {place}")
+            place = sent.place or f"dataset index {short_repr(task.index)}"
+            batch = "" if place == AT_START else f"batch {task.number}, "
+            add_place(error, f"{batch}worker {worker}, {place}")
             raise
 
     def _drop_pinned(self) -> None:
@@ -307,14 +302,6 @@ def _raise(error: Exception) -> None:
         raise error
     finally:
         del error  # its traceback holds this frame
-
-
-def _raise_anew(wrapper: ExceptionWrapper) -> None:
-    try:
-        wrapper.reraise()
-    except BaseException as error:
-        error.with_traceback(None)  # breaks a cycle: a variable of torch's frame holds the error
-        raise
 
 
 _interpreter_exits = threading.Event()
@@ -380,7 +367,7 @@ def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
             try:
                 task.payload = pin_batch(task.payload, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
-                task.payload = pin_error(index)
+                task.payload, task.kind = pin_error(index), Kind.ERROR
 
     return PinThread(receive, pin, index)
 

@@ -11,8 +11,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch._utils import ExceptionWrapper
-
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
@@ -28,6 +26,7 @@ from fastload.memory.lease import Buffers
 from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
 from fastload.system.budget import parse_ring_bytes
+from fastload.system.sent_error import SentError
 from fastload.workers.job import Job
 
 if TYPE_CHECKING:
@@ -149,7 +148,7 @@ class LocalIterator(HostIterator):
                 self._received(index)  # a caller who goes on after an error gets the next batch
                 self._due = None
             place = self._fetcher.place_of_error(index, error)
-            add_place(error, f"{self._num_drawn - 1}, {place}")
+            add_place(error, f"batch {self._num_drawn - 1}, {place}")
             raise
         finally:
             self._is_fetching = False  # comes first: a signal may interrupt the next line
@@ -169,7 +168,7 @@ class LocalIterator(HostIterator):
         try:
             return self._fetcher.dataset_state()
         except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
-            return IterableState("unknown", error=ExceptionWrapper(where="in the dataset's state_dict()"))
+            return IterableState("unknown", error=SentError.current("in the dataset's state_dict()"))
 
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""

@@ -1,1 +1,1 @@
-"""Resources of the machine (CPUs, quotas, memory), refusals by the system, readable sizes, and the log."""
+"""The machine's resources and refusals, readable sizes, the log, and errors on their way from workers."""

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 
 log = logging.getLogger("fastload")
+
+
+def is_debugging() -> bool:
+    """Whether the environment has FASTLOAD_DEBUG=1, which shows full tracebacks."""
+    return os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0")
 
 
 @functools.cache

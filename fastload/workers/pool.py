@@ -22,7 +22,6 @@ import contextlib
 import errno
 import itertools
 import os
-import pickle
 import select
 import signal
 import threading
@@ -41,13 +40,14 @@ from fastload.memory.segment import Segment
 from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
 from fastload.system.logs import log
+from fastload.system.sent_error import SentError
 from fastload.workers.channel import Channel, make_channel
 from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
 from fastload.workers.task import Task
-from fastload.workers.worker import ErrorParts, Fetch, Kind, Reply, Restart
+from fastload.workers.worker import Fetch, Kind, Reply, Restart
 from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Pool(Workers):
             try:
                 kind, payload = self._open(task)
             except Exception as error:  # noqa: BLE001  # fails only this batch; raised in order
-                kind, payload = Kind.ERROR, error
+                kind, payload = Kind.ERROR, SentError(error)
             task.payload = payload
             task.kind = kind
             task.lease = None
@@ -199,9 +199,7 @@ class Pool(Workers):
         task.dataset_state = reply.dataset_state
         task.failed = reply.failed
         if reply.kind is Kind.ERROR:
-            parts = _load_error(reply)
-            task.place, task.notes = parts.place, parts.notes
-            return Kind.ERROR, parts.wrapper
+            return Kind.ERROR, reply.error
         packed = reply.packed
         if packed is None:
             return reply.kind, None
@@ -307,7 +305,7 @@ class Pool(Workers):
         if slot.state is SlotState.FILLING:
             self.ring.fill(slot, None)
         slot.memory = None
-        task.payload, task.kind = error, Kind.ERROR
+        task.payload, task.kind = SentError(error), Kind.ERROR
         task.reply = Reply(Kind.ERROR)
 
     def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
@@ -494,11 +492,3 @@ def _slot_of(task: Task) -> Slot:
     if task.slot is None:
         raise AssertionError("a task that was sent has a slot")
     return task.slot
-
-
-def _load_error(reply: Reply) -> ErrorParts:
-    """Unpickle the error of a reply."""
-    if reply.error is None:
-        raise AssertionError("an error reply brings an error")
-    parts: ErrorParts = pickle.loads(reply.error)
-    return parts

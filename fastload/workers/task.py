@@ -28,9 +28,7 @@ class Task:
         reply: The answer of a worker process.
         lease: Keeps the slot's memory while the batch is opened.
         kind: The kind of `payload`; None until the answer has arrived and was opened.
-        payload: The batch, or the error, until the caller takes it.
-        place: The place of the error, in words; empty if the worker did not report one.
-        notes: Notes to add to the error.
+        payload: The batch, or the error as a SentError, until the caller takes it.
         failed: Samples that could not be read and were replaced.
         dataset_state: The state of the worker's iterable dataset after this task.
         size: The samples of the batch, and the bytes of its tensors and arrays (None: unknown).
@@ -45,11 +43,9 @@ class Task:
         "is_stale",
         "kind",
         "lease",
-        "notes",
         "number",
         "origin",
         "payload",
-        "place",
         "reply",
         "serial",
         "size",
@@ -70,8 +66,6 @@ class Task:
         self.lease: Any = None
         self.kind: Kind | None = None
         self.payload: Any = None
-        self.place = ""
-        self.notes: tuple[str, ...] = ()
         self.dataset_state: IterableState | None = None
         self.size: tuple[int, int | None] = (0, 0)
         self.is_stale = False

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
 
 from fastload.batch.fetch import Fetcher
 from fastload.batch.nbytes import nbytes_of
@@ -31,10 +30,11 @@ from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, working_as
 from fastload.system.logs import log
+from fastload.system.sent_error import SentError
 from fastload.workers.tally import Meter
 from fastload.workers.task import Task
 from fastload.workers.thread_copy import copies_for_threads
-from fastload.workers.worker import Kind, Restart
+from fastload.workers.worker import AT_START, Kind, Restart
 from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class _Worker:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._fetcher: Fetcher | None = None
-        self._init_error: ExceptionWrapper | None = None
+        self._init_error: SentError | None = None
         self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # signals an answer; the task holds it
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
@@ -293,14 +293,13 @@ class _Worker:
             task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
             return Kind.BATCH
         except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
-            task.place = self._fetcher.place_of_error(task.index, error)
-            task.payload = error
+            task.payload = SentError.itself(error, self._fetcher.place_of_error(task.index, error))
             return Kind.ERROR
         finally:
             self._buffers.arena.end()
 
-    def _wrap_error(self) -> ExceptionWrapper:
-        return ExceptionWrapper(where=f"in DataLoader worker thread {self._id}")
+    def _wrap_error(self) -> SentError:
+        return SentError.current(f"in DataLoader worker thread {self._id}", AT_START)
 
 
 def _generator_states() -> dict[str, Any]:

@@ -21,7 +21,6 @@ import contextlib
 import enum
 import faulthandler
 import os
-import pickle
 import select
 import signal
 import sys
@@ -31,7 +30,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.fetch import Fetcher
@@ -44,6 +42,7 @@ from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.system.freed_memory import keep_freed_memory
 from fastload.system.limits import too_many_files
+from fastload.system.sent_error import SentError
 from fastload.workers.tally import Meter, Work
 
 if TYPE_CHECKING:
@@ -80,16 +79,8 @@ class Kind(enum.IntEnum):
     """The kind of a reply."""
 
     BATCH = 0
-    ERROR = 1  # payload: a pickled ErrorParts
+    ERROR = 1  # error: a SentError
     ENDED = 2  # the worker's share of an iterable dataset is used up
-
-
-class ErrorParts(NamedTuple):
-    """An error that is sent to the parent."""
-
-    wrapper: ExceptionWrapper
-    place: str = ""  # in words; empty if unknown
-    notes: tuple[str, ...] = ()  # fastload's notes; torch's text of the error has only the user's notes
 
 
 class Reply(NamedTuple):
@@ -97,7 +88,7 @@ class Reply(NamedTuple):
 
     kind: Kind
     packed: Packed | None = None
-    error: bytes | None = None
+    error: SentError | None = None
     dataset_state: IterableState | None = None  # of an iterable dataset with a state_dict()
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
     work: Work = Work()  # of the worker since its previous reply
@@ -193,7 +184,7 @@ class _Worker:
         self._arena = Arena(self._make_memory)
         self._new_segment: Segment | None = None
         self._fetcher: Fetcher | None = None
-        self._init_error: bytes | None = None
+        self._init_error: SentError | None = None
         self._job: Job | None = None
         self._last_number = -1  # the number of the last message received
         self._last_announced = -1  # the number of the last message whose samples the dataset knows of
@@ -214,7 +205,7 @@ class _Worker:
             states = job.dataset_states
             self._make_fetcher(job, None if states is None else states[self._id])
         except Exception:  # noqa: BLE001  # it is sent to the parent as the answer to every task
-            self._init_error = self._wrap_error()
+            self._init_error = self._sent_error(AT_START)
         self._meter = Meter()
 
     def serve(self) -> None:
@@ -229,8 +220,7 @@ class _Worker:
                 continue  # the parent was interrupted while sending this message, and sent it again
             self._last_number = number
             if isinstance(message, str):
-                parts = ErrorParts(_wrap_text(message, self._id))
-                self._send(number, Reply(Kind.ERROR, error=pickle.dumps(parts)))
+                self._send(number, Reply(Kind.ERROR, error=SentError.of_text(message, _where(self._id))))
             elif isinstance(message, Fetch):
                 self._answer(number, message)
             else:
@@ -261,7 +251,7 @@ class _Worker:
                 self._job.dataset.set_epoch(epoch)
             self._make_fetcher(self._job, message.dataset_state)
         except Exception:  # noqa: BLE001  # as above
-            self._init_error = self._wrap_error()
+            self._init_error = self._sent_error(AT_START)
 
     def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> None:
         sample_rng = None
@@ -341,17 +331,15 @@ class _Worker:
         except StopIteration as error:
             if self._job is not None and self._job.is_iterable:
                 return Reply(Kind.ENDED)
-            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
+            return Reply(Kind.ERROR, error=self._sent_error(fetcher.place_of_error(message.index, error)))
         except Exception as error:  # noqa: BLE001  # every error of user code is sent to the parent
-            return Reply(Kind.ERROR, error=self._wrap_error(fetcher.place_of_error(message.index, error)))
+            return Reply(Kind.ERROR, error=self._sent_error(fetcher.place_of_error(message.index, error)))
 
     def _with_state(self, reply: Reply, fetcher: Fetcher) -> Reply:
         try:
             return reply._replace(dataset_state=fetcher.dataset_state())
         except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
-            return reply._replace(
-                dataset_state=IterableState("unknown", error=pickle.dumps(self._error_parts().wrapper))
-            )
+            return reply._replace(dataset_state=IterableState("unknown", error=self._sent_error()))
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment = Segment.create(nbytes, name="fastload-slot")
@@ -366,28 +354,17 @@ class _Worker:
         self._new_segment = segment
         return Memory(mapping, shared=True)
 
-    def _wrap_error(self, place: str = "") -> bytes:
+    def _sent_error(self, place: str = "") -> SentError:
         """The current exception, ready for a reply."""
-        return pickle.dumps(self._error_parts(place))
-
-    def _error_parts(self, place: str = "") -> ErrorParts:
-        """The current exception as torch sends it (its text if it cannot be pickled), and its place."""
-        notes = _take_own_notes(sys.exc_info()[1])
-        wrapper = ExceptionWrapper(where=_where(self._id))
-        try:
-            pickle.loads(pickle.dumps(wrapper))
-        except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
-            text = f"{wrapper.exc_msg}\n(the exception itself could not be pickled: {error!r})"
-            wrapper = _wrap_text(text, self._id)
-        return ErrorParts(wrapper, place, notes)
+        return SentError.current(_where(self._id), place)
 
 
-_SHORT_TEXT = 400  # characters; each takes four bytes at most
+AT_START = "at its start"  # the place of an error that is the answer to every task
 _SHORT_BYTES = 3800  # leaves room in the pipe's message for the rest of the reply
 
 
-def short_error(reply: Reply, error: Exception, worker_id: int) -> bytes:
-    """A pickled error to send instead of a reply that could not be sent; short enough for the pipe.
+def short_error(reply: Reply, error: Exception, worker_id: int) -> SentError:
+    """The error to send instead of a reply that could not be sent; short enough for the pipe.
 
     Args:
         reply: The reply that could not be sent.
@@ -396,32 +373,12 @@ def short_error(reply: Reply, error: Exception, worker_id: int) -> bytes:
     """
     if reply.error is None:
         reason = str(error) or repr(error)  # a MemoryError raised by the interpreter has no text
-        return pickle.dumps(ErrorParts(_wrap_text(f"the batch could not be sent: {reason}", worker_id)))
-    wrapper, place, _ = pickle.loads(reply.error)
-    text: str = wrapper.exc_msg
-    text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}" if len(text) > 2 * _SHORT_TEXT else text
-    wrapper.exc_msg = text
-    data = pickle.dumps(ErrorParts(wrapper, place))
-    return data if len(data) < _SHORT_BYTES else pickle.dumps(ErrorParts(_wrap_text(text, worker_id)))
-
-
-def _take_own_notes(error: BaseException | None) -> tuple[str, ...]:
-    notes = getattr(error, "__notes__", [])
-    own = tuple(note for note in notes if note.startswith("fastload"))
-    for note in own:
-        notes.remove(note)
-    return own
+        return SentError.of_text(f"the batch could not be sent: {reason}", _where(worker_id))
+    return reply.error.shortened(_SHORT_BYTES, _where(worker_id))
 
 
 def _where(worker_id: int) -> str:
     return f"in DataLoader worker process {worker_id}"
-
-
-def _wrap_text(text: str, worker_id: int) -> ExceptionWrapper:
-    """An error that has only a text, no traceback."""
-    wrapper = ExceptionWrapper((RuntimeError, RuntimeError(text), None), _where(worker_id))
-    wrapper.exc_msg = text
-    return wrapper
 
 
 def _be_quiet() -> None:

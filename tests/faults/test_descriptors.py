@@ -14,6 +14,7 @@ from torch._utils import ExceptionWrapper
 import fastload
 from fastload.errors import SegmentError
 from fastload.memory.lease import Arena
+from fastload.system.sent_error import SentError
 from fastload.workers import pool, worker
 from fastload.workers.tally import Meter
 from tests.faults import zoo
@@ -81,14 +82,16 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     """The first and last 400 characters stay; a message of the pipe has room for four bytes each."""
     wrapper = ExceptionWrapper((ValueError, ValueError("no"), None))
     wrapper.exc_msg = text = "\N{HEAVY CHECK MARK}".join(map(str, range(length)))[:length]
-    reply = worker.Reply(worker.Kind.ERROR, error=pickle.dumps(worker.ErrorParts(wrapper, "at sample 4")))
+    reply = worker.Reply(worker.Kind.ERROR, error=SentError(pickle.dumps(wrapper), "at sample 4"))
 
-    data = worker.short_error(reply, OSError(24, "Too many open files"), 0)
+    short = worker.short_error(reply, OSError(24, "Too many open files"), 0)
 
-    parts = pickle.loads(data)
-    assert parts.wrapper.exc_msg == (text if is_whole else f"{text[:400]}\n[...]\n{text[-400:]}")
-    assert (parts.wrapper.exc_type, parts.place) == (ValueError, "at sample 4")
-    assert len(data) < 4000
+    assert short.place == "at sample 4"
+    with pytest.raises(ValueError, match="Caught ValueError") as caught:
+        short.reraise()
+    told = text if is_whole else f"{text[:400]}\n[...]\n{text[-400:]}"
+    assert str(caught.value).endswith(f"Original {told}")
+    assert len(pickle.dumps(short)) < 4000
 
 
 class _Refusing:
@@ -126,10 +129,10 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
 
 def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
     """With what the system said."""
-    data = worker.short_error(worker.Reply(worker.Kind.BATCH), OSError(24, "Too many open files"), 3)
+    short = worker.short_error(worker.Reply(worker.Kind.BATCH), OSError(24, "Too many open files"), 3)
 
     with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
-        pickle.loads(data).wrapper.reraise()
+        short.reraise()
 
 
 def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:

@@ -65,8 +65,9 @@ DEATHS = {
     "SIGSEGV": "was killed by SIGSEGV",
     "SIGABRT": "was killed by SIGABRT",
 }
-ERRORS: dict[str, tuple[type[Exception], str]] = {
+ERRORS: dict[str, tuple[type[Exception], str]] = {  # an error of fastload's brings its attributes, too
     "raises": (zoo.OwnError, "it is mine"),
+    "raises an error of fastload": (fastload.ImageReadError, "it is cut"),
     "no memory": (MemoryError, ""),
     "no files": (OSError, "Too many open files"),
     "no room in a file": (OSError, "File too large"),

@@ -1,0 +1,187 @@
+"""Errors from workers: fastload's arrive as themselves, all others as torch's loader sends them."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.utils.data
+
+import fastload
+from fastload import errors
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, fastload.FastloadError)
+]
+WORKERS = [
+    pytest.param({"multiprocessing_context": "fork"}, id="fork"),
+    pytest.param({"multiprocessing_context": "forkserver"}, id="forkserver", marks=pytest.mark.slow),
+    pytest.param({"multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
+    pytest.param({"worker_method": "thread"}, id="thread"),
+]
+
+
+def made(kind: type[fastload.FastloadError]) -> Any:
+    """An error of this class with an attribute, a user's note, and the arguments of its constructor."""
+    arguments = ("a.jpg", "cut") if kind is fastload.ImageReadError else ("it says why",)
+    error = kind(*arguments)
+    error.tries = 3  # type: ignore[attr-defined]
+    error.add_note("a note of the user's")
+    return error
+
+
+class Raising(torch.utils.data.Dataset[Any]):
+    """Sample i raises an error of the i-th class."""
+
+    def __len__(self) -> int:
+        return len(KINDS)
+
+    def __getitem__(self, index: int) -> Any:
+        raise made(KINDS[index])
+
+
+def assert_alike(error: Any, expected: Any) -> None:
+    """The same class, text and attributes; fastload's own notes are left out."""
+    attributes = [{**vars(one), "__notes__": one.__notes__[:1]} for one in (error, expected)]
+    assert (type(error), str(error), error.args) == (type(expected), str(expected), expected.args)
+    assert attributes[0] == attributes[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_is_pickled_with_its_attributes(kind: type[fastload.FastloadError]) -> None:
+    """Of each class."""
+    assert_alike(pickle.loads(pickle.dumps(made(kind))), made(kind))
+
+
+@pytest.mark.parametrize("options", WORKERS)
+def test_errors_of_fastload_arrive_as_themselves(options: dict[str, Any]) -> None:
+    """Of each class, with the text, the attributes and the notes that they have without workers."""
+    iterator = iter(fastload.DataLoader(Raising(), 1, num_workers=1, **options))
+    for kind in KINDS:
+        with pytest.raises(kind) as caught:
+            next(iterator)
+
+        assert_alike(caught.value, made(kind))
+
+
+class DamagedClass(fastload.CacheCorruptError):
+    """An error of the user's that cannot be made again from what pickle has."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"{path}:{line}")
+
+
+class RaisesDamaged(Raising):
+    def __getitem__(self, index: int) -> Any:
+        raise DamagedClass("a.bin", 7)
+
+
+def test_a_subclass_that_cannot_be_pickled_arrives_as_torch_has_it() -> None:
+    """As a RuntimeError with the text."""
+    with pytest.raises(RuntimeError, match=r"Caught DamagedClass(.|\n)*DamagedClass: a\.bin:7"):
+        list(fastload.DataLoader(RaisesDamaged(), 1, num_workers=1))
+
+
+def test_an_image_error_keeps_its_class_in_torchs_own_loader() -> None:
+    """`except OSError` works there as well."""
+    dataset = torch.utils.data.Subset(Raising(), [KINDS.index(fastload.ImageReadError)])
+
+    with pytest.raises(fastload.ImageReadError, match=r"cannot read the image 'a\.jpg': cut"):
+        list(torch.utils.data.DataLoader(dataset, num_workers=1))
+
+
+class RaisesInState(torch.utils.data.IterableDataset[int]):
+    """A stream whose state cannot be read."""
+
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def state_dict(self) -> Any:
+        raise fastload.CacheBusyError("wait")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("there is no state")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_a_state_arrives_as_itself(num_workers: int) -> None:
+    """When the state of the loader is requested."""
+    loader = fastload.DataLoader(RaisesInState(), 2, num_workers=num_workers)
+    next(iter(loader))
+
+    with pytest.raises(fastload.CacheBusyError, match="wait"):
+        loader.state_dict()
+
+
+# --- tracebacks ------------------------------------------------------------------------------------------
+
+
+def halve(sample: Any) -> Any:
+    """A transform that fails in a function of torch."""
+    if sample[0]:
+        raise ZeroDivisionError("halved") from KeyError("cause")
+    return sample
+
+
+def fails_in_torch(sample: Any) -> Any:
+    """A transform in which a function of torch raises."""
+    return torch.nn.functional.interpolate(torch.ones(3), size=(2, 2))
+
+
+def told(transform: Any, **options: Any) -> str:
+    """What Python prints about the error of a worker, below the frames of the consumer."""
+    dataset = fastload.CachedDataset([np.full(2, i) for i in range(4)], transform=transform, cache=None)
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+        list(fastload.DataLoader(dataset, 4, num_workers=1, **options))
+    return "".join(traceback.format_exception(caught.value)).rpartition("sent.reraise()\n")[2]
+
+
+@pytest.mark.parametrize("options", WORKERS[::3])
+@pytest.mark.parametrize("transform", [halve, fails_in_torch])
+def test_a_traceback_shows_the_frames_of_the_user(transform: Any, options: dict[str, Any]) -> None:
+    """And no others, although frames of fastload lie before them and frames of torch after them."""
+    text = told(transform, **options)
+
+    assert f"in {transform.__name__}" in text
+    assert text.count('  File "') == 1 + text.count("in reraise")
+
+
+@pytest.mark.parametrize("options", WORKERS[::3])
+def test_a_traceback_shows_all_frames_on_request(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With FASTLOAD_DEBUG=1."""
+    monkeypatch.setenv("FASTLOAD_DEBUG", "1")
+    text = told(fails_in_torch, **options)
+
+    assert "fetch.py" in text
+    assert "functional.py" in text
+
+
+def test_the_text_of_an_error_says_how_to_see_hidden_frames() -> None:
+    """Right below the header that torch's text has, too."""
+    lines = told(halve).splitlines()
+
+    place = lines.index("Traceback (most recent call last):")
+    assert "FASTLOAD_DEBUG=1 shows them" in lines[place + 1]
+
+
+class ReadsNothing(Raising):
+    def __getitem__(self, index: int) -> Any:
+        return fastload.read_image("/nowhere/1.jpg")
+
+
+def test_an_error_of_fastload_says_where_the_user_called_it() -> None:
+    """In a note, because its text is that without workers."""
+    with pytest.raises(fastload.ImageReadError, match="No such file") as caught:
+        list(fastload.DataLoader(ReadsNothing(), 1, num_workers=1))
+
+    assert str(caught.value) == "cannot read the image '/nowhere/1.jpg': No such file or directory"
+    note = caught.value.__notes__[0]
+    assert note.startswith("fastload: raised in DataLoader worker process 0:\n")
+    assert 'fastload.read_image("/nowhere/1.jpg")' in note
