@@ -27,7 +27,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.fetch import FetchSettings
-from fastload.errors import add_note
+from fastload.errors import FastloadError, WorkerStartError, add_note
 from fastload.memory.segment import Segment, round_up
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ class PickledJob:
         """Unpickle the job, in the worker.
 
         Large arrays are views of private copy-on-write pages: all workers share the pages they do not change.
+
+        Raises:
+            WorkerStartError: The worker cannot import a class, or an object refuses to be unpickled.
+            FastloadError: The worker cannot open a cache.
         """
         pages = mmap.mmap(
             self._segment.fd, self._segment.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
@@ -134,6 +138,10 @@ class PickledJob:
         _received_fds[:] = self._fds
         try:
             job = pickle.loads(parts[0], buffers=parts[1:])
+        except FastloadError:
+            raise  # of a cache that this process cannot open
+        except Exception as error:  # the user's objects may raise anything
+            raise WorkerStartError(_why_not_unpickled(error)) from error
         finally:
             _received_fds.clear()
             self.close()
@@ -155,6 +163,26 @@ class PickledJob:
 
 def _attach_job(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledJob:
     return PickledJob(segment, sizes, [duplicate.detach() for duplicate in duplicates])
+
+
+def _why_not_unpickled(error: Exception) -> str:
+    trace = error.__traceback__
+    is_picklers = trace is not None and trace.tb_next is None  # not raised by the user's code
+    if isinstance(error, ImportError) or (isinstance(error, AttributeError) and is_picklers):
+        cure = (
+            "Workers that are spawned or come from a fork server import each class and function by its name: "
+            "define it at the top level of a module file that they can import, not at a prompt, in a "
+            "notebook, or under `if __name__ == '__main__':`"
+        )
+    else:
+        cure = (
+            "An object that the dataset, the collate_fn or the worker_init_fn holds raised this in its "
+            "__setstate__ or its constructor: open files and connections at their first use instead"
+        )
+    return (
+        "a worker cannot unpickle the dataset, or what is sent with it: "
+        f'{type(error).__name__}: {error}. {cure}; or use multiprocessing_context="fork"'
+    )
 
 
 def pickle_job(job: Job) -> PickledJob:

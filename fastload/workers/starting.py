@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from multiprocessing import forkserver, process
+from multiprocessing import forkserver, process, spawn
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -69,7 +69,8 @@ def check_start(job: Job, method: str) -> None:
     """Raise a clear error here for problems that would otherwise appear later, in another process.
 
     Raises:
-        WorkerStartError: This process is itself being started, or workers cannot import the dataset's class.
+        WorkerStartError: This process is itself being started, or workers cannot import the main script or
+            the dataset's class.
         AssertionError: This process is daemonic.
     """
     if getattr(process.current_process(), "_inheriting", False):
@@ -83,6 +84,12 @@ def check_start(job: Job, method: str) -> None:
     if method == "fork":
         return
     main_module = sys.modules.get("__main__")
+    main_path = spawn.get_preparation_data("worker").get("init_main_from_path")
+    if main_path is not None and not os.path.exists(main_path):
+        raise WorkerStartError(
+            f"workers started with {method!r} run the main script again, but there is no file {main_path}. "
+            "Save the script to a file, or use multiprocessing_context='fork'."
+        )
     kind = type(job.dataset)
     if kind.__module__ == "__main__" and getattr(main_module, "__file__", None) is None:
         raise WorkerStartError(

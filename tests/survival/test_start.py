@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -78,6 +81,18 @@ def test_a_dataset_typed_into_a_notebook_is_refused_under_spawn_with_the_way_out
     assert "[0, 1]" in out
 
 
+@pytest.mark.slow
+def test_a_script_from_standard_input_is_refused_under_spawn_with_the_way_out() -> None:
+    """A worker could not run it again; under fork it works."""
+    done = subprocess.run(
+        [sys.executable], input=_INTERACTIVE, capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert "there is no file" in done.stdout
+    assert "multiprocessing_context='fork'" in done.stdout
+    assert "[0, 1]" in done.stdout
+
+
 _PRELOAD = """
 import multiprocessing.forkserver as server
 import fastload
@@ -85,6 +100,63 @@ import fastload
 loader = fastload.DataLoader([1, 2], num_workers=1, multiprocessing_context="forkserver")
 print([int(x) for x in loader], server._forkserver._preload_modules)
 """
+
+
+class Holder(datasets.Made):
+    """A dataset that holds an object."""
+
+    held: Any = None
+
+
+def _made_here() -> type:
+    """A class that pickle finds in this module, but only in this process."""
+    kind = type("MadeHere", (), {"__module__": __name__})
+    globals()["MadeHere"] = kind
+    return kind
+
+
+def _in_a_module_made_here() -> type:
+    """A class in a module that exists in this process alone."""
+    module = sys.modules["made_here"] = types.ModuleType("made_here")
+    module.Kind = kind = type("Kind", (), {"__module__": "made_here"})  # type: ignore[attr-defined]
+    return kind
+
+
+class Refusing:
+    """An object that cannot be unpickled."""
+
+    def __getstate__(self) -> Any:
+        return 1
+
+    def __setstate__(self, state: Any) -> None:
+        raise FileNotFoundError(2, "No such file", "/data/index.bin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("make", "cause", "advice"),
+    [
+        (_made_here, "AttributeError: .*MadeHere", "top level of a module"),
+        (_in_a_module_made_here, "ModuleNotFoundError: No module named 'made_here'", "top level of a module"),
+        (lambda: Refusing, "FileNotFoundError: .*/data/index.bin", "__setstate__"),
+    ],
+    ids=["class", "module", "state"],
+)
+def test_what_a_worker_cannot_unpickle_is_told_with_the_way_out(
+    make: Any, cause: str, advice: str, method: str
+) -> None:
+    """The error is that of a worker that cannot start, not of a batch."""
+    dataset = Holder(settings_of_worker, 4)
+    dataset.held = make()()
+    loader = fastload.DataLoader(dataset, num_workers=1, multiprocessing_context=method)
+
+    with pytest.raises(fastload.WorkerStartError, match=cause) as caught:
+        list(loader)
+
+    assert advice in str(caught.value)
+    assert 'multiprocessing_context="fork"' in str(caught.value)
+    assert caught.value.__notes__[-1] == "fastload: worker 0, at its start"
 
 
 @pytest.mark.slow
