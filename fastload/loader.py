@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import BatchSampler, IterDataPipe, MapDataPipe, SequentialSampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastload.batch.failures import check_error_budget, report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
@@ -509,11 +510,36 @@ class DataLoader(LoaderSettings):
         self._iterator = None
         forget_buffers(self)
 
+    def __repr__(self) -> str:
+        """The dataset and the arguments with a value other than the default, in one line."""
+        known = vars(self)
+        parts = [_outline(known.get("dataset")), f"batch_size={known.get('batch_size')}"]
+        for name in ("sampler", "batch_sampler"):
+            kind = type(known.get(name))
+            if kind not in (type(None), SequentialSampler, BatchSampler, _InfiniteConstantSampler):
+                parts.append(f"{name}={kind.__name__}")
+        for name, parameter in inspect.signature(DataLoader.__init__).parameters.items():
+            value = known.get(name)
+            if name != "batch_size" and isinstance(value, _SHOWN) and value != parameter.default:
+                parts.append(f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+_SHOWN = (bool, int, float, str, torch.device, torch.memory_format)
+
+
+def _outline(dataset: Any) -> str:
+    """The class of a dataset and its length, if it has one."""
+    try:
+        return f"{type(dataset).__name__} of {len(dataset):,} samples"
+    except Exception:  # noqa: BLE001  # a user's class may raise anything
+        return type(dataset).__name__
 
 
 def _make_trial_loader(

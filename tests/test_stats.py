@@ -685,6 +685,14 @@ def test_figures_as_text() -> None:
     assert str(stats_of(Counts(), None)) == "0 batches, 0 samples, 0 B in 0 us"
 
 
+def test_a_notebook_shows_the_figures_in_a_line() -> None:
+    """The lines of the text, one after another."""
+    figures = stats_of(Counts(num_epochs=1, first_wait_ns=S // 2), None)
+
+    text = "0 batches, 0 samples, 0 B in 500 ms (0 samples/s); first batches: 500 ms on average"
+    assert figures._repr_html_() == f"<code>{text}</code>"
+
+
 # --- integrations -----------------------------------------------------------------------------------------
 
 

@@ -249,6 +249,16 @@ class CachedDataset(Dataset[Any]):
             return private_copy(self.lend(index))
         return self._caller_of(transform)(lambda: self.view(index), index)
 
+    def __repr__(self) -> str:
+        parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", type(self.cache).__name__]
+        functions = {"prepare": self.prepare, "transform": self.transform}
+        parts += [
+            f"{role}={getattr(function, '__name__', type(function).__name__)}"
+            for role, function in functions.items()
+            if function is not None
+        ]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     def lend(self, index: int) -> Any:
         """The sample with decoded images, before the transform, for a caller that only reads it.
 

@@ -14,6 +14,7 @@ Runs in the consumer's process. The iterator that the caller has, and no iterato
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import math
 import operator
@@ -103,6 +104,9 @@ class LoaderStats:
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
+
+    def _repr_html_(self) -> str:
+        return f"<code>{html.escape('; '.join(_lines(self)))}</code>"
 
 
 @dataclass(slots=True)

@@ -282,14 +282,9 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return self._reader().take(number)
 
     def __repr__(self) -> str:
-        lines = [
-            f"Dataset {type(self).__name__}",
-            f"    Number of datapoints: {len(self)}",
-            f"    Root location: {self.root}",
-        ]
-        if self.size is not None:
-            lines.append(f"    Size: {self.size}")
-        return "\n".join(lines)
+        size = "" if self.size is None else f", size={self.size}"
+        counts = f"{len(self):,} images in {len(self.classes):,} classes"
+        return f"{type(self).__name__}({self.root!r}{size}, {counts})"
 
     def _sample(self, index: int) -> tuple[str, int]:
         number = _resolve(index, len(self))

@@ -206,6 +206,13 @@ def test_iteration_ends() -> None:
     assert [label for _, label in CachedDataset(Images(5))] == list(range(5))
 
 
+def test_a_dataset_describes_itself_in_a_line() -> None:
+    """Its dataset, its cache and its functions, without a look into the cache."""
+    dataset = CachedDataset(Images(), transform=as_array, cache=None)
+
+    assert repr(dataset) == "CachedDataset(Images of 20 samples, NoCache, transform=as_array)"
+
+
 def test_index_of_another_type() -> None:
     """An index that is no integer raises TypeError."""
     with pytest.raises(TypeError):

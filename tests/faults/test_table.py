@@ -232,7 +232,7 @@ def test_a_fault_at_init_is_an_error_before_the_first_batch(name: str, stage: st
 def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_batch(
     name: str, stage: str, method: str
 ) -> None:
-    """In both workers, because both unpickle it; as in torch, a user's error is no longer of its own class."""
+    """In both workers, because both unpickle it; as in torch, a user's error loses its class."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
 

@@ -131,12 +131,13 @@ class TestConvention:
         assert below(tmp_path, ImageFolder(tmp_path)) == ["a/b/1.png"]
 
     def test_repr(self, tmp_path: Path) -> None:
-        """The repr is torchvision's, with the size if there is one."""
-        make(tmp_path, "a/1.png")
+        """One line with the folder, the size if there is one, and the counts."""
+        make(tmp_path, "a/1.png", "b/1.png", "b/2.png")
 
-        text = f"Dataset ImageFolder\n    Number of datapoints: 1\n    Root location: {tmp_path}"
-        assert repr(ImageFolder(tmp_path)) == text
-        assert repr(ImageFolder(tmp_path, 8)) == f"{text}\n    Size: 8"
+        assert repr(ImageFolder(tmp_path)) == f"ImageFolder({str(tmp_path)!r}, 3 images in 2 classes)"
+        assert (
+            repr(ImageFolder(tmp_path, 8)) == f"ImageFolder({str(tmp_path)!r}, size=8, 3 images in 2 classes)"
+        )
 
 
 class TestSamples:
