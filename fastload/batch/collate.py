@@ -30,16 +30,13 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
+from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
-from fastload.errors import add_note
-from fastload.images.encoded import EncodedImage
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastload.memory.lease import Arena
 
 IMAGE_CHANNELS = (1, 3, 4)
@@ -360,57 +357,8 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
     try:
         return batch.collate(values)
     except Exception as error:
-        if isinstance(values, (list, tuple)):
-            _explain_shapes(values, path, error)
-            _explain_undecoded(values, path, error)
+        explain(values, path, error)
         raise
-
-
-def _explain_shapes(values: Any, path: str, error: Exception) -> None:
-    """If a leaf differs in shape, note in an error of default_collate which one, and what to do."""
-    shapes = [dict(_shapes(value, path)) for value in values]
-    for number, other in enumerate(shapes):
-        for path, shape in shapes[0].items():
-            if other.get(path, shape) != shape:
-                add_note(
-                    error,
-                    f"fastload: the samples of one batch differ in shape: {path} is {shape} in the first "
-                    f"sample of the batch and {other[path]} in sample {number} of the batch. Resize or crop "
-                    "all samples to one size, for example with albumentations.RandomCrop(224, 224) or "
-                    "fastload.ImageFolder(..., size=(256, 256)), or give the loader a collate_fn.",
-                )
-                return
-
-
-def _explain_undecoded(values: Any, path: str, error: Exception) -> None:
-    """If the samples hold undecoded images, note in an error of default_collate who decodes them."""
-    for place, leaf in _leaves(values[0], path):
-        if isinstance(leaf, EncodedImage):
-            add_note(
-                error,
-                f"fastload: {place} is an EncodedImage, which a CachedDataset decodes: give the loader "
-                "fastload.CachedDataset(dataset, transform=..., cache=None), which stores nothing, or return "
-                "image.decode() from the dataset.",
-            )
-            return
-
-
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves(part, f"{path}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for place, part in enumerate(value):
-            yield from _leaves(part, f"{path}[{place}]")
-    else:
-        yield path, value
-
-
-def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for place, leaf in _leaves(value, path):
-        has_shape = not (isinstance(leaf, torch.Tensor) and leaf.is_nested)
-        if isinstance(leaf, (np.ndarray, torch.Tensor)) and has_shape:
-            yield place, tuple(leaf.shape)
 
 
 def _has_row(sample: Any, batch: _Batch) -> bool:

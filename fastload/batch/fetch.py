@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch.utils.data import Subset
 
 from fastload.batch.collate import RowCollate, to_channels_last
+from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.failed_sample import path_of
 from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
 from fastload.batch.read_ahead import read_ahead, reads_ahead
@@ -237,7 +238,13 @@ class Fetcher:
         """Collate the samples that were read."""
         if self._writes_rows:
             return self._stacked(self._rows.finish)
-        return self._stacked(self._collate_fn, self._rows.take())
+        samples = self._rows.take()
+        try:
+            return self._stacked(self._collate_fn, samples)
+        except Exception as error:
+            if is_of_torch(error):
+                explain(samples, "$", error)
+            raise
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
         """Call ``collate``; in a worker, default_collate within it stacks into the slot."""

@@ -22,8 +22,16 @@ _BY_PACKAGE = {
 }
 
 
-def advice(value: Any) -> str:
-    """What to return in place of a value, as a clause that begins with "return"."""
+_CACHED = "return arrays, tensors, numbers, str, bytes or None in dicts, lists and tuples"
+
+
+def advice(value: Any, otherwise: str = _CACHED) -> str:
+    """What to return instead of a value, as a clause that begins with "return".
+
+    Args:
+        value: The value.
+        otherwise: The advice for values of unknown classes.
+    """
     for base in type(value).__mro__:
         text = _BY_PACKAGE.get(base.__module__.partition(".")[0])
         if text is not None:
@@ -40,4 +48,4 @@ def advice(value: Any) -> str:
         return "return a plain list or tuple"
     if dataclasses.is_dataclass(value):
         return "return a dict or a namedtuple of its fields"
-    return "return arrays, tensors, numbers, str, bytes or None in dicts, lists and tuples"
+    return otherwise

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import UserDict
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 import fastload
@@ -48,8 +50,63 @@ def worker_seed(index: int) -> int:
     return info.seed
 
 
-def an_object(index: int) -> Any:
-    return np.zeros(index + 1) if index < 0 else object()
+def picture(index: int) -> Any:
+    return Image.new("RGB", (4, 4)), index
+
+
+def paints(sample: Any) -> Any:
+    """A transform that returns what default_collate cannot batch."""
+    return picture(int(sample[0]))
+
+
+def collates_as_torch(samples: Any) -> Any:
+    return default_collate([sample for sample in samples if sample is not missing_file])
+
+
+def fails_to_collate(samples: Any) -> Any:
+    raise TypeError("of the user")
+
+
+class Unreadable(UserDict[str, int]):
+    """A mapping that raises."""
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("read before")
+
+
+def _boxes(index: int) -> Any:
+    return np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(index + 1, 4), "label": index}
+
+
+def _of_two_types(index: int) -> Any:
+    return np.zeros(3) if index == 1 else torch.zeros(3)
+
+
+_CANNOT = "which default_collate cannot batch: return"
+_DIFFERS = "in the first sample of the batch and"
+# A function of the index, and how the note on default_collate's error begins.
+NOT_COLLATED: dict[str, tuple[Any, str]] = {
+    "shapes": (
+        _boxes,
+        f"the samples of one batch differ in shape: $[1]['boxes'] is (1, 4) {_DIFFERS} (2, 4)",
+    ),
+    "image": (picture, f"$[0] is of type PIL.Image.Image, {_CANNOT} numpy."),
+    "object": (lambda i: [i, object()], f"$[1] is of type builtins.object, {_CANNOT} arrays"),
+    "array of objects": (lambda i: np.array([None]), f"$ is an array (1,) object, {_CANNOT} arrays"),
+    "nothing": (lambda i: {"a": None}, f"$['a'] is None, {_CANNOT} a value."),
+    "one is nothing": (
+        lambda i: (i, None if i == 2 else i),
+        f"$[1] is an int {_DIFFERS} a NoneType in sample 2",
+    ),
+    "types": (_of_two_types, f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1"),
+    "texts": (lambda i: "a" if i == 3 else i, f"$ is an int {_DIFFERS} a str in sample 3"),
+    "keys": (
+        lambda i: {"a": 1} if i == 2 else {"a": 1, "b": 2},
+        f"$ has the key 'b' {_DIFFERS} not in sample 2",
+    ),
+    "lengths": (lambda i: {"a": [1] * (i + 2)}, f"$['a'] has 2 elements {_DIFFERS} 3 in sample 1"),
+    "containers": (lambda i: [1] if i == 0 else 1, f"$ is a list of [int] {_DIFFERS} an int in sample 1"),
+}
 
 
 def undecoded(index: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.utils.data as tud
 
 import fastload
+from fastload.batch.collate_errors import explain
 from tests.kit import datasets
 from tests.transport import fetch_zoo
 
@@ -207,12 +208,58 @@ def test_undecoded_images_are_torchs_error_with_the_way_out(num_workers: int) ->
     assert "$['image'] is an EncodedImage, which a CachedDataset decodes" in told
 
 
-def test_bytes_that_no_leaf_shares_are_no_excuse_for_another_error() -> None:
-    """An error of default_collate that has nothing to do with shapes stays as it is."""
-    with pytest.raises(TypeError) as caught:
-        list(fastload.DataLoader(datasets.Made(fetch_zoo.an_object, 4), 4))
+@pytest.mark.parametrize("collate_fn", [None, fetch_zoo.collates_as_torch], ids=["default", "custom"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("get", "told"), fetch_zoo.NOT_COLLATED.values(), ids=fetch_zoo.NOT_COLLATED)
+def test_an_error_of_default_collate_names_the_field(
+    get: Any, told: str, num_workers: int, collate_fn: Any
+) -> None:
+    """Its place in a sample, what is wrong there, and what to do; also within a collate_fn of the user's."""
+    loader = fastload.DataLoader(datasets.Made(get, 4), 4, num_workers=num_workers, collate_fn=collate_fn)
 
-    assert "differ in shape" not in "\n".join(getattr(caught.value, "__notes__", []))
+    with pytest.raises((TypeError, RuntimeError, KeyError, AttributeError)) as caught:
+        list(loader)
+
+    note = caught.value.__notes__[0]
+    assert note.startswith(f"fastload: {told}")
+    assert note.endswith(", or give the loader a collate_fn.")
+
+
+def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> None:
+    """The path of the image and what to return instead."""
+    pictures = datasets.Made(fetch_zoo.picture, 4)
+    with pytest.raises(fastload.UnsupportedSampleError) as refused:
+        fastload.CachedDataset(pictures)
+    cached = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 4), transform=fetch_zoo.paints)
+    with pytest.raises(TypeError, match="default_collate") as caught:
+        list(fastload.DataLoader(cached, 4))
+
+    cure = 'return numpy.asarray(image.convert("RGB")), or numpy.asarray(image) for a mask. Change it in the '
+    for text in (str(refused.value), caught.value.__notes__[0]):
+        assert "$[0]" in text
+        assert "PIL.Image.Image" in text
+        assert cure in text
+
+
+def test_an_error_of_the_users_collate_fn_has_no_note_about_the_samples() -> None:
+    """Samples of several shapes are what it is for."""
+    get, _ = fetch_zoo.NOT_COLLATED["shapes"]
+    loader = fastload.DataLoader(datasets.Made(get, 4), 4, collate_fn=fetch_zoo.fails_to_collate)
+
+    with pytest.raises(TypeError) as caught:
+        list(loader)
+
+    assert caught.value.__notes__ == ["fastload: batch 0, dataset index [0, 1, 2, 3]"]
+
+
+def test_an_error_that_the_samples_do_not_explain_has_no_other_note() -> None:
+    """They are alike, or are containers that cannot be read a second time."""
+    error = TypeError("for another reason")
+
+    explain([np.zeros(2), np.zeros(2)], "$", error)
+    explain([fetch_zoo.Unreadable(), fetch_zoo.Unreadable()], "$", error)
+
+    assert not hasattr(error, "__notes__")
 
 
 def test_values_of_a_batch_are_checked_in_this_file_with_torch() -> None:
