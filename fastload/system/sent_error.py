@@ -56,7 +56,7 @@ class SentError(NamedTuple):
         if kind is None or error is None:
             raise AssertionError("no exception is being handled")
         notes = _take_own_notes(error)
-        text = _text_of(error, has_hidden=hide_frames(error))
+        text = text_of(error)
         if isinstance(error, FastloadError):
             payload = _pickled(error)
             if isinstance(payload, bytes):
@@ -149,8 +149,9 @@ def hide_frames(error: BaseException) -> bool:
     return has_hidden
 
 
-def _text_of(error: BaseException, *, has_hidden: bool) -> str:
-    """The text of an error, with the header that scripts look for, and a line about hidden frames."""
+def text_of(error: BaseException) -> str:
+    """The text of an error with the user's frames, which it keeps, and the header that scripts look for."""
+    has_hidden = hide_frames(error)
     parts = traceback.format_exception(error)
     if _HEADER not in parts:
         parts.insert(0, _HEADER)

@@ -82,6 +82,16 @@ def test_raise_names_the_sample(num_workers: int, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cache.partial"]
 
 
+def test_an_error_from_a_worker_shows_the_frames_of_the_user(tmp_path: Path) -> None:
+    """In a note, without those of fastload and torch."""
+    with pytest.raises(ImageReadError) as caught:
+        build_lmdb(BrokenImages(12, bad=[7]), tmp_path / "cache", num_workers=2)
+
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("raised in a worker process:\n"))
+    assert "in __getitem__" in note
+    assert "/tasks.py" not in note
+
+
 @pytest.mark.parametrize(("num_workers", "kind"), [(0, OddError), (2, RuntimeError)])
 def test_an_error_that_cannot_be_pickled_is_short(
     num_workers: int, kind: type[Exception], tmp_path: Path

@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import pickle
-import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +27,7 @@ from fastload.errors import SegmentError, UnsupportedSampleError
 from fastload.memory.segment import Segment, why_unsupported
 from fastload.nested.spec import flatten
 from fastload.system.logs import log
+from fastload.system.sent_error import text_of
 
 if TYPE_CHECKING:
     import mmap
@@ -44,7 +44,7 @@ _TASKS_EACH = 8  # at least, so that workers finish at about the same time
 
 @dataclass(frozen=True)
 class Failed:
-    """A sample that could not be read, which ends the build."""
+    """A sample that could not be read, which ends the build; from a worker with the text of the error."""
 
     index: int
     error: Exception
@@ -206,9 +206,9 @@ def skipped(index: int, error: Exception) -> FailedSample:
 
 
 def _failed(index: int, error: Exception) -> Failed:
-    trace = "".join(traceback.format_exception(error))
     if get_worker_info() is None:
-        return Failed(index, error, trace)
+        return Failed(index, error, "")
+    trace = text_of(error)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # noqa: BLE001 - send its text instead, with the type that torch's loader uses
