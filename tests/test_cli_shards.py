@@ -194,9 +194,9 @@ def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
-    """Finished shards, and not the samples of the shard that was interrupted."""
+    """All samples that were decoded, those of unfinished shards too."""
     shard("1/2", tmp_path / "cache")
 
     assert cache_commands.interrupted(str(tmp_path / "cache")).startswith(
-        "interrupted: the finished shards are"
+        "interrupted: the decoded samples are kept"
     )

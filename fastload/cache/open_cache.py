@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastload.cache import random_check, ranks
-from fastload.cache.build.build import build_lmdb, check_source
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
 from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images

@@ -22,7 +22,7 @@ from fastload.system.sizes import readable_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastload.cache.build.sharded import BuiltShard
+    from fastload.cache.build.build import BuiltShard
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -209,12 +209,12 @@ def build_shard(
         size: The user's `--size`; None if not given.
         path: The path of the cache.
         shard: The shard, from 0, and the number of shards.
-        options: Further arguments for `sharded.build_shard`.
+        options: Further arguments for `build_shard`.
     """
-    from fastload.cache.build import sharded
+    from fastload.cache.build import build as builds
 
     with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
-        return sharded.build_shard(dataset, path, *shard, fingerprint=fingerprint, **options)
+        return builds.build_shard(dataset, path, *shard, fingerprint=fingerprint, **options)
 
 
 @contextlib.contextmanager
@@ -275,10 +275,10 @@ def join(path: str, error_budget: int | float | None) -> LMDBCache:
     Raises:
         CommandError: There is neither a cache nor a shard.
     """
-    from fastload.cache.build import sharded
+    from fastload.cache.build import build as builds
 
     try:
-        return sharded.join(path, error_budget=error_budget)
+        return builds.join(path, error_budget=error_budget)
     except FileNotFoundError as error:
         raise CommandError(str(error)) from error
     except NotADirectoryError as error:
@@ -351,15 +351,8 @@ def _is_foreign(path: str) -> bool:
 
 def interrupted(path: str) -> str:
     """The message after Ctrl-C."""
-    from fastload.cache.build.partial_files import is_sharded, read_plan_file
-
     if not os.path.exists(f"{path}.partial"):
         return "interrupted before anything was written"
-    if is_sharded(read_plan_file(f"{path}.partial")):
-        return (
-            f"interrupted: the finished shards are kept in {path}.partial. Run the same command again to "
-            f"continue, or 'fastload cache rm {path}' to remove them"
-        )
     return (
         f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
         f"continue, or 'fastload cache rm {path}' to remove them"

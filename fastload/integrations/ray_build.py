@@ -1,22 +1,22 @@
 """Builds a cache on disk by a Ray cluster: one task for each shard.
 
 Importing this file does not import Ray. Ray schedules the tasks, repeats them, and notices machines that die;
-there is no such code here. The rest of the driver is in `cache.build.on_cluster`.
+there is no such code here. The rest of the driver is in `cache.build.on_executor`.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Executor, Future, wait
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.build.on_cluster import MayPassError, Outcome, Task, build_on
+from fastload.cache.build.on_executor import TransientTaskError, build_on
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable
 
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
-_POLL_S = 1.0  # so that Ctrl-C is noticed; outcomes come at once
 _CANCEL_S = 10.0  # for tasks to remove their unfinished files
 
 
@@ -51,8 +51,8 @@ def build(
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
-        error_budget: The most samples of the whole that ``"skip"`` may leave out: a number, or a share as a
-            float.
+        error_budget: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
+            their share (a float).
         max_retries: How often Ray repeats a task whose machine died, or that could not write its file.
         progress: Show a bar, if standard error is a terminal.
 
@@ -79,9 +79,10 @@ def build(
             ) from error
     try:
         return build_on(
-            _Ray(ray, max_retries),
+            RayExecutor(ray, max_retries),
             open_dataset,
             path,
+            num_cpus=int(ray.cluster_resources().get("CPU", 0)),
             shards=shards,
             codec=codec,
             quality=quality,
@@ -110,51 +111,46 @@ def imported() -> Any:
     return ray
 
 
-class _Ray:
-    """Runs tasks by Ray; see `on_cluster.Engine`."""
+class RayExecutor(Executor):
+    """Runs calls as Ray tasks of one CPU each.
+
+    Args:
+        ray: The module, connected to a cluster.
+        max_retries: How often a task is repeated whose machine died, or that raised TransientTaskError.
+    """
 
     def __init__(self, ray: Any, max_retries: int) -> None:
         self._ray = ray
-        self._max_retries = max_retries
+        self._remote = ray.remote(_call).options(
+            num_cpus=1,
+            max_retries=max_retries,
+            retry_exceptions=[TransientTaskError],
+            scheduling_strategy="SPREAD",  # a task is repeated on another machine, if there is one
+        )
+        self._function: tuple[Any, Any] = None, None  # the last one, and its handle in the object store
+        self._futures: list[Any] = []
 
-    def num_cpus(self) -> int:
-        return int(self._ray.cluster_resources().get("CPU", 0))
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a call on the cluster; the function is sent there once."""
+        if self._function[0] is not function:
+            self._function = function, self._ray.put(function)
+        future = self._remote.remote(self._function[1], *args, **kwargs).future()
+        self._futures.append(future)
+        return future  # type: ignore[no-any-return]
 
-    def run(self, task: Task, shards: Sequence[int]) -> Generator[Outcome, None, None]:
-        ray = self._ray
-        options = {
-            "num_cpus": 1,
-            "max_retries": self._max_retries,
-            "retry_exceptions": [MayPassError],
-            "scheduling_strategy": "SPREAD",  # a task is repeated on another machine, if there is one
-        }
-        remote = ray.remote(_call)
-        handle = ray.put(task)
-        shard_of = {}
-        for shard in shards:
-            name = f"fastload shard {shard + 1}/{task.num_shards}"
-            shard_of[remote.options(name=name, **options).remote(handle, shard)] = shard
-        try:
-            while shard_of:
-                ready, _ = ray.wait(list(shard_of), num_returns=1, timeout=_POLL_S)
-                for reference in ready:
-                    yield self._outcome(reference, shard_of.pop(reference))
-        finally:
-            for reference in shard_of:
-                ray.cancel(reference)
-            if shard_of:
-                ray.wait(list(shard_of), num_returns=len(shard_of), timeout=_CANCEL_S)
-
-    def _outcome(self, reference: Any, shard: int) -> Outcome:
-        try:
-            outcome: Outcome = self._ray.get(reference)
-        except self._ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, MayPassError):
-                return Outcome(shard, "", failure=f"{cause} ({1 + self._max_retries} attempts)")
-            return Outcome(shard, "", failure=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        return outcome
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for all tasks; with ``cancel_futures``, cancel those that are not finished."""
+        if cancel_futures:
+            for future in self._futures:
+                if not future.done():
+                    self._ray.cancel(future.object_ref)
+        if wait:
+            _wait(self._futures, _CANCEL_S if cancel_futures else None)
 
 
-def _call(task: Task, shard: int) -> Outcome:
-    return task(shard)
+def _wait(futures: list[Future[Any]], timeout_s: float | None) -> None:
+    wait(futures, timeout_s)
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)

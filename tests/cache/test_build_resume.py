@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from fastload.cache.build import unfinished
+from fastload.cache.build import names
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheError, ImageReadError
-from tests.cache.build_zoo import BrokenImages
+from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 
@@ -300,7 +300,7 @@ def test_other_first_sample_starts_anew(tmp_path: Path) -> None:
 def test_after_a_reboot_finished_shards_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not brought to the disk before the machine went down is written anew; finished shards stay."""
     leave_unfinished(tmp_path / "cache", shards=4)
-    monkeypatch.setattr(unfinished, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(names, "_machine", lambda: "0" * 8)
     dataset = Images(40)
     check(dataset, build(dataset, tmp_path / "cache", {"shards": 4}))
 
@@ -310,7 +310,7 @@ def test_after_a_reboot_finished_shards_are_kept(tmp_path: Path, monkeypatch: py
 def test_reboot_loses_an_unfinished_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single file that was unfinished when the machine went down is not trusted."""
     leave_unfinished(tmp_path / "cache")
-    monkeypatch.setattr(unfinished, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(names, "_machine", lambda: "0" * 8)
     dataset = Images(40)
     check(dataset, build(dataset, tmp_path / "cache", {}))
 
@@ -324,7 +324,7 @@ def test_reboot_loses_an_unfinished_file(tmp_path: Path, monkeypatch: pytest.Mon
         lambda text: "[" * 100_000,
         lambda text: '{"version": 1, "plan": 5}',
         lambda text: text.replace('"num_samples": 40', '"num_samples": -40'),
-        lambda text: text.replace('"skips"', '"skip"'),
+        lambda text: text.replace('"codec"', '"coder"'),
         lambda text: text.replace('"version": 1', '"version": 2'),
     ],
     ids=["cut", "nested", "number", "negative", "lacks a field", "version"],
@@ -344,13 +344,17 @@ def test_damaged_plan_starts_anew(change: Callable[[str], str], tmp_path: Path) 
     "line", ['{"index": "x", "path": null, "type": "", "reason": ""}', "[" * 100_000, "5", "\xff"]
 )
 def test_damaged_line_of_the_report_is_no_line(line: str, tmp_path: Path) -> None:
-    """A line of an unfinished report that cannot be read is left out, and the build goes on."""
-    leave_unfinished(tmp_path / "cache", shards=4)
-    (tmp_path / "cache.partial" / "errors.jsonl").write_bytes(line.encode("latin-1"))
-    dataset = Images(40)
-    check(dataset, build(dataset, tmp_path / "cache", {"shards": 4}))
+    """The shard whose report lost a line is written again, because a sample would be missing unnoticed."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopping(40, 29, bad=[21, 23]), tmp_path / "cache", {"shards": 2, "on_error": "skip"})
+    (report,) = (tmp_path / "cache.partial").glob(".00001-of-00002.errors.jsonl.*")
+    report.write_bytes(line.encode("latin-1") + b"\n" + report.read_bytes().splitlines()[1])
+    dataset = BrokenImages(40, bad=[21, 23])
+    cache = build(dataset, tmp_path / "cache", {"shards": 2, "on_error": "skip"})
 
-    assert sum(dataset.reads) < 40
+    check(dataset, cache)
+    assert dataset.reads[1:] == [0] * 19 + [1] * 20
+    assert len((tmp_path / "cache.errors.jsonl").read_text().splitlines()) == 2
 
 
 def test_damaged_finished_shard_is_written_again(tmp_path: Path) -> None:

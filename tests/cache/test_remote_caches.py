@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload.cache.build import inventory, upload
-from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.sharded import build_shard
+from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb import copies
@@ -190,14 +189,14 @@ def test_a_small_dataset_has_one_shard() -> None:
 
 
 def test_shards_at_the_url_are_not_built_again() -> None:
-    """The build ended in the third shard."""
+    """The build ended in the third shard, which is continued."""
     with pytest.raises(KeyboardInterrupt):
         build(Stopping(20, 15))
     again = Images(20)
 
     build(again)
 
-    assert again.reads == [1] + [0] * 12 + [1] * 7
+    assert again.reads == [1] + [0] * 14 + [1] * 5
     assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
 
 
@@ -350,19 +349,19 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
     """The first upload ends only after the build has begun to wait for room."""
     is_waiting = threading.Event()
     found: list[int] = []
-    wait, put_file = upload._Uploader._wait, FaultyFileSystem.put_file
+    result, put_file = upload.Future.result, FaultyFileSystem.put_file
 
-    def watched(uploader: Any, fewer_than: int) -> None:
-        if uploader._num_left >= fewer_than and not is_waiting.is_set():
+    def watched(future: Any, timeout: float | None = None) -> Any:
+        if threading.current_thread() is threading.main_thread() and not is_waiting.is_set():
             found.append(len(list(cache_dir.rglob("*-of-*.lmdb"))))
             is_waiting.set()
-        wait(uploader, fewer_than)
+        return result(future, timeout)
 
     def put(fs: Any, local: str, path: str, **options: Any) -> None:
         until_set(is_waiting)
         put_file(fs, local, path, **options)
 
-    monkeypatch.setattr(upload._Uploader, "_wait", watched)
+    monkeypatch.setattr(upload.Future, "result", watched)
     monkeypatch.setattr(FaultyFileSystem, "put_file", put)
 
     build(shards=6)

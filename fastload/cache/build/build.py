@@ -1,56 +1,49 @@
-"""Builds an LMDB cache: workers decode a dataset in parallel, the parent writes the file and publishes it.
+"""Builds an LMDB cache shard by shard: workers decode a dataset in parallel, and this process writes.
 
-Rules:
+A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
 
-1. All files are written below PATH.partial (see `unfinished`) under an exclusive lock. When the cache is
-   complete and on disk, it is renamed to PATH, so a process that sees PATH sees the complete cache.
-2. The next build resumes a build that ended early, by an error, Ctrl-C or SIGKILL.
-3. Workers decode and encode (see `tasks`); the parent only writes.
+1. All files are written below PATH.partial (see `unfinished`). When all shards are complete and on the disk,
+   the cache is moved to PATH, so a process that sees PATH sees the complete cache.
+2. Workers decode and encode (see `tasks`); this process only writes.
+3. The files do not depend on who builds them, or in which order, but for the facts that are new for each
+   cache: its id and the time of its build.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import time
-import zlib
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import budget_exceeded, check_error_budget, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.partial_files import foreign_part, is_sharded, read_plan_file
+from fastload.cache.build.names import foreign_part
+from fastload.cache.build.plan import as_stored, check_arguments, make_plan, open_finished
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
-from fastload.cache.build.unfinished import Partial, source_differences
+from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.codecs import LOSSY, SOURCE, check_codec
-from fastload.cache.encoded import encoded_source, holds_images
-from fastload.cache.lmdb.description import Description, Plan, runs_of
+from fastload.cache.lmdb.description import Description, runs_of
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
 from fastload.cache.progress import BuildProgress
-from fastload.cache.random_check import read_unnoticed
-from fastload.cache.record import encode, outline
+from fastload.cache.record import encode
 from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, UnsupportedSampleError, add_note
-from fastload.images.encoded import EncodedImage
-from fastload.nested import tree
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.cache.build.build_lock import BuildLock
     from fastload.cache.build.tasks import Answer, Value
     from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.lmdb.description import Plan
 
-_WHAT_TO_DO = "Delete it to build it again, or give another path"
-_QUALITY = 95  # of jpeg and webp, by default
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
+_MAX_LISTED = 10  # commands, and shards, that an error lists
 
 
 def build_lmdb(
@@ -85,264 +78,235 @@ def build_lmdb(
             is a directory. Finished shards survive a power failure during the build.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
-        error_budget: The most samples that may be left out: an int, or a share of all samples as a float.
+        error_budget: The maximum number of samples that are left out (an int), or their share (a float).
         fingerprint: Of the samples; it identifies a finished cache without reading a sample.
 
     Raises:
-        CacheMismatchError: The cache at `path` was made from other samples, or has another codec.
+        CacheMismatchError: The cache at `path` was made from other samples, or has another codec; or several
+            machines build another cache there.
         CacheBusyError: Another process is building it.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written.
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
-        ValueError: An argument has none of the forms above.
+        ValueError: An argument is invalid.
     """
     built_quality = check_arguments(codec, quality, shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
     probed = dict(probed or {})
     dataset, fingerprint = as_stored(dataset, fingerprint, codec)
+    skips = on_error == "skip"
     if not os.path.lexists(path):
-        with only_builder(path) as lock:
+        with only_builder(path) as lock, contextlib.closing(Unfinished(path)) as files:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock
-                partial = Partial(path)
-                build = Build(
+                plan = make_plan(
                     dataset,
-                    path,
-                    partial,
                     probed,
-                    skips=on_error == "skip",
-                    error_budget=error_budget,
+                    codec=codec or "raw",
                     quality=built_quality,
-                    lock=lock,
+                    shards=shards or 1,
+                    skips=skips,
+                    fingerprint=fingerprint,
                 )
-                plan = partial.begin(
-                    build.make_plan(codec or "raw", shards or 1, fingerprint), skips=on_error == "skip"
-                )
-                resumed = _build_whole(build, partial, plan, path, num_workers, progress)
-                cache = LMDBCache(path)
-                cache.reason = f"built now, as it did not exist{resumed}"
-                build.report_shapes(cache)
+                files.begin(plan, error_budget, is_shared=False)
+                builder = ShardBuilder(dataset, files, probed, skips=skips, quality=built_quality, lock=lock)
+                num_resumed = builder.write_all(num_workers, error_budget, f"building {path}", shown=progress)
+                resumed = ""
+                if num_resumed:
+                    num_left = plan.num_samples - num_resumed
+                    resumed = f" (the last {num_left:,} samples; an earlier build made the others)"
+                cache = _publish(files, path, error_budget, f"built now, as it did not exist{resumed}")
+                builder.report_shapes(cache)
                 return cache
     _remove_leftovers(path)
     return open_finished(path, dataset, probed, codec, quality, shards, fingerprint)
-
-
-def as_stored(
-    dataset: Any, fingerprint: Fingerprint | None, codec: str | None
-) -> tuple[Any, Fingerprint | None]:
-    """The dataset whose samples a cache of this codec stores, and their fingerprint."""
-    if codec != SOURCE:
-        return dataset, fingerprint
-    return encoded_source(dataset), None if fingerprint is None else fingerprint.of_encoded()
-
-
-def check_arguments(
-    codec: str | None, quality: int | None, shards: int | None, on_error: str, error_budget: int | float
-) -> int:
-    """Check arguments of a build; returns the quality to build with.
-
-    Raises:
-        ValueError: An argument has none of the forms that `build_lmdb` lists.
-    """
-    built_quality = _QUALITY if quality is None else quality
-    check_codec("raw" if codec is None else codec, built_quality)
-    if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-        raise ValueError(f"shards should be an int from 1, but got {shards!r}")
-    if on_error not in ("raise", "skip"):
-        raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
-    check_error_budget(error_budget)
-    return built_quality
-
-
-def _build_whole(
-    build: Build, partial: Partial, plan: Plan, path: str, num_workers: int | None, shown: bool
-) -> str:
-    """Write the samples that are missing, and publish; returns a clause about a resumed build, or nothing."""
-    shard, position = _find_position(partial, plan)
-    partial.forget_from(position)
-    if position:
-        log.info("building %s: resumes at sample %d of %d", path, position, plan.num_samples)
-    build.write(
-        plan,
-        range(shard, plan.num_shards),
-        range(plan.num_samples),
-        position,
-        num_workers,
-        title=f"building {path}",
-        shown=shown,
-        finish=lambda: partial.publish(plan),
-    )
-    if partial.skipped:
-        log.warning(
-            "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
-            path,
-            len(partial.skipped),
-            plan.num_samples,
-            path,
-        )
-    if not position:
-        return ""
-    return f" (the last {plan.num_samples - position:,} samples; an earlier build made the others)"
-
-
-def _find_position(partial: Partial, plan: Plan) -> tuple[int, int]:
-    """The first unfinished shard, and the first index that is not in it."""
-    for shard in range(plan.num_shards):
-        if partial.is_finished(plan, shard):
-            continue
-        position = plan.indices_of(shard).start
-        path = partial.shard_path(plan, shard)
-        if os.path.exists(path):
-            with contextlib.closing(ShardWriter(path)) as writer:
-                position = position if writer.last_index is None else writer.last_index + 1
-        return shard, position
-    return plan.num_shards, plan.num_samples
 
 
 def _remove_leftovers(path: str) -> None:
     """Remove the harmless remains of a builder that was killed after it had published the cache."""
     if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
         # Another builder may remove the same files now, and this directory may be read-only.
-        with contextlib.suppress(CacheError, OSError), only_builder(path):
-            partial = f"{path}.partial"
-            if foreign_part(partial) is None and not is_sharded(read_plan_file(partial)):
-                Partial(path).remove()
+        with (
+            contextlib.suppress(CacheError, OSError),
+            only_builder(path),
+            contextlib.closing(Unfinished(path)) as files,
+        ):
+            with contextlib.suppress(CacheMismatchError):
+                files.open()
+            if foreign_part(files.path) is None and not files.is_shared:
+                files.remove()
 
 
-# --- opening ---------------------------------------------------------------------------------------------
+# --- one shard -------------------------------------------------------------------------------------------
 
 
-def open_finished(
-    path: str,
-    dataset: Any,
-    probed: Mapping[int, Any],
-    codec: str | None,
-    quality: int | None,
-    shards: int | None,
-    fingerprint: Fingerprint | None,
-) -> LMDBCache:
-    """The finished cache at `path`, after it was compared with the dataset and the arguments of a build.
-
-    Raises:
-        CacheMismatchError: It was made from other samples, or in another form.
-    """
-    cache = LMDBCache(path)
-    _check_form(cache, codec, quality, shards)
-    _check_samples(cache, dataset, probed, fingerprint)
-    return cache
-
-
-def _check_form(cache: LMDBCache, codec: str | None, quality: int | None, shards: int | None) -> None:
-    """Check that a finished cache has the codec, quality and number of files that were requested, if any."""
-    path = cache.path
-    if codec is not None and codec != cache.codec:
-        raise CacheMismatchError(
-            f"{path} is a {cache.codec} cache, but codec {codec} was requested. {_WHAT_TO_DO}"
-        )
-    if quality is not None and cache.quality is not None and quality != cache.quality:
-        raise CacheMismatchError(
-            f"{path} has quality {cache.quality}, but quality {quality} was requested. {_WHAT_TO_DO}"
-        )
-    if shards is not None and cache.num_shards != min(shards, max(1, cache.num_samples)):
-        raise CacheMismatchError(
-            f"{path} has {cache.num_shards} shards, but {shards} were requested. {_WHAT_TO_DO}"
-        )
-
-
-def _check_samples(
-    cache: LMDBCache, dataset: Any, probed: Mapping[int, Any], fingerprint: Fingerprint | None
-) -> None:
-    num_samples = len(dataset)
-    first = None
-    if 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
-        first = probed[0] if 0 in probed else read_unnoticed(dataset, 0)
-    check_source(cache, num_samples, first, fingerprint=fingerprint)
-
-
-def check_source(
-    cache: LMDBCache, num_samples: int, first: Any, *, fingerprint: Fingerprint | None = None
-) -> None:
-    """Check that a cache was made from these samples: by both fingerprints, or else by sample 0.
-
-    Raises:
-        CacheMismatchError: It was not; the error says what differs and what to do.
-    """
-    differences = source_differences(cache.plan, fingerprint)
-    if differences:
-        raise CacheMismatchError(
-            f"{cache.path} was made from other samples: {'; '.join(differences)} "
-            f"(here: the dataset, there: the cache). {_WHAT_TO_DO}"
-        )
-    expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
-    if differences is None and 0 in cache and num_samples:
-        spec, crc32 = _identity(_first_record(first))
-        expected["structure of sample 0"] = cache.plan.spec, spec
-        expected["content of sample 0"] = cache.plan.crc32, crc32
-    for name, (stored, wanted) in expected.items():
-        if stored != wanted:
-            raise CacheMismatchError(
-                f"{cache.path} was made from another dataset, or from an earlier state of this one: "
-                f"the {name} is {stored} in the cache and {wanted} in the dataset. {_WHAT_TO_DO}"
-            )
-    cache.reason = "opened, as its number of samples and its sample 0 match the dataset"
-    if differences is not None:
-        cache.reason = "opened, as its fingerprint matches the dataset"
-
-
-def _first_record(sample: Any) -> bytes:
-    """The record of sample 0 before a codec changes it; without the paths of files, which may move."""
-    try:
-        return encode(tree.map_leaves(sample, _without_path))
-    except UnsupportedSampleError as error:
-        add_note(error, "in sample 0 of the dataset")
-        raise
-
-
-def _without_path(leaf: Any) -> Any:
-    return EncodedImage.of(leaf.content(), None) if type(leaf) is EncodedImage else leaf
-
-
-def _identity(record: bytes) -> tuple[str, int]:
-    """Structure and checksum of a sample."""
-    return outline(record).spec.text.decode("ascii"), zlib.crc32(record)
-
-
-# --- building --------------------------------------------------------------------------------------------
-
-
-class Kept(Protocol):
-    """The directory in which a build keeps its files.
+@dataclass(frozen=True)
+class BuiltShard:
+    """A finished shard, or a shard of a cache that is finished.
 
     Attributes:
-        path: The directory.
-        skipped: Samples that were left out so far, by index.
-        what_is_kept: What it keeps after an error: a sentence without its full stop.
-        where_reported: A clause about the samples that were left out.
-        way_to_resume: What to do after an error.
+        shard: Its number, from 0.
+        num_shards: Number of shards that were asked for.
+        num_samples: Samples of this shard, including samples that are left out.
+        num_left_out: Samples of this shard that are left out.
+        nbytes: Size of its file.
+        was_built: Whether this call built it; it was finished before otherwise.
+        is_joined: Whether the finished cache exists already.
     """
 
-    path: str
-    skipped: dict[int, FailedSample]
-    what_is_kept: str
-    where_reported: str
-    way_to_resume: str
-
-    def shard_path(self, plan: Plan, shard: int) -> str:
-        """The path at which a shard is written."""
-
-    def report(self, sample: FailedSample) -> None:
-        """Note that a sample is left out."""
+    shard: int
+    num_shards: int
+    num_samples: int
+    num_left_out: int = 0
+    nbytes: int = 0
+    was_built: bool = False
+    is_joined: bool = True
 
 
-class Build:
-    """Makes the plan of a cache, and writes samples to its shards.
+def build_shard(
+    dataset: Any,
+    path: str | os.PathLike[str],
+    shard: int,
+    num_shards: int,
+    *,
+    num_workers: int | None = None,
+    progress: bool = True,
+    probed: Mapping[int, Any] | None = None,
+    codec: str | None = None,
+    quality: int | None = None,
+    on_error: str = "raise",
+    error_budget: int | float = 1.0,
+    fingerprint: Fingerprint | None = None,
+    name: str | None = None,
+) -> BuiltShard:
+    """One shard of the cache of a dataset, built in PATH.partial unless it is finished.
+
+    Any process on any machine can build any shard at any time, as long as all see PATH on one file system.
+    When all shards are finished, `join` makes the cache. A dataset with fewer samples than shards has one
+    shard per sample; there is nothing to build for the others.
 
     Args:
-        dataset: Map-style.
+        dataset: Map-style and deterministic; the same in all processes.
         path: The path of the finished cache.
-        kept: The directory of the unfinished cache.
+        shard: The shard to build, from 0.
+        num_shards: Number of shards of the cache.
+        num_workers: As in `build_lmdb`.
+        progress: As in `build_lmdb`.
+        probed: As in `build_lmdb`.
+        codec: As in `build_lmdb`.
+        quality: As in `build_lmdb`.
+        on_error: As in `build_lmdb`. With `"skip"`, `join` writes the report PATH.errors.jsonl.
+        error_budget: The maximum number or share of samples of the whole cache that are left out. A shard
+            that leaves out more ends its build; `join` counts all shards.
+        fingerprint: As in `build_lmdb`.
+        name: The place of the finished cache in messages, if the shards are moved there; None for `path`.
+
+    Raises:
+        CacheMismatchError: The shards at `path` are made from other samples, or with other settings; or this
+            shard leaves out samples, and `on_error` is `"raise"`.
+        UnsupportedSampleError: A value in a sample cannot be cached.
+        CacheError: The files could not be written.
+        ErrorBudgetError: The shard leaves out more samples than the budget allows.
+        ValueError: An argument is invalid.
+    """
+    built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
+    if isinstance(shard, bool) or not isinstance(shard, int) or not 0 <= shard < num_shards:
+        raise ValueError(f"shard should be an int from 0 to {num_shards - 1}, but got {shard!r}")
+    path = os.path.abspath(os.fspath(path))
+    probed = dict(probed or {})
+    skips = on_error == "skip"
+    with started(
+        dataset,
+        path,
+        num_shards,
+        probed=probed,
+        codec=codec,
+        quality=quality,
+        on_error=on_error,
+        error_budget=error_budget,
+        fingerprint=fingerprint,
+    ) as (plan, files):
+        num_samples = len(plan.indices_of(shard)) if shard < plan.num_shards else 0
+        if files is None or shard >= plan.num_shards:
+            return BuiltShard(shard, num_shards, num_samples, is_joined=files is None)
+        if name is not None:
+            files.what_is_kept = f"Finished shards are kept at {name}"
+        left_out = files.finished(shard)
+        was_built = left_out is None
+        if left_out is None:
+            source, _ = as_stored(dataset, None, codec)
+            builder = ShardBuilder(source, files, probed, skips=skips, quality=built_quality)
+            title = f"shard {shard + 1} of {plan.num_shards} of {name or path}"
+            try:
+                builder.write([shard], num_workers, error_budget, f"building {title}", shown=progress)
+            except CacheError as error:
+                if not _is_published(path, plan):  # else another process finished this shard and joined
+                    raise files.removed() if files.was_removed(shard, error) else error from error.__cause__
+            builder.log_shapes(title)
+            left_out = files.left_out(shard)
+            if left_out and name is None:
+                log.warning(
+                    "%s: %d of %d samples of shard %d could not be read and are left out: 'fastload cache "
+                    "join' writes the report",
+                    *(path, len(left_out), num_samples, shard + 1),
+                )
+        elif left_out and not skips:
+            raise files.leaves_out(shard, len(left_out))
+        nbytes = files.shard_nbytes(shard)
+        return BuiltShard(
+            shard, num_shards, num_samples, len(left_out), nbytes or 0, was_built, is_joined=nbytes is None
+        )
+
+
+@contextlib.contextmanager
+def started(
+    dataset: Any,
+    path: str,
+    num_shards: int | None,
+    *,
+    probed: dict[int, Any],
+    codec: str | None,
+    quality: int | None,
+    on_error: str,
+    error_budget: int | float,
+    fingerprint: Fingerprint | None,
+) -> Iterator[tuple[Plan, Unfinished | None]]:
+    """The plan of a build by several machines, and its directory; None if the cache is finished.
+
+    The arguments and errors are those of `build_shard`. If the cache is finished, a number of shards of None
+    accepts any.
+    """
+    built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
+    dataset, fingerprint = as_stored(dataset, fingerprint, codec)
+    with contextlib.closing(Unfinished(path)) as files:
+        if not os.path.lexists(path):
+            plan = make_plan(
+                dataset,
+                probed,
+                codec=codec or "raw",
+                quality=built_quality,
+                shards=num_shards or 1,
+                skips=on_error == "skip",
+                fingerprint=fingerprint,
+            )
+            files.begin(plan, error_budget, is_shared=True)
+            if not os.path.lexists(path):
+                yield files.plan, files
+                return
+            # The shards were joined after this process had looked for the cache.
+            if files.plan.build_id == plan.build_id:
+                files.remove_plan()
+        cache = open_finished(path, dataset, probed, codec, quality, num_shards, fingerprint)
+        yield cache.plan, None
+
+
+class ShardBuilder:
+    """Writes the samples of a dataset to shards.
+
+    Args:
+        dataset: Map-style, as it is stored.
+        files: The directory of the unfinished cache, with its plan.
         probed: Samples that were already read, by index.
         skips: Leave out samples that cannot be read.
-        error_budget: The most samples that may be left out, as `build_lmdb` takes it.
         quality: Of a lossy codec.
         lock: The lock of the build, which workers close; None if it has no lock.
     """
@@ -350,179 +314,150 @@ class Build:
     def __init__(
         self,
         dataset: Any,
-        path: str,
-        kept: Kept,
+        files: Unfinished,
         probed: dict[int, Any],
         *,
         skips: bool,
-        error_budget: int | float,
         quality: int,
-        lock: BuildLock | None,
+        lock: BuildLock | None = None,
     ) -> None:
         self._dataset = dataset
-        self._path = path
-        self._kept = kept
+        self._files = files
+        self._plan = files.plan
         self._probed = probed
         self._skips = skips
-        self._most_left_out = most_failures(error_budget, len(dataset))
         self._quality = quality
         self._lock = lock
-        self._num_samples = len(dataset)
-        self._position = 0
-        self._first_bytes = _GUESSED_BYTES
         self._shapes = SeenShapes()
+        self._written: list[range] = []  # the samples that this object wrote
         self._failed: Exception | None = None  # the error of a sample
 
-    def make_plan(self, codec: str, shards: int, fingerprint: Fingerprint | None) -> Plan:
-        """A plan of a new build; reads sample 0.
-
-        Raises:
-            ValueError: The codec is "source", and sample 0 has no undecoded image.
-        """
-        import lmdb
-
-        spec, crc32 = self._read_first()
-        first = self._probed.get(0)
-        if codec == SOURCE and first is not None and not holds_images(first):
-            raise ValueError(
-                f'codec "source" stores the files of images, but sample 0 is {tree.outline(first)}: return '
-                "fastload.EncodedImage(path) in place of the decoded array, use fastload.ImageFolder without "
-                "size=, or choose another codec"
-            )
-        classes = getattr(self._dataset, "classes", None)
-        is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-        return Plan(
-            build_id=os.urandom(8).hex(),
-            num_samples=self._num_samples,
-            num_shards=min(shards, max(1, self._num_samples)),
-            spec=spec,
-            crc32=crc32,
-            codec=codec,
-            quality=self._quality if codec in LOSSY else None,
-            parts=None if fingerprint is None else dict(fingerprint.parts),
-            classes=classes if is_listed else None,
-            libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
-            created_s=time.time(),
-        )
-
-    def _read_first(self) -> tuple[str | None, int | None]:
-        if not self._num_samples:
-            return None, None
-        if 0 not in self._probed:
-            try:
-                self._probed[0] = self._dataset[0]
-            except Exception as error:
-                if self._skips:
-                    return None, None
-                add_note(error, "in sample 0 of the dataset")
-                add_note(
-                    error, 'Nothing was built yet: on_error="skip" leaves out samples that cannot be read'
-                )
-                raise
-        record = _first_record(self._probed[0])
-        self._first_bytes = len(record)
-        return _identity(record)
+    def write_all(
+        self, num_workers: int | None, error_budget: int | float, title: str, *, shown: bool
+    ) -> int:
+        """Write all missing shards; returns the number of samples that an earlier build wrote."""
+        plan, files = self._plan, self._files
+        missing = []
+        for shard in range(plan.num_shards):
+            left_out = files.finished(shard)
+            if left_out and not self._skips:
+                files.forget(shard)
+                left_out = None
+            if left_out is None:
+                missing.append(shard)
+            else:
+                files.skipped |= {sample.index: sample for sample in left_out}
+        return self.write(missing, num_workers, error_budget, title, shown=shown, total=plan.num_samples)
 
     def write(
         self,
-        plan: Plan,
-        shards: range,
-        indices: range,
-        position: int,
+        shards: Sequence[int],
         num_workers: int | None,
-        *,
+        error_budget: int | float,
         title: str,
+        *,
         shown: bool,
-        finish: Callable[[], None],
-    ) -> None:
-        """Write the samples of some shards.
+        total: int | None = None,
+    ) -> int:
+        """Write the samples of some shards; returns the number of samples that were there already.
 
         Args:
-            plan: The plan of the cache.
             shards: The shards to write, one after another.
-            indices: The samples that the progress counts.
-            position: The first sample to write.
             num_workers: Processes that decode, as `build_lmdb` takes it.
+            error_budget: As `build_lmdb` takes it; samples in `files.skipped` count.
             title: The name of the work, for the progress.
             shown: Draw a bar, if standard error is a terminal.
-            finish: Called when all shards are complete and on the disk.
+            total: The number of samples that the progress counts; None for those of the shards.
         """
-        self._position = position
-        spans = [plan.indices_of(shard) for shard in shards]
-        if spans:
-            spans[0] = range(position, spans[0].stop)
-        num_processes = processes.choose_workers(num_workers, indices.stop - position)
-        ranges, slots = plan_tasks(spans, self._first_bytes, num_processes)
-        tasks = RecordTasks(
-            self._dataset,
-            ranges,
-            self._probed,
-            codec=plan.codec,
-            quality=self._quality,
-            skips=self._skips,
-            slots=slots,
-            lock=self._lock,
-        )
-        # Workers start before a file is opened, because they must not inherit LMDB environments.
-        answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
-        done = position - indices.start
+        plan = self._plan
         try:
-            with BuildProgress(title, len(indices), shown=shown, done=done) as progress:
-                spans_left = iter(ranges)
-                for shard in shards:
-                    self._write_shard(plan, shard, spans_left, tasks, answers, progress)
-            finish()
+            spans = [
+                range(self._files.take_over(shard, skips=self._skips), plan.indices_of(shard).stop)
+                for shard in shards
+            ]
+            if total is None:
+                total = sum(len(plan.indices_of(shard)) for shard in shards)
+            num_left = sum(map(len, spans))
+            num_processes = processes.choose_workers(num_workers, num_left)
+            ranges, slots = plan_tasks(spans, self._example_bytes(), num_processes)
+            tasks = RecordTasks(
+                self._dataset,
+                ranges,
+                self._probed,
+                codec=plan.codec,
+                quality=self._quality,
+                skips=self._skips,
+                slots=slots,
+                lock=self._lock,
+            )
+            # Workers start before a file is opened, because they must not inherit LMDB environments.
+            answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
+            most_left_out = most_failures(error_budget, plan.num_samples)
+            try:
+                with BuildProgress(title, total, shown=shown, done=total - num_left) as progress:
+                    tasks_left = iter(ranges)
+                    for shard, span in zip(shards, spans, strict=True):
+                        self._write_shard(shard, span, tasks_left, tasks, answers, most_left_out, progress)
+            finally:
+                processes.stop(answers)
+                tasks.close()
         except (Exception, KeyboardInterrupt) as error:
             self._note_what_is_kept(error)
             raise
-        finally:
-            processes.stop(answers)
-            tasks.close()
+        return total - num_left
+
+    def _example_bytes(self) -> int:
+        return len(encode(self._probed[0])) if 0 in self._probed else _GUESSED_BYTES
 
     def _write_shard(
         self,
-        plan: Plan,
         shard: int,
-        spans: Iterator[range],
+        span: range,
+        tasks_left: Iterator[range],
         tasks: RecordTasks,
         answers: Iterator[Answer],
+        most_left_out: int,
         progress: BuildProgress,
     ) -> None:
-        indices = plan.indices_of(shard)
-        writer = ShardWriter(self._kept.shard_path(plan, shard))
+        position = span.start
+        writer = ShardWriter(self._files.shard_path(shard))
         try:
-            position = max(indices.start, self._position)
-            while position < indices.stop:
-                span, (values, slot) = next(spans), next(answers)
-                self._write_values(writer, span, values, tasks.memory(slot), progress)
+            while position < span.stop:
+                indices, (values, slot) = next(tasks_left), next(answers)
+                memory = tasks.memory(slot)
+                self._write_values(shard, writer, indices, values, memory, most_left_out, progress)
                 tasks.free(slot)
-                position = span.stop
-            left_out = sorted(index for index in self._kept.skipped if index in indices)
-            writer.finish(Description(plan, shard, runs_of(left_out)))
+                position = indices.stop
+            left_out = [sample.index for sample in self._files.left_out(shard)]
+            writer.finish(Description(self._plan, shard, runs_of(left_out)))
         except KeyboardInterrupt:
             writer.commit()
             raise
         finally:
             writer.close()
+        self._files.complete(shard)
+        self._written.append(span)
 
     def _write_values(
         self,
+        shard: int,
         writer: ShardWriter,
-        span: range,
+        indices: range,
         values: Sequence[Value],
         memory: memoryview,
+        most_left_out: int,
         progress: BuildProgress,
     ) -> None:
         nbytes = 0
-        for index, value in zip(span, values, strict=False):  # fewer values, if the last one failed
+        for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
             if isinstance(value, Failed):
                 writer.commit()
                 raise self._explained(value)
             if isinstance(value, FailedSample):
-                self._kept.report(value)
-                if len(self._kept.skipped) > self._most_left_out:
+                self._files.report(shard, value)
+                if len(self._files.skipped) > most_left_out:
                     writer.commit()
-                    raise self._over_budget(value)
+                    raise self._over_budget(value, most_left_out)
                 continue
             content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
             writer.put(index, content)
@@ -530,19 +465,18 @@ class Build:
             nbytes += len(content)
         progress.advance(nbytes, len(values))
 
-    def _over_budget(self, last: FailedSample) -> ErrorBudgetError:
+    def _over_budget(self, last: FailedSample, most_left_out: int) -> ErrorBudgetError:
         return budget_exceeded(
-            len(self._kept.skipped),
-            self._most_left_out,
-            self._num_samples,
+            len(self._files.skipped),
+            most_left_out,
+            self._plan.num_samples,
             last,
-            f"{self._kept.what_is_kept}{self._kept.where_reported}: raise the budget or repair the files, "
-            f"and {self._kept.way_to_resume}",
+            f"{self._files.what_is_kept}: raise the budget or repair the files, and build again to resume",
         )
 
     def report_shapes(self, cache: LMDBCache) -> None:
         """Log if samples differ in shape, which would fail in the first training batch; store the number."""
-        self._shapes.add_stored(cache.path, self._position)  # samples of an earlier build
+        self._shapes.add_stored(cache.path, self._written)  # samples of an earlier build
         cache.num_shapes = self._shapes.number
         self.log_shapes(cache.path)
 
@@ -561,7 +495,117 @@ class Build:
         return error
 
     def _note_what_is_kept(self, error: BaseException) -> None:
-        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._kept.path):
+        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._files.path):
             return  # the dataset has to change, or nothing was kept
         way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
-        add_note(error, f"{self._kept.what_is_kept}: {self._kept.way_to_resume}{way_out}")
+        add_note(error, f"{self._files.what_is_kept}: build again to resume{way_out}")
+
+
+# --- the end ---------------------------------------------------------------------------------------------
+
+
+def join(path: str | os.PathLike[str], *, error_budget: int | float | None = None) -> LMDBCache:
+    """The cache at `path`, made from its finished shards; opened if it was joined before.
+
+    Args:
+        path: The path that was given to `build_shard`.
+        error_budget: The maximum number or share of samples that are left out; None for the budget of the
+            process that made the plan.
+
+    Raises:
+        FileNotFoundError: There is neither a cache nor a shard.
+        CacheMismatchError: The shards are of another release.
+        CacheError: Shards are missing; the error names them. Or the files could not be written.
+        CacheBusyError: Another process joins the shards, or removes them.
+        ErrorBudgetError: More samples than the budget are left out; all shards are kept.
+        ValueError: `error_budget` is not valid.
+    """
+    if error_budget is not None:
+        check_error_budget(error_budget)
+    path = os.path.abspath(os.fspath(path))
+    if not os.path.lexists(f"{path}.partial"):
+        return _joined_before(path)
+    with only_builder(path), contextlib.closing(Unfinished(path)) as files:
+        if not files.open():
+            if os.path.lexists(path):
+                return _joined_before(path)
+            raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}")
+        if os.path.lexists(path) and _is_published(path, files.plan):
+            files.remove()  # a process was killed while it joined one shard
+            return _joined_before(path)
+        reason = f"joined now, from {files.plan.num_shards} shards"
+        return _publish(files, path, files.error_budget if error_budget is None else error_budget, reason)
+
+
+def _joined_before(path: str) -> LMDBCache:
+    try:
+        cache = LMDBCache(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}") from None
+    cache.reason = "opened, as its shards were joined before"
+    return cache
+
+
+def _is_published(path: str, plan: Plan) -> bool:
+    """Whether the finished cache of this plan is at its path."""
+    try:
+        return LMDBCache(path).plan.build_id == plan.build_id
+    except (OSError, CacheMismatchError):  # CacheCorruptError is an OSError
+        return False
+
+
+def _publish(files: Unfinished, path: str, error_budget: int | float, reason: str) -> LMDBCache:
+    """The finished cache of a directory whose shards are all finished.
+
+    Raises:
+        CacheError: Shards are missing.
+        ErrorBudgetError: More samples than the budget are left out.
+    """
+    plan = files.plan
+    found = [files.finished(shard) for shard in range(plan.num_shards)]
+    if None in found:
+        raise CacheError(_what_is_missing(files, [k for k, one in enumerate(found) if one is None], path))
+    left_out = [sample for one in found for sample in one or ()]
+    most = most_failures(error_budget, plan.num_samples)
+    if len(left_out) > most:
+        raise budget_exceeded(
+            len(left_out),
+            most,
+            plan.num_samples,
+            left_out[-1],
+            f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
+            f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again",
+        )
+    files.publish(left_out)
+    if left_out:
+        log.warning(
+            "%s: %d of %d samples could not be read and are left out: see %s.errors.jsonl",
+            *(path, len(left_out), plan.num_samples, path),
+        )
+    cache = LMDBCache(path)
+    cache.reason = reason
+    return cache
+
+
+def _what_is_missing(files: Unfinished, missing: list[int], path: str) -> str:
+    num_shards = files.plan.num_shards
+    commands = ", ".join(
+        f"'fastload cache build SOURCE {path} --shard {shard + 1}/{num_shards}'"
+        for shard in missing[:_MAX_LISTED]
+    )
+    more = f", and so on for all {len(missing)}" if len(missing) > _MAX_LISTED else ""
+    unusable = [shard for shard in missing if files.has_file(shard)]
+    reason = ""
+    if unusable:
+        reason = f" (the file of {_listed(unusable)} is damaged, or from another build, and will be replaced)"
+    return (
+        f"{'shards' if len(missing) > 1 else 'shard'} {_listed(missing)} of {num_shards} "
+        f"{'are' if len(missing) > 1 else 'is'} missing{reason}: with the SOURCE and the options of "
+        f"the other shards, run {commands}{more}; then join again"
+    )
+
+
+def _listed(shards: Sequence[int]) -> str:
+    """Shards in a message, counted from 1."""
+    named = ", ".join(str(shard + 1) for shard in shards[:_MAX_LISTED])
+    return named + (", ..." if len(shards) > _MAX_LISTED else "")

@@ -1,6 +1,6 @@
 """The lock that allows one builder per destination: DEST.lock, a file with the builder's process number.
 
-`build` and `inventory` take it in the parent. Rules:
+`build` and `inventory` take it in the parent; a build of single shards takes none. Rules:
 
 1. The lock is flock(2)'s, and ends with the process that holds it; the file's content only names that
    process. The file is removed when the lock is released.
@@ -56,8 +56,11 @@ class BuildLock:
 
 
 @contextlib.contextmanager
-def only_builder(path: str) -> Iterator[BuildLock]:
+def only_builder(path: str) -> Iterator[BuildLock | None]:
     """Hold PATH.lock and remove it at the end; never waits.
+
+    On a file system without locks nothing is locked, and a log line says so: the files of a build are safe
+    without a lock (see `unfinished`).
 
     Raises:
         CacheBusyError: Another builder holds it.
@@ -65,6 +68,10 @@ def only_builder(path: str) -> Iterator[BuildLock]:
     """
     name = f"{path}{SUFFIX}"
     fd = _locked(path, name)
+    if fd is None:
+        log.info("%s: not locked, because this file system does not have locks", path)
+        yield None
+        return
     try:
         with writing(path):
             number = str(os.getpid()).encode("ascii")
@@ -75,25 +82,6 @@ def only_builder(path: str) -> Iterator[BuildLock]:
         if is_at(fd, name):
             os.unlink(name)
         os.close(fd)
-
-
-@contextlib.contextmanager
-def only_builder_or_no_locks(path: str) -> Iterator[None]:
-    """As `only_builder`; on a file system without locks, nothing is locked.
-
-    This is for short work on a build of shards, which is safe without a lock (see `unfinished_shards`).
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(only_builder(path))
-        except (CacheError, OSError) as error:
-            cause = error.__cause__ if isinstance(error, CacheError) else error
-            if not isinstance(cause, OSError) or cause.errno not in _NO_LOCKS:
-                raise
-            log.info("%s: not locked, because this file system does not have locks", path)
-            with contextlib.suppress(OSError):
-                os.unlink(f"{path}{SUFFIX}")
-        yield
 
 
 def is_being_built(path: str) -> bool:
@@ -110,13 +98,21 @@ def is_being_built(path: str) -> bool:
         os.close(fd)
 
 
-def _locked(path: str, name: str) -> int:
-    """A descriptor of the lock file, locked."""
+def _locked(path: str, name: str) -> int | None:
+    """A descriptor of the lock file, locked; None on a file system without locks."""
     while True:
         with writing(path):
             fd = _opened(name)
         try:
-            if not try_lock(fd):
+            try:
+                is_taken = try_lock(fd)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                return None
+            if not is_taken:
                 holder = os.pread(fd, _MOST_DIGITS, 0).decode("ascii")
                 builder = f"process {holder}" if holder else "another process"
                 raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")

@@ -15,9 +15,9 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, only_builder_or_no_locks
-from fastload.cache.build.partial_files import NAMES, foreign_part, is_sharded, read_plan_file
-from fastload.cache.build.unfinished_shards import ShardFiles, is_alive_here
+from fastload.cache.build.build_lock import is_being_built, only_builder
+from fastload.cache.build.names import NAMES, foreign_part, is_written_here
+from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.copies import manifest_of_copy
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -122,7 +122,7 @@ def remove(path: str) -> tuple[list[str], int]:
     """
     path = os.path.abspath(path)
     files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
-    with only_builder_or_no_locks(path):
+    with only_builder(path):
         files = files_of(path)
         if _builds_shards_here(path):
             raise CacheBusyError(
@@ -151,7 +151,7 @@ def size_of(files: list[str]) -> int:
 def _builds_shards_here(path: str) -> bool:
     """Whether a process of this machine builds a shard of the cache at `path`."""
     try:
-        return any(map(is_alive_here, os.listdir(path + PARTIAL)))
+        return any(map(is_written_here, os.listdir(path + PARTIAL)))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -175,11 +175,9 @@ def _what_shards_lack(path: str) -> str | None:
     url = url_of_copy(path + PARTIAL)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
-    if not is_sharded(read_plan_file(path + PARTIAL)):
-        return None
-    with contextlib.closing(ShardFiles(path)) as files:
+    with contextlib.closing(Unfinished(path)) as files:
         try:
-            if not files.open():
+            if not files.open() or not files.is_shared:
                 return None
             missing = len(files.missing())
         except CacheError as error:

@@ -19,22 +19,20 @@ import json
 import math
 import os
 import shutil
-import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import budget_exceeded, most_failures
-from fastload.cache.build.build import Build, as_stored, check_arguments, open_finished
-from fastload.cache.build.partial_files import parse_report, plan_text, read_report, report_text
-from fastload.cache.build.sharded import build_shard, join
-from fastload.cache.build.unfinished import why_anew
-from fastload.cache.build.unfinished_shards import ShardFiles
+from fastload.cache.build.build import build_shard, join
+from fastload.cache.build.plan import as_stored, check_arguments, make_plan, open_finished, why_different
+from fastload.cache.build.reports import parse_report, read_report, report_text
+from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import writing
 from fastload.cache.codecs import LOSSY, SOURCE
 from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, cache_directory, digest_of_url
-from fastload.cache.lmdb.description import check_version, parse_json, parse_plan
+from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse_json, parse_plan
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.cache.lmdb.manifest import (
     REMOTE_PLAN_NAME,
@@ -68,7 +66,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARD_BYTES = 1 << 30  # of a shard, about, unless the user gives a number of shards
-_MOST_WAITING = 2  # finished shards, for the upload
+_MAX_WAITING = 2  # finished shards, for the upload
 _QUESTIONS_AT_ONCE = 16
 _REMOVE = "remove all files at that URL with your store's own tool"
 
@@ -198,7 +196,7 @@ class _Job:
         if finished is not None and (found is None or found.build_id != finished.plan.build_id):
             found = finished.plan  # plan.json is not needed any more
         wanted = self._wanted(found)
-        if found is not None and (why := why_anew(found, wanted)) is not None:
+        if found is not None and (why := why_different(found, wanted)) is not None:
             state = "a finished cache" if finished is not None else "an unfinished build"
             raise CacheMismatchError(
                 f"{url} has {state} of other samples or settings: {why} (here: this command, there: the "
@@ -210,7 +208,8 @@ class _Job:
             return finished, False
         plan, local_files = self._local_plan(found, wanted)
         if found is None:
-            self._files.write(REMOTE_PLAN_NAME, plan_text(plan).encode("ascii"))
+            fields = {"version": FORMAT_VERSION, "plan": asdict(plan)}
+            self._files.write(REMOTE_PLAN_NAME, json.dumps(fields).encode("ascii"))
         uploaded: dict[int, _Uploaded] = {}
         if finished is not None:
             uploaded = {number: _Uploaded(shard, []) for number, shard in enumerate(finished.shards)}
@@ -264,17 +263,15 @@ class _Job:
         self._quality = quality if codec in LOSSY else None
         built_quality = check_arguments(codec, self._quality, None, "raise", 1.0)
         source, fingerprint = as_stored(self._dataset, self._fingerprint, codec)
-        build = Build(
+        plan = make_plan(
             source,
-            self._files.url,
-            ShardFiles(self._path),
             self._probed,
-            skips=self._on_error == "skip",
-            error_budget=self._error_budget,
+            codec=codec,
             quality=built_quality,
-            lock=None,
+            shards=1,
+            skips=self._on_error == "skip",
+            fingerprint=fingerprint,
         )
-        plan = build.make_plan(codec, 1, fingerprint)
         num_shards = self._shards
         if num_shards is None:
             num_shards = self._default_shards(plan, built_quality) if found is None else found.num_shards
@@ -315,15 +312,15 @@ class _Job:
                 ),
             )
         plan = found or wanted
-        with contextlib.closing(ShardFiles(self._path)) as files:
+        with contextlib.closing(Unfinished(self._path)) as files:
             if not self._keeps_local:
                 self._remove_other_builds(files, plan)
             with _noting_directory():
-                files.begin(plan, self._error_budget)
+                files.begin(plan, self._error_budget, is_shared=True)
             self._check_one_build(found, files.plan)
             return files.plan, None
 
-    def _remove_other_builds(self, files: ShardFiles, plan: Plan) -> None:
+    def _remove_other_builds(self, files: Unfinished, plan: Plan) -> None:
         """Remove shards that were built for this URL by another plan, which is not there any more."""
         try:
             is_same = not files.open() or files.plan.build_id == plan.build_id
@@ -381,29 +378,38 @@ class _Job:
     ) -> dict[int, _Uploaded]:
         """Build and upload the missing shards."""
         left_out = {shard: one.left_out for shard, one in uploaded.items()}
-        done = dict(uploaded)
+        done: dict[int, _Uploaded | Future[_Uploaded]] = dict(uploaded)
         report = read_report(f"{self._path}.errors.jsonl") if local_files is not None else []
-
-        def upload(shard: int) -> None:
-            done[shard] = self._upload(plan, shard, left_out[shard], local_files)
 
         if uploaded:
             log.info("%s: %d of %d shards are there already", self._files.url, len(done), plan.num_shards)
-        with _Uploader(upload) as uploader:
-            for shard in range(plan.num_shards):
-                if shard in uploaded and not self._keeps_local:
-                    continue
-                uploader.wait_for_room()
-                if local_files is None:
-                    found = self._build_shard(plan, shard, num_workers, shown=shown)
-                else:
-                    found = [sample for sample in report if sample.index in plan.indices_of(shard)]
-                if shard not in uploaded:
-                    left_out[shard] = found
-                    uploader.add(shard)
-                self._check_budget(plan, [sample for samples in left_out.values() for sample in samples])
-            uploader.finish()
-        return done
+        uploads: deque[Future[_Uploaded]] = deque()
+        with ThreadPoolExecutor(1, "fastload-upload") as thread:
+            try:
+                for shard in range(plan.num_shards):
+                    if shard in uploaded and not self._keeps_local:
+                        continue
+                    while len(uploads) >= _MAX_WAITING or (uploads and uploads[0].done()):
+                        uploads.popleft().result()
+                    if local_files is None:
+                        found = self._build_shard(plan, shard, num_workers, shown=shown)
+                    else:
+                        found = [sample for sample in report if sample.index in plan.indices_of(shard)]
+                    if shard not in uploaded:
+                        left_out[shard] = found
+                        uploads.append(thread.submit(self._upload, plan, shard, found, local_files))
+                        done[shard] = uploads[-1]
+                    self._check_budget(plan, [sample for samples in left_out.values() for sample in samples])
+                for upload in uploads:
+                    upload.result()
+            except BaseException:
+                thread.shutdown(wait=False, cancel_futures=True)
+                if any(upload.running() for upload in uploads):
+                    log.info("waiting for the upload that is in progress")
+                raise
+        return {
+            shard: one.result() if isinstance(one, Future) else one for shard, one in sorted(done.items())
+        }
 
     def _build_shard(
         self, plan: Plan, shard: int, num_workers: int | None, *, shown: bool
@@ -425,7 +431,7 @@ class _Job:
                 fingerprint=self._fingerprint,
                 name=self._files.url,
             )
-        with contextlib.closing(ShardFiles(self._path)) as files:
+        with contextlib.closing(Unfinished(self._path)) as files:
             found = files.finished(shard) if files.open() else None
         if found is None:
             raise CacheError(
@@ -492,84 +498,3 @@ class _Job:
             )
         manifest = Manifest(self._files.url, plan, tuple(one.shard for one in ordered))
         self._files.write(MANIFEST_NAME, manifest_text(manifest))
-
-
-class _Uploader:
-    """Calls a function in a thread, one call at a time; leaving the context waits for the call in progress.
-
-    Args:
-        upload: Called with the number of each shard.
-    """
-
-    def __init__(self, upload: Callable[[int], None]) -> None:
-        self._upload = upload
-        self._changed = threading.Condition()
-        self._waiting: deque[int] = deque()
-        self._num_left = 0  # waiting, and in progress
-        self._is_closed = False
-        self._error: BaseException | None = None
-        # A daemon: a second Ctrl-C ends the process although an upload is in progress.
-        self._thread = threading.Thread(target=self._serve, name="fastload-upload", daemon=True)
-
-    def __enter__(self) -> _Uploader:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._waiting.clear()
-            self._changed.notify_all()
-            is_busy = self._num_left > 0 and self._error is None
-        if kind is not None and is_busy:
-            log.info("waiting for the upload that is in progress; Ctrl-C leaves it")
-        self._thread.join()
-
-    def add(self, shard: int) -> None:
-        """Upload a shard after those that were added before."""
-        with self._changed:
-            self._waiting.append(shard)
-            self._num_left += 1
-            self._changed.notify_all()
-
-    def wait_for_room(self) -> None:
-        """Wait until another finished shard may wait.
-
-        Raises:
-            Exception: The error of an upload.
-        """
-        self._wait(_MOST_WAITING)
-
-    def finish(self) -> None:
-        """Wait until all shards are uploaded.
-
-        Raises:
-            Exception: The error of an upload.
-        """
-        self._wait(1)
-
-    def _wait(self, fewer_than: int) -> None:
-        with self._changed:
-            while self._error is None and self._num_left >= fewer_than:
-                self._changed.wait()
-            if self._error is not None:
-                raise self._error
-
-    def _serve(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed or self._error is not None:
-                    return
-                shard = self._waiting.popleft()
-            try:
-                self._upload(shard)
-            except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._num_left -= 1
-                self._changed.notify_all()

@@ -40,7 +40,8 @@ class ShardWriter:
         path: The file.
 
     Attributes:
-        last_index: Index of the last value in the file; None if the file is empty.
+        last_index: Index of the last value in the file; None if the file was empty.
+        num_records: Number of values that were in the file.
     """
 
     def __init__(self, path: str) -> None:
@@ -59,6 +60,7 @@ class ShardWriter:
             )
             self._page_bytes = int(self._environment.stat()["psize"])
             self.last_index = self._read_last_index()
+            self.num_records = int(self._environment.stat()["entries"])
         self._transaction: Any = None
         self._pages_left = 0  # pages that are still reserved for this transaction
         self._num_records = 0

@@ -6,13 +6,16 @@ recognized by comparing bytes, and each new text is parsed once.
 
 from __future__ import annotations
 
-import itertools
+from typing import TYPE_CHECKING
 
 from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.open_file import damaged
 from fastload.cache.record import spec_text
 from fastload.errors import CacheCorruptError
 from fastload.nested.spec import Spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _MOST_TEXTS = 1000  # a folder of photographs may have as many shapes as files
 
@@ -47,14 +50,16 @@ class SeenShapes:
             if leaf.kind in ("array", "tensor"):
                 self._shapes.setdefault(path, {})[leaf.shape] = None
 
-    def add_stored(self, path: str, stop: int) -> None:
-        """Remember the shapes of the samples below index `stop` in the finished cache at `path`.
+    def add_stored(self, path: str, known: Sequence[range]) -> None:
+        """Remember the shapes of the samples in the finished cache at `path`, but for ranges already known.
 
         Raises:
             CacheCorruptError: A record cannot be read.
         """
         for file in open_cache(path):
-            for index in itertools.takewhile(stop.__gt__, file.stored):
+            for index in file.stored:
+                if any(index in span for span in known):
+                    continue
                 try:
                     self.add(file.glance(index))
                 except CacheCorruptError as error:

@@ -1,13 +1,13 @@
-"""Builds all shards of a cache by the tasks of a cluster, and joins them.
+"""Builds the shards of a cache by the tasks of an executor, such as a cluster, and joins them.
 
-The driver is the user's process. An engine (see `integrations.ray_build`) runs a task for each shard that is
-missing, anywhere and in any order, and repeats tasks whose machine has died. Nothing here names the engine's
-software. Rules:
+The driver is the user's process. An executor of `concurrent.futures`' interface (a pool of processes, or
+`integrations.ray_build` for a cluster) runs a task for each shard that is missing, anywhere and in any order.
+Rules:
 
 1. The driver makes the plan, counts results, and joins. It may die at any time: the next driver builds only
    the shards that are missing.
 2. A task returns failures that would happen again, such as a damaged sample, as text, because errors of
-   users' own classes may not be picklable. It raises MayPassError for failures that may pass on another
+   users' own classes may not be picklable. It raises TransientTaskError for failures that may pass on another
    machine, such as a full disk.
 3. A failed shard does not end the build: the others are finished and kept, and one error in the end names all
    failures. If more samples are skipped than the error budget allows, the build ends at once.
@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import as_completed
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import most_failures
-from fastload.cache.build.sharded import build_shard, join, started
-from fastload.cache.build.unfinished_shards import ShardFiles
+from fastload.cache.build.build import build_shard, join, started
+from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.codecs import SOURCE
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -33,16 +34,17 @@ from fastload.errors import CacheError, ErrorBudgetError, add_note
 from fastload.images.folder import ImageFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable
+    from concurrent.futures import Executor, Future
 
     from fastload.cache.lmdb.description import Plan
 
-SHARDS_A_CPU = 4  # so that machines of different speed finish at about the same time
-_MOST_FAILURES = 10  # that an error lists
-_MOST_LETTERS = 500  # of a failure
+SHARDS_PER_CPU = 4  # so that machines of different speed finish at about the same time
+_MAX_FAILURES = 10  # that an error lists
+_MAX_LETTERS = 500  # of a failure
 
 
-class MayPassError(Exception):
+class TransientTaskError(Exception):
     """A task failed for a reason that may pass, or that another machine may not have."""
 
 
@@ -51,7 +53,6 @@ class Outcome:
     """The end of the task of one shard.
 
     Attributes:
-        shard: Its number, from 0.
         node: The machine, for messages; an empty string if it is unknown.
         num_left_out: Samples of the shard that are left out.
         nbytes: Size of its file.
@@ -59,25 +60,11 @@ class Outcome:
         is_over_budget: Whether the shard alone leaves out more samples than the budget of the cache allows.
     """
 
-    shard: int
     node: str
     num_left_out: int = 0
     nbytes: int = 0
     failure: str | None = None
     is_over_budget: bool = False
-
-
-class Engine(Protocol):
-    """Runs tasks on a cluster."""
-
-    def num_cpus(self) -> int:
-        """The number of CPUs of the cluster."""
-
-    def run(self, task: Task, shards: Sequence[int]) -> Generator[Outcome, None, None]:
-        """Run `task(shard)` for each shard, and give the outcomes as they come.
-
-        Closing the generator ends all tasks.
-        """
 
 
 @dataclass(frozen=True)
@@ -106,12 +93,11 @@ class Task:
         """Build a shard.
 
         Raises:
-            MayPassError: The shard could not be written here.
+            TransientTaskError: The shard could not be written here.
         """
         node = socket.gethostname()
         try:
             dataset = self.open_dataset()
-            fingerprint = fingerprint_of(dataset)
             built = build_shard(
                 dataset if self.codec == SOURCE else decoded_source(dataset),
                 self.path,
@@ -123,31 +109,32 @@ class Task:
                 quality=self.quality,
                 on_error=self.on_error,
                 error_budget=self.error_budget,
-                fingerprint=fingerprint,
+                fingerprint=fingerprint_of(dataset),
             )
         except CacheError as error:
             if type(error) is CacheError:  # the file system has refused
-                raise MayPassError(f"on {node}: {_told(error)}") from None
-            return Outcome(shard, node, failure=_told(error))
+                raise TransientTaskError(f"on {node}: {_in_one_line(error)}") from None
+            return Outcome(node, failure=_in_one_line(error))
         except ErrorBudgetError as error:
-            return Outcome(shard, node, failure=str(error), is_over_budget=True)
+            return Outcome(node, failure=str(error), is_over_budget=True)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code; the driver reports it
-            return Outcome(shard, node, failure=_told(error))
-        return Outcome(shard, node, built.num_left_out, built.nbytes)
+            return Outcome(node, failure=_in_one_line(error))
+        return Outcome(node, built.num_left_out, built.nbytes)
 
 
-def _told(error: BaseException) -> str:
-    """An error in one line, with the sample that it belongs to."""
+def _in_one_line(error: BaseException) -> str:
+    """An error with the sample that it belongs to."""
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("in sample ")]
     text = " ".join(": ".join([type(error).__name__, *([str(error)] if str(error) else [])]).split())
-    return "; ".join([text[:_MOST_LETTERS], *notes])
+    return "; ".join([text[:_MAX_LETTERS], *notes])
 
 
 def build_on(
-    engine: Engine,
+    executor: Executor,
     open_dataset: Callable[[], Any],
     path: str | os.PathLike[str],
     *,
+    num_cpus: int,
     shards: int | None = None,
     codec: str | None = None,
     quality: int | None = None,
@@ -155,12 +142,13 @@ def build_on(
     error_budget: int | float = 1.0,
     progress: bool = True,
 ) -> LMDBCache:
-    """The cache of a dataset at `path`, whose shards the tasks of a cluster build; opened if it is finished.
+    """The cache of a dataset at `path`, whose shards an executor's tasks build; opened if it is finished.
 
     Args:
-        engine: Runs the tasks.
+        executor: Runs the tasks. It is shut down if the build ends early.
         open_dataset: As in `Task`.
         path: The path of the cache, on a file system that all machines share.
+        num_cpus: How many tasks run at the same time.
         shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU.
         codec: As in `build_lmdb`.
         quality: As in `build_lmdb`.
@@ -177,89 +165,96 @@ def build_on(
     dataset = open_dataset()
     if not isinstance(dataset, ImageFolder):
         refuse_random(dataset)
-    fingerprint = fingerprint_of(dataset)
     if shards is None and not os.path.lexists(path):
-        shards = _shards_of_unfinished(path) or max(1, SHARDS_A_CPU * engine.num_cpus())
+        shards = _shards_of_unfinished(path) or max(1, SHARDS_PER_CPU * num_cpus)
     with started(
         dataset if codec == SOURCE else decoded_source(dataset),
         path,
         shards,
+        probed={},
         codec=codec,
         quality=quality,
         on_error=on_error,
         error_budget=error_budget,
-        fingerprint=fingerprint,
-    ) as start:
-        if start.files is None:
+        fingerprint=fingerprint_of(dataset),
+    ) as (plan, files):
+        if files is None:
             cache = LMDBCache(path)
             cache.reason = "opened, as it matches the dataset"
             return cache
-        task = Task(open_dataset, path, start.plan.num_shards, codec, quality, on_error, error_budget)
-        most = most_failures(error_budget, start.plan.num_samples)
+        task = Task(open_dataset, path, plan.num_shards, codec, quality, on_error, error_budget)
         try:
-            _run(engine, task, start.plan, start.files, most, shown=progress)
+            _run(executor, task, plan, files, shown=progress)
         except KeyboardInterrupt as error:
-            add_note(error, f"{start.files.what_is_kept}: build again to build the others")
+            add_note(error, f"{files.what_is_kept}: build again to build the others")
             raise
     return join(path, error_budget=error_budget)
 
 
 def _shards_of_unfinished(path: str) -> int | None:
-    files = ShardFiles(path)
+    files = Unfinished(path)
     try:
         return files.plan.num_shards if files.open() else None
     finally:
         files.close()
 
 
-def _run(
-    engine: Engine, task: Task, plan: Plan, files: ShardFiles, most_left_out: int, *, shown: bool
-) -> None:
+def _run(executor: Executor, task: Task, plan: Plan, files: Unfinished, *, shown: bool) -> None:
     """Build the missing shards."""
-    finished = {shard: files.finished(shard) for shard in range(plan.num_shards)}
-    # A finished shard that leaves samples out is an error without "skip", and its task says so.
-    left = [
-        shard
-        for shard, left_out in finished.items()
-        if left_out is None or (left_out and task.on_error == "raise")
-    ]
-    done = sum(len(plan.indices_of(shard)) for shard in finished if shard not in set(left))
-    num_left_out = sum(len(finished[shard] or []) for shard in finished if shard not in set(left))
-    failed: list[Outcome] = []
-    outcomes = engine.run(task, left)
+    finished = {}
+    for shard in range(plan.num_shards):
+        left_out = files.finished(shard)
+        # A finished shard that leaves samples out is an error without "skip", and its task says so.
+        if left_out is not None and (not left_out or task.on_error == "skip"):
+            finished[shard] = len(left_out)
+    num_left_out = sum(finished.values())
+    most = most_failures(task.error_budget, plan.num_samples)
+    done = sum(len(plan.indices_of(shard)) for shard in finished)
+    missing = [shard for shard in range(plan.num_shards) if shard not in finished]
+    failed: dict[int, Outcome] = {}
     try:
-        title = f"building {task.path}"
-        with BuildProgress(title, plan.num_samples, shown=shown, done=done) as progress:
-            for outcome in outcomes:
+        futures = {executor.submit(task, shard): shard for shard in missing}
+        with BuildProgress(f"building {task.path}", plan.num_samples, shown=shown, done=done) as progress:
+            for future in as_completed(futures):
+                shard, outcome = futures[future], _outcome_of(future)
                 if outcome.is_over_budget:
-                    raise ErrorBudgetError(f"shard {outcome.shard + 1}/{plan.num_shards}: {outcome.failure}")
+                    raise ErrorBudgetError(f"shard {shard + 1}/{plan.num_shards}: {outcome.failure}")
                 if outcome.failure is not None:
-                    failed.append(outcome)
+                    failed[shard] = outcome
                     continue
-                progress.advance(outcome.nbytes, len(plan.indices_of(outcome.shard)))
+                progress.advance(outcome.nbytes, len(plan.indices_of(shard)))
                 num_left_out += outcome.num_left_out
-                if num_left_out > most_left_out:
+                if num_left_out > most:
                     raise ErrorBudgetError(
                         f"{num_left_out:,} samples could not be read, and the error budget allows "
-                        f"{most_left_out:,} of {plan.num_samples:,}. {files.what_is_kept}, with their "
-                        "reports: raise the budget or repair the files, and build again to resume"
+                        f"{most:,} of {plan.num_samples:,}. {files.what_is_kept}, with reports: raise the "
+                        "budget or repair the files, and build again to resume"
                     )
-    finally:
-        outcomes.close()
+    except BaseException:
+        executor.shutdown(cancel_futures=True)
+        raise
     if failed:
         raise CacheError(_what_failed(failed, plan.num_shards, files.what_is_kept))
 
 
-def _what_failed(failed: list[Outcome], num_shards: int, what_is_kept: str) -> str:
-    failed = sorted(failed, key=lambda outcome: outcome.shard)
-    told = [
-        f"shard {one.shard + 1}/{num_shards}{f' on {one.node}' if one.node else ''}: {one.failure}"
-        for one in failed[:_MOST_FAILURES]
+def _outcome_of(future: Future[Outcome]) -> Outcome:
+    try:
+        return future.result()
+    except TransientTaskError as error:
+        return Outcome("", failure=str(error))
+    except Exception as error:  # noqa: BLE001 - of the executor: a process or a machine has died
+        return Outcome("", failure=_in_one_line(error))
+
+
+def _what_failed(failed: dict[int, Outcome], num_shards: int, what_is_kept: str) -> str:
+    described = [
+        f"shard {shard + 1}/{num_shards}{f' on {one.node}' if one.node else ''}: {one.failure}"
+        for shard, one in sorted(failed.items())[:_MAX_FAILURES]
     ]
-    if len(failed) > _MOST_FAILURES:
-        told.append(f"and {len(failed) - _MOST_FAILURES} more")
+    if len(failed) > _MAX_FAILURES:
+        described.append(f"and {len(failed) - _MAX_FAILURES} more")
     return (
-        f"{len(failed)} of {num_shards} shards were not built: {'; '.join(told)}. {what_is_kept}: repair the "
-        "cause, and "
-        'build again to build the others, with on_error="skip" to leave out samples that cannot be read'
+        f"{len(failed)} of {num_shards} shards were not built: {'; '.join(described)}. {what_is_kept}: "
+        'repair the cause, and build again to build the others, with on_error="skip" to leave out samples '
+        "that cannot be read"
     )

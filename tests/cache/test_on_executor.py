@@ -1,0 +1,286 @@
+"""The driver of a build by the tasks of an executor, which runs them in a thread of this process; no Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fastload.cache import progress
+from fastload.cache.build.build import build_lmdb, build_shard
+from fastload.cache.build.on_executor import TransientTaskError, build_on
+from fastload.errors import (
+    CacheError,
+    CacheMismatchError,
+    ErrorBudgetError,
+    ImageReadError,
+    RandomDatasetError,
+)
+from tests.cache.build_zoo import BrokenImages, OddlyBroken
+from tests.cache.test_shards import files_at
+from tests.cache.zoo import Images, RandomImages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
+    from pathlib import Path
+
+
+class OneByOne(ThreadPoolExecutor):
+    """Runs tasks in one thread, as copies that were pickled.
+
+    Args:
+        before: Called with the shard before each task.
+        attempts: How often a task is tried that raises TransientTaskError.
+    """
+
+    def __init__(self, before: Callable[[int], Any] = lambda _: None, attempts: int = 2) -> None:
+        super().__init__(1)
+        self.before = before
+        self.attempts = attempts
+        self.ran: list[int] = []
+        self.is_ended = threading.Event()
+
+    def submit(self, task: Any, /, *args: Any, **_: Any) -> Future[Any]:
+        return super().submit(self._run, pickle.dumps(task), *args)
+
+    def _run(self, task: bytes, shard: int) -> Any:
+        self.ran.append(shard)
+        for attempt in range(self.attempts):
+            try:
+                self.before(shard)
+                return pickle.loads(pickle.dumps(pickle.loads(task)(shard)))
+            except TransientTaskError:
+                if attempt == self.attempts - 1:
+                    raise
+        raise AssertionError(attempt)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.is_ended.set()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+@pytest.fixture
+def executors() -> Iterator[Callable[..., OneByOne]]:
+    """Makes executors, and ends their threads."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(OneByOne(*args, **options))
+
+
+def images(num_samples: int = 40, bad: Sequence[int] = ()) -> Callable[[], Any]:
+    return functools.partial(BrokenImages, num_samples, bad=bad)
+
+
+def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """The number of shards is a few for each CPU; the cache is that of a local build but for its id."""
+    executor = executors()
+    cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2, progress=False)
+    build_lmdb(Images(40), tmp_path / "twin", shards=8, num_workers=0).close()
+
+    assert executor.ran == list(range(8))
+    assert not executor.is_ended.is_set()  # it is the caller's
+    assert cache.verify() == []
+    assert "from 8 shards" in cache.explain()
+    sizes = [
+        [len(content) for _, content in sorted(files_at(tmp_path / name).items())]
+        for name in ("cache", "twin")
+    ]
+    assert [abs(a - b) < 9 for a, b in zip(*sizes, strict=True)] == [True] * 8
+
+
+def test_a_cluster_without_cpus_yet_gets_one_shard(
+    executors: Callable[..., OneByOne], tmp_path: Path
+) -> None:
+    """An autoscaled cluster may start with none."""
+    assert build_on(executors(), images(), tmp_path / "cache", num_cpus=0).num_shards == 1
+
+
+def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
+    """The build needs no cluster."""
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(2, context) as executor:
+        cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2)
+
+    assert (cache.num_shards, cache.verify()) == (8, [])
+
+
+def test_a_finished_cache_is_opened(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """No task runs, with any number of shards; another dataset is an error."""
+    build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3)
+    executor = executors()
+
+    assert "matches the dataset" in build_on(executor, images(), tmp_path / "cache", num_cpus=2).explain()
+    assert executor.ran == []
+    with pytest.raises(CacheMismatchError, match="number of samples"):
+        build_on(executor, images(41), tmp_path / "cache", num_cpus=2)
+
+
+def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """The next one takes the number of shards from the plan, and builds those that are missing."""
+
+    def die(shard: int) -> None:
+        if shard == 2:
+            raise KeyboardInterrupt
+        if shard == 3:
+            first.is_ended.wait(100)
+
+    first = executors(before=die)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        build_on(first, images(), tmp_path / "cache", num_cpus=2, shards=5)
+    second = executors()
+    cache = build_on(second, images(), tmp_path / "cache", num_cpus=2)
+
+    assert "build again to build the others" in caught.value.__notes__[-1]
+    assert first.is_ended.is_set()
+    assert second.ran in ([2, 3, 4], [2, 4])  # the task in progress may have finished
+    assert cache.verify() == []
+
+
+def test_failures_are_told_together_and_the_rest_is_kept(
+    executors: Callable[..., OneByOne], tmp_path: Path
+) -> None:
+    """The error lists shards, machines, reasons and samples; the next run builds only those."""
+    with pytest.raises(CacheError) as caught:
+        build_on(executors(), images(40, bad=[7, 33]), tmp_path / "cache", num_cpus=2, shards=4)
+    told = str(caught.value)
+    executor = executors()
+    cache = build_on(executor, images(40), tmp_path / "cache", num_cpus=2)
+
+    host = os.uname().nodename
+    assert told.startswith(f"2 of 4 shards were not built: shard 1/4 on {host}: ImageReadError: ")
+    assert "; in sample 7 of the dataset; shard 4/4 on " in told
+    assert f"The finished part is kept at {tmp_path}/cache.partial" in told
+    assert sorted(executor.ran) == [0, 3]
+    assert cache.num_cached == 40
+
+
+def test_many_failures_are_told_shortly(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Ten are listed."""
+    with pytest.raises(CacheError, match=r"^14 of 15 shards .* shard 11/15 on .*; and 4 more\. ") as caught:
+        build_on(executors(), images(30, bad=range(2, 30)), tmp_path / "cache", num_cpus=2, shards=15)
+
+    assert str(caught.value).count("ImageReadError") == 10
+
+
+def test_an_error_that_cannot_be_pickled_is_told(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Errors travel as text."""
+    with pytest.raises(CacheError, match=r"shard 2/3 on .*: OddError: an odd picture; in sample 7"):
+        build_on(executors(), functools.partial(OddlyBroken, 20), tmp_path / "cache", num_cpus=2, shards=3)
+
+
+def test_skipped_samples_are_reported_once(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """One report of all shards."""
+    cache = build_on(executors(), images(40, bad=[7, 33]), tmp_path / "cache", num_cpus=2, on_error="skip")
+    lines = (tmp_path / "cache.errors.jsonl").read_text().splitlines()
+
+    assert cache.num_cached == 38
+    assert [json.loads(line)["index"] for line in lines] == [7, 33]
+
+
+@pytest.mark.parametrize("bad", [[2, 13, 23], [7, 8, 9]], ids=["together", "one shard alone"])
+def test_the_error_budget_holds_for_the_whole(
+    executors: Callable[..., OneByOne], bad: list[int], tmp_path: Path
+) -> None:
+    """More skipped samples end the build at once; finished shards are kept, and count again later."""
+    executor = executors(before=lambda shard: shard == 6 and executor.is_ended.wait(100))
+    with pytest.raises(ErrorBudgetError, match=r"3 samples could not be read, .* allows 2 of 40"):
+        build_on(
+            executor,
+            images(40, bad=bad),
+            tmp_path / "cache",
+            num_cpus=2,
+            shards=8,
+            on_error="skip",
+            error_budget=2,
+        )
+
+    assert executor.is_ended.is_set()
+    assert executor.ran[6:] in ([], [6])  # the rest was cancelled
+    with pytest.raises(ErrorBudgetError, match="allows 2"):
+        build_on(
+            executors(), images(40, bad=bad), tmp_path / "cache", num_cpus=2, on_error="skip", error_budget=2
+        )
+    assert (
+        build_on(executors(), images(40, bad=bad), tmp_path / "cache", num_cpus=2, on_error="skip").num_cached
+        == 37
+    )
+
+
+def test_shards_that_left_samples_out_fail_without_skip(
+    executors: Callable[..., OneByOne], tmp_path: Path
+) -> None:
+    """A user who asks for all samples does not get a cache without some."""
+    build_shard(BrokenImages(40, bad=[3]), tmp_path / "cache", 0, 4, num_workers=0, on_error="skip")
+
+    with pytest.raises(CacheError, match=r"1 of 4 shards .* shard 1/4 .* leaves out 1 samples"):
+        build_on(executors(), images(), tmp_path / "cache", num_cpus=2)
+
+
+def test_a_disk_that_is_full_once_is_tried_again(
+    executors: Callable[..., OneByOne], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor repeats such a task; if it never passes, the error says so."""
+    real = os.link
+    refused = []
+
+    def refuse_once(*args: Any, **options: Any) -> None:
+        if "00001-of" in str(args[0]) and (not refused or always):
+            refused.append(args[0])
+            raise OSError(28, os.strerror(28))
+        real(*args, **options)
+
+    always = False
+    monkeypatch.setattr(os, "link", refuse_once)
+    assert build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3).verify() == []
+    assert len(refused) == 1
+    always = True
+    with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3: on .*No space left"):
+        build_on(executors(), images(), tmp_path / "other", num_cpus=2, shards=3)
+
+
+def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Before a plan is made."""
+    with pytest.raises(RandomDatasetError):
+        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_build_of_one_process_is_finished(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Its plan is followed, and the shards that it finished are not built again."""
+    with pytest.raises(ImageReadError, match="broken"):
+        build_lmdb(BrokenImages(40, bad=[19]), tmp_path / "cache", num_workers=0, shards=4)
+    executor = executors()
+
+    assert build_on(executor, images(), tmp_path / "cache", num_cpus=2).verify() == []
+    assert executor.ran == [1, 2, 3]
+
+
+def test_progress_counts_finished_shards(
+    executors: Callable[..., OneByOne],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples of an earlier build are counted."""
+    build_shard(Images(400), tmp_path / "cache", 1, 4, num_workers=0)
+    clock = itertools.count(0, 20)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with caplog.at_level(logging.INFO, "fastload"):
+        build_on(executors(), images(400), tmp_path / "cache", num_cpus=2)
+
+    lines = [line for line in caplog.messages if line.startswith(f"building {tmp_path}/cache: ")]
+    done = [re.split("[:,]", line.removeprefix(f"building {tmp_path}/cache: "))[0] for line in lines]
+    assert done == [*(f"{number} of 400 samples" for number in (200, 300, 400)), "finished"]
