@@ -7,7 +7,8 @@ See `lmdb.manifest` for the files at the URL. Rules:
 2. A shard counts as uploaded when the file with its length and digest is there, which is written after it,
    and the shard has that length. So a part of a shard is never taken for a shard, whatever the store shows.
 3. One thread uploads while the next shard is built. At most two finished shards wait for it, so the disk
-   holds three shards. Uploaded shards are removed from the disk, unless the cache is also kept there.
+   holds three shards. Uploaded shards are removed from the disk. A cache that is also kept on the disk is
+   built there first.
 4. One process of a host builds for a URL: it holds a lock, which forked workers do not inherit. Two hosts
    that build the same plan write the same shards. The plan is compared again before the manifest is written.
 """
@@ -19,14 +20,13 @@ import json
 import math
 import os
 import shutil
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import budget_exceeded, most_failures
-from fastload.cache.build.build import build_shard, join
-from fastload.cache.build.plan import as_stored, check_arguments, make_plan, open_finished, why_different
+from fastload.cache.build.build import build_lmdb, build_shard
+from fastload.cache.build.plan import as_stored, check_arguments, make_plan, why_different
 from fastload.cache.build.reports import parse_report, read_report, report_text
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import writing
@@ -59,7 +59,7 @@ from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from fastload.batch.failed_sample import FailedSample
     from fastload.cache.fingerprint import Fingerprint
@@ -206,22 +206,15 @@ class _Job:
         if finished is not None and not self._keeps_local:
             self._remove_scratch()  # a build may have been killed after it had written the manifest
             return finished, False
-        plan, local_files = self._local_plan(found, wanted)
+        plan = self._local_plan(found or wanted, found, num_workers, shown=shown)
         if found is None:
             fields = {"version": FORMAT_VERSION, "plan": asdict(plan)}
             self._files.write(REMOTE_PLAN_NAME, json.dumps(fields).encode("ascii"))
-        uploaded: dict[int, _Uploaded] = {}
-        if finished is not None:
-            uploaded = {number: _Uploaded(shard, []) for number, shard in enumerate(finished.shards)}
-        elif found is not None:
-            uploaded = self._uploaded(plan)
-        self._check_left_out(uploaded)
-        uploaded = self._build(plan, uploaded, num_workers, local_files, shown=shown)
         if finished is None:
-            self._finish(plan, uploaded)
-        if self._keeps_local and local_files is None:
-            join(self._path, error_budget=self._error_budget).close()
-        elif not self._keeps_local:
+            uploaded = {} if found is None else self._uploaded(plan)
+            self._check_left_out(uploaded)
+            self._finish(plan, self._build(plan, uploaded, num_workers, shown=shown))
+        if not self._keeps_local:
             self._remove_scratch()
         return read_manifest(self._files), finished is None
 
@@ -284,41 +277,43 @@ class _Job:
         parts, _ = record_parts(*flatten(self._probed[0]), codec, quality)
         return max(1, math.ceil(sum(map(len, parts)) * plan.num_samples / SHARD_BYTES))
 
-    def _local_plan(self, found: Plan | None, wanted: Plan) -> tuple[Plan, Callable[[int], str] | None]:
-        """The plan to follow, after it was written to the local directory.
+    def _local_plan(self, wanted: Plan, found: Plan | None, num_workers: int | None, *, shown: bool) -> Plan:
+        """The plan to follow, after it was written to the local directory; builds a cache that is kept there.
 
-        Returns:
-            The plan; and the path of each shard, if the local cache is finished already.
+        Args:
+            wanted: The plan to follow unless the directory has one.
+            found: The plan at the URL; None without one.
+            num_workers: As in `build_lmdb`.
+            shown: As in `build_lmdb`.
         """
-        if self._keeps_local and os.path.lexists(self._path):
-            source, fingerprint = as_stored(self._dataset, self._fingerprint, self._codec)
-            cache = open_finished(
-                self._path,
-                source,
-                self._probed,
-                self._codec,
-                self._quality,
-                self._shards,
-                fingerprint,
-            )
-            plan = cache.plan
-            cache.close()
-            self._check_one_build(found, plan)
-            is_directory = os.path.isdir(self._path)
-            return (
-                plan,
-                lambda shard: (
-                    os.path.join(self._path, shard_name(plan, shard)) if is_directory else self._path
-                ),
-            )
-        plan = found or wanted
-        with contextlib.closing(Unfinished(self._path)) as files:
-            if not self._keeps_local:
-                self._remove_other_builds(files, plan)
-            with _noting_directory():
-                files.begin(plan, self._error_budget, is_shared=True)
-            self._check_one_build(found, files.plan)
-            return files.plan, None
+        num_shards = self._shards
+        if not (self._keeps_local and os.path.lexists(self._path)):
+            with contextlib.closing(Unfinished(self._path)) as files:
+                if not self._keeps_local:
+                    self._remove_other_builds(files, wanted)
+                with _noting_directory():
+                    files.begin(wanted, self._error_budget, is_shared=True)
+                self._check_one_build(found, files.plan)
+                if not self._keeps_local:
+                    return files.plan
+                num_shards = files.plan.num_shards
+        source, fingerprint = as_stored(self._dataset, self._fingerprint, self._codec)
+        cache = build_lmdb(
+            source,
+            self._path,
+            num_workers=num_workers,
+            progress=shown,
+            probed=self._probed,
+            codec=self._codec,
+            quality=self._quality,
+            shards=num_shards,
+            on_error=self._on_error,
+            error_budget=self._error_budget,
+            fingerprint=fingerprint,
+        )
+        cache.close()
+        self._check_one_build(found, cache.plan)
+        return cache.plan
 
     def _remove_other_builds(self, files: Unfinished, plan: Plan) -> None:
         """Remove shards that were built for this URL by another plan, which is not there any more."""
@@ -368,54 +363,41 @@ class _Job:
             )
 
     def _build(
-        self,
-        plan: Plan,
-        uploaded: dict[int, _Uploaded],
-        num_workers: int | None,
-        local_files: Callable[[int], str] | None,
-        *,
-        shown: bool,
-    ) -> dict[int, _Uploaded]:
-        """Build and upload the missing shards."""
-        left_out = {shard: one.left_out for shard, one in uploaded.items()}
-        done: dict[int, _Uploaded | Future[_Uploaded]] = dict(uploaded)
-        report = read_report(f"{self._path}.errors.jsonl") if local_files is not None else []
-
+        self, plan: Plan, uploaded: dict[int, _Uploaded], num_workers: int | None, *, shown: bool
+    ) -> list[_Uploaded]:
+        """Build the missing shards, unless the cache is kept here, and upload them."""
         if uploaded:
-            log.info("%s: %d of %d shards are there already", self._files.url, len(done), plan.num_shards)
-        uploads: deque[Future[_Uploaded]] = deque()
+            log.info("%s: %d of %d shards are there already", self._files.url, len(uploaded), plan.num_shards)
+        left_out = [sample for one in uploaded.values() for sample in one.left_out]
+        report = read_report(f"{self._path}.errors.jsonl") if self._keeps_local else []
+        uploads: dict[int, Future[_Uploaded]] = {}
         with ThreadPoolExecutor(1, "fastload-upload") as thread:
             try:
                 for shard in range(plan.num_shards):
-                    if shard in uploaded and not self._keeps_local:
+                    if shard in uploaded:
                         continue
-                    while len(uploads) >= _MAX_WAITING or (uploads and uploads[0].done()):
-                        uploads.popleft().result()
-                    if local_files is None:
-                        found = self._build_shard(plan, shard, num_workers, shown=shown)
-                    else:
+                    for upload in list(uploads.values())[: 1 - _MAX_WAITING]:
+                        upload.result()  # waits for room on the disk, and raises the error of an upload
+                    if self._keeps_local:
                         found = [sample for sample in report if sample.index in plan.indices_of(shard)]
-                    if shard not in uploaded:
-                        left_out[shard] = found
-                        uploads.append(thread.submit(self._upload, plan, shard, found, local_files))
-                        done[shard] = uploads[-1]
-                    self._check_budget(plan, [sample for samples in left_out.values() for sample in samples])
-                for upload in uploads:
-                    upload.result()
+                    else:
+                        found = self._build_shard(plan, shard, num_workers, shown=shown)
+                    uploads[shard] = thread.submit(self._upload, plan, shard, found)
+                    left_out += found
+                    self._check_budget(plan, left_out)
+                uploaded |= {shard: upload.result() for shard, upload in uploads.items()}
             except BaseException:
                 thread.shutdown(wait=False, cancel_futures=True)
-                if any(upload.running() for upload in uploads):
+                if any(upload.running() for upload in uploads.values()):
                     log.info("waiting for the upload that is in progress")
                 raise
-        return {
-            shard: one.result() if isinstance(one, Future) else one for shard, one in sorted(done.items())
-        }
+        return [uploaded[shard] for shard in range(plan.num_shards)]
 
     def _build_shard(
         self, plan: Plan, shard: int, num_workers: int | None, *, shown: bool
     ) -> list[FailedSample]:
         """Build a shard in the local directory; returns the samples that it leaves out."""
-        with _noting_directory() if not self._keeps_local else contextlib.nullcontext():
+        with _noting_directory():
             build_shard(
                 self._dataset,
                 self._path,
@@ -439,15 +421,10 @@ class _Job:
             )
         return found
 
-    def _upload(
-        self,
-        plan: Plan,
-        shard: int,
-        left_out: list[FailedSample],
-        local_files: Callable[[int], str] | None,
-    ) -> _Uploaded:
+    def _upload(self, plan: Plan, shard: int, left_out: list[FailedSample]) -> _Uploaded:
         name = shard_name(plan, shard)
-        local = os.path.join(f"{self._path}.partial", name) if local_files is None else local_files(shard)
+        directory = self._path if self._keeps_local else f"{self._path}.partial"
+        local = os.path.join(directory, name) if os.path.isdir(directory) else directory
         found = shard_file(local, name, len(left_out))
         self._files.put(name, local)
         fields = {**asdict(found), "build_id": plan.build_id, "left_out": report_text(left_out)}
@@ -456,10 +433,7 @@ class _Job:
             os.unlink(local)
         log.info(
             "%s: shard %d of %d is uploaded, %s",
-            self._files.url,
-            shard + 1,
-            plan.num_shards,
-            readable_size(found.nbytes),
+            *(self._files.url, shard + 1, plan.num_shards, readable_size(found.nbytes)),
         )
         return _Uploaded(found, left_out)
 
@@ -476,7 +450,7 @@ class _Job:
             f"repair the files, {_REMOVE}, and build again",
         )
 
-    def _finish(self, plan: Plan, uploaded: dict[int, _Uploaded]) -> None:
+    def _finish(self, plan: Plan, uploaded: list[_Uploaded]) -> None:
         """Write the report and the manifest."""
         there = self._read_plan()
         if there is None or there.build_id != plan.build_id:
@@ -484,8 +458,7 @@ class _Job:
                 f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
                 "for example by a build on another machine: run one build, and build again"
             )
-        ordered = [uploaded[shard] for shard in range(plan.num_shards)]
-        left_out = [sample for one in ordered for sample in one.left_out]
+        left_out = [sample for one in uploaded for sample in one.left_out]
         if left_out:
             self._files.write(REMOTE_REPORT_NAME, report_text(left_out).encode())
             log.warning(
@@ -496,5 +469,5 @@ class _Job:
                 self._files.url,
                 REMOTE_REPORT_NAME,
             )
-        manifest = Manifest(self._files.url, plan, tuple(one.shard for one in ordered))
+        manifest = Manifest(self._files.url, plan, tuple(one.shard for one in uploaded))
         self._files.write(MANIFEST_NAME, manifest_text(manifest))
