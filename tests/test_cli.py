@@ -475,7 +475,7 @@ class TestInterruption:
         assert killed.returncode == -9
         assert [(item["path"], item["state"]) for item in listed] == [(f"{tmp_path}/cache", "unfinished")]
         assert resumed.exit_code == 0
-        assert f"resumes at sample {SIGNAL_AT // 20 * 20}" in resumed.stderr
+        assert f"continues at sample {SIGNAL_AT // 20 * 20}" in resumed.stderr
         assert LMDBCache(tmp_path / "cache").verify() == []
         assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 

@@ -378,6 +378,8 @@ class ShardBuilder:
             if total is None:
                 total = sum(len(plan.indices_of(shard)) for shard in shards)
             num_left = sum(map(len, spans))
+            if num_left < total:
+                log.info("%s: continues at sample %d of %d", title, total - num_left, total)
             num_processes = processes.choose_workers(num_workers, num_left)
             ranges, slots = plan_tasks(spans, self._example_bytes(), num_processes)
             tasks = RecordTasks(

@@ -1,4 +1,4 @@
-"""Plans a cache, and compares plans and finished caches with a dataset.
+"""Plans a cache, and compares finished caches with a dataset.
 
 Everything that decides on the bytes of a cache is in its plan, except the samples. A process that continues
 another one's build follows its plan, after it was compared with the plan that this process would make.
@@ -15,9 +15,9 @@ import numpy as np
 import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
 
 from fastload.batch.failures import check_error_budget
+from fastload.cache.build.differences import source_differences
 from fastload.cache.codecs import LOSSY, SOURCE, check_codec
 from fastload.cache.encoded import encoded_source, holds_images
-from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.description import Plan
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.random_check import read_unnoticed
@@ -28,6 +28,8 @@ from fastload.nested import tree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from fastload.cache.fingerprint import Fingerprint
 
 _WHAT_TO_DO = "Delete it to build it again, or give another path"
 _QUALITY = 95  # of jpeg and webp, by default
@@ -137,35 +139,6 @@ def _identity(record: bytes) -> tuple[str, int]:
 
 
 # --- comparison ------------------------------------------------------------------------------------------
-
-
-def source_differences(cached: Plan, fingerprint: Fingerprint | None) -> list[str] | None:
-    """Which parts of the fingerprints differ; None if one of the two has no fingerprint."""
-    if fingerprint is None or cached.parts is None:
-        return None
-    return fingerprint.differences(Fingerprint(cached.parts))
-
-
-def why_different(found: Plan, plan: Plan) -> str | None:
-    """The differences that prevent a build from continuing another build; None if it can continue.
-
-    Args:
-        found: The plan of the files that are there.
-        plan: The plan of this build.
-    """
-    fingerprint = None if plan.parts is None else Fingerprint(plan.parts)
-    differences = source_differences(found, fingerprint)
-    if differences:
-        return "; ".join(differences)
-    names = ["num_samples", "num_shards", "codec", "quality"]
-    if differences is None:
-        names += ["spec", "crc32"]
-    changed = [
-        f"{name} was {getattr(found, name)} and is now {getattr(plan, name)}"
-        for name in names
-        if getattr(found, name) != getattr(plan, name)
-    ]
-    return "; ".join(changed) or None
 
 
 def open_finished(

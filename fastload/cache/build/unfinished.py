@@ -30,6 +30,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.build.differences import why_different
 from fastload.cache.build.names import (
     PLAN_NAME,
     can_be_taken_over,
@@ -40,7 +41,6 @@ from fastload.cache.build.names import (
     remove_all_but_shards,
     report_name,
 )
-from fastload.cache.build.plan import why_different
 from fastload.cache.build.reports import read_report, report_text
 from fastload.cache.build.writer import ShardWriter, writing
 from fastload.cache.lmdb.description import (

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import budget_exceeded, most_failures
 from fastload.cache.build.build import build_lmdb, build_shard
-from fastload.cache.build.plan import as_stored, check_arguments, make_plan, why_different
+from fastload.cache.build.differences import why_different
+from fastload.cache.build.plan import as_stored, check_arguments, make_plan
 from fastload.cache.build.reports import parse_report, read_report, report_text
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import writing
