@@ -405,11 +405,11 @@ class CachedDataset(Dataset[Any]):
         that share the cache follow at their next access: workers, persistent ones too, and other ranks. Each
         rank of a host may call this with the same indices; the first call does the work.
 
-        Samples that are cached already and stay are copied to new memory. The old memory is freed when all
-        processes have followed and nobody holds a sample of it, so a sample that you hold never changes.
-        Until then, the cache takes at most `cache_info().nbytes + budget`: the memory that it took before,
-        and the new memory. Copies take at most 80% of the free memory; samples beyond that are read from
-        their source once more. If each index that may be stored now is among the indices, nothing is copied.
+        The cache starts empty and fills again: samples that stay are read from their source once more. The
+        old memory is freed when all processes have followed and nobody holds a sample of it, so a sample that
+        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + budget`: the memory
+        that it took before, and the new memory. If each index that can be stored now is among the indices,
+        nothing is dropped.
 
         If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
         and the log gives the reason. On a system without shared memory, each process has its own cache, and

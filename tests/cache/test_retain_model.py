@@ -149,8 +149,10 @@ class RetainMachine(RuleBasedStateMachine):
     def retain(self, part: set[int] | None, number: int) -> None:
         """All handles see the same part from here on."""
         self.ask(number, "retain", part)
-        self.retained = set(range(NUM_SAMPLES)) if part is None else part
-        self.stored &= self.retained
+        retained = set(range(NUM_SAMPLES)) if part is None else part
+        if not self.retained <= retained:
+            self.stored.clear()
+        self.retained = retained
 
     @rule(part=PARTS, numbers=st.lists(st.integers(0, 9), min_size=2, max_size=3))
     def retain_the_same(self, part: set[int] | None, numbers: list[int]) -> None:

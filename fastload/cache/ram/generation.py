@@ -60,7 +60,6 @@ _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 _MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
 _LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
-_COPY_BYTES = 1 << 20  # at once
 _UNKNOWN = b"\xff" * 16  # no digest of samples that somebody retains
 
 
@@ -329,89 +328,17 @@ class Generation:
         """The generation in another segment of the same cache; it owns the segment from here on."""
         return Generation(segment, self.plan, self._logged, mapping)
 
-    def copy_from(self, old: Generation, retained: npt.NDArray[np.bool_], most_bytes: int) -> int:
-        """Copy samples of an old generation to this one, which no other process knows yet.
+    def retain(self, retained: npt.NDArray[np.bool_]) -> None:
+        """Mark the samples that may be stored in this new, empty generation, which nobody else knows yet.
 
         Args:
-            old: The generation to copy from; the caller holds its lock.
-            retained: Which samples may be stored here, `(num_samples,) bool`.
-            most_bytes: The most bytes to copy.
-
-        Returns:
-            How many samples were copied. Fewer are copied if the system refuses memory for more.
+            retained: `(num_samples,) bool`.
 
         Raises:
             OSError: The system refused the memory for the table.
         """
-        plan = self.plan
-        found = old.table.copy()
         table = np.where(retained, EMPTY, NOT_RETAINED)
-        wanted = retained & (found != EMPTY) & (found != NOT_RETAINED)
-        indices = np.flatnonzero(wanted & (found & 1 == 1))[: most_bytes // max(1, plan.row_bytes)]
-        rows = np.arange(len(indices)) if plan.is_packed else indices
-        ragged = np.flatnonzero(wanted & (found & 1 == 0))
-        num_rows = self._copy_rows(old, found[indices] >> 1, rows)
-        left_bytes = most_bytes - num_rows * plan.row_bytes
-        copied, offsets, end = self._copy_records(old, found[ragged], ragged, left_bytes)
-        indices, rows = indices[:num_rows], rows[:num_rows]
-        table[indices] = 2 * rows + 1
-        table[copied] = offsets
-        given_up = 0 if plan.is_packed else sum(index < plan.rows for index in copied)
-        cursor = Cursor(end, given_up, num_rows if plan.is_packed else 0)
-        self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
         self.segment.write(table.astype("<i8").tobytes(), TABLE_AT)
-        return num_rows + len(offsets)
-
-    def _copy_rows(
-        self, old: Generation, from_rows: npt.NDArray[np.intp], to_rows: npt.NDArray[np.intp]
-    ) -> int:
-        """Copy uniform rows until the system gives no more memory; returns how many."""
-        if self.columns is None or old.columns is None or not len(to_rows):
-            return 0
-        most_rows = max(1, _COPY_BYTES // max(1, self.plan.row_bytes))
-        jumps = np.flatnonzero(np.diff(to_rows) != 1) + 1  # where the rows to write are no neighbours
-        starts = np.union1d(jumps, np.arange(0, len(to_rows), most_rows)).tolist()
-        for start, end in zip(starts, [*starts[1:], len(to_rows)], strict=True):
-            try:
-                for column, array in zip(self.plan.columns, old.columns.arrays, strict=True):
-                    if not column.row_bytes:
-                        continue
-                    # Not every dtype has a buffer, such as datetime64, but its bytes have.
-                    copied = array.take(from_rows[start:end], axis=0).reshape(-1).view(np.uint8)
-                    self._write([copied], column.offset + int(to_rows[start]) * column.row_bytes)
-            except (OSError, MemoryError) as error:
-                _log_refusal(error)
-                return int(start)
-        return len(to_rows)
-
-    def _copy_records(
-        self, old: Generation, old_offsets: npt.NDArray[np.intp], indices: npt.NDArray[np.intp], most: int
-    ) -> tuple[list[int], list[int], int]:
-        """Copy ragged records until the system gives no more memory.
-
-        Returns:
-            The indices and the offsets of the copied samples, and the bytes that they take.
-        """
-        plan = self.plan
-        copied: list[int] = []
-        offsets: list[int] = []
-        end = 0
-        for index, offset in zip(indices.tolist(), old_offsets.tolist(), strict=True):
-            magic, owner, record_bytes = _FRAME.unpack_from(old._memory, offset)
-            if magic != _FRAME_MAGIC or owner != index:
-                continue
-            nbytes = round_up(FRAME_BYTES + record_bytes, ALIGNMENT_BYTES)
-            if end + nbytes > most:
-                break
-            try:
-                self._write([old._memory[offset : offset + nbytes]], plan.ragged_at + end)
-            except (OSError, MemoryError) as error:
-                _log_refusal(error)
-                break
-            copied.append(index)
-            offsets.append(plan.ragged_at + end)
-            end += nbytes
-        return copied, offsets, end
 
     def widen(self, retained: npt.NDArray[np.bool_], digest: bytes) -> bool:
         """Allow more samples in this generation; the caller holds its lock.
@@ -438,13 +365,6 @@ class Generation:
                 self.segment.write(bytes(ENTRY_BYTES * len(run)), TABLE_AT + ENTRY_BYTES * int(run[0]))
         stamp._replace(digest=digest).write(self.segment)
         return True
-
-
-def _log_refusal(error: Exception) -> None:
-    log.warning(
-        "cache: only a part of the retained samples is copied, because the system gives no more memory: %s",
-        str(error),  # the error itself would keep this frame alive in a log handler
-    )
 
 
 class _Claim:

@@ -6,7 +6,7 @@ segment (see `layout`) is sparse, so memory is allocated as samples are stored, 
 changes. How samples are read and stored is in `generation`. Rules:
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset. Only `retain`
-   drops samples: it copies the others to a new segment, the next generation of the cache (see `successor`).
+   drops samples: it starts an empty segment, the next generation of the cache (see `successor`).
 2. Each access checks whether there is a next generation, and follows. A sample that a process stores in an
    old generation meanwhile is lost, and is read from the dataset again.
 3. What was handed out keeps its generation's memory, so it never changes.
@@ -35,7 +35,7 @@ from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.spec import flatten
-from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.budget import parse_budget
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -46,8 +46,7 @@ if TYPE_CHECKING:
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.ram.owners import Entry
 
-_COPY_SHARE = 0.8  # of the free memory, for the samples that a new generation takes over
-_RETAIN_WAIT_S = 120.0  # for another process that makes the next generation
+_RETAIN_WAIT_S = 10.0  # for another process that makes the next generation
 _POLL_S = 0.005
 
 
@@ -167,15 +166,14 @@ class SharedMemoryCache(BaseCache):
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these, and store no others, in all processes that use this cache.
 
-        The samples that are stored already are copied to new memory, and the old memory is freed when all
-        processes have followed, each at its next access, and nobody holds a sample of it. Until then, the
-        cache takes the old memory and in addition that of the copies and of samples that are stored
-        meanwhile: at most `nbytes + budget_bytes`. Copies take at most 80% of the free memory; samples
-        beyond that are dropped, and stored again later.
+        The cache starts empty and fills again: the samples that stay are read from the dataset once more. The
+        old memory is freed when all processes have followed, each at its next access, and nobody holds a
+        sample of it. Until then, the cache takes the old memory and that of samples stored meanwhile: at most
+        `nbytes + budget_bytes`.
 
-        Processes that share the cache may each call this: the first one makes the copies, and the others wait
-        for it and return. If the indices are those of the last call, nothing is done. If all samples that may
-        be stored now are among the indices, nothing is copied.
+        Each process that shares the cache can call this: the first call does the work. If the indices are
+        those of the last call, nothing changes. If all samples that can be stored now are among the indices,
+        nothing is dropped.
 
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
@@ -230,7 +228,7 @@ class SharedMemoryCache(BaseCache):
             unlock(fd)
 
     def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
-        """Copy the retained samples to a new generation, and tell the other processes."""
+        """Start a new generation for the retained samples, and tell the other processes."""
         anchor_fd = self.anchor_fd()
         holder = owners.entry_of("", anchor_fd)
         if holder is None:
@@ -239,16 +237,10 @@ class SharedMemoryCache(BaseCache):
         number = max(old.stamp.number, old.successor[0]) + 1
         segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
         new = old.next(segment, mapping)
-        num_copied = new.copy_from(old, retained, int(_COPY_SHARE * available_bytes()))
+        new.retain(retained)
         self._move(old, new)  # before others are told: they attach through the anchor
         successor.announce(old, number, holder)
-        log.info(
-            "cache: retains %s of %s samples, of which %s are cached already, in %s",
-            f"{new.num_retained:,}",
-            f"{self.num_samples:,}",
-            f"{num_copied:,}",
-            readable_size(new.nbytes),
-        )
+        log.info("cache: empty now, for %s of %s samples", f"{new.num_retained:,}", f"{self.num_samples:,}")
 
     def _log_not_retained(self, reason: str) -> None:
         log.warning("cache: retain() has changed nothing, and all samples stay right: %s", reason)
