@@ -11,6 +11,8 @@ import inspect
 import pickle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fastload.errors import BatchLostError
+
 if TYPE_CHECKING:
     from fastload.system.sent_error import SentError
 
@@ -21,10 +23,11 @@ class IterableState(NamedTuple):
     Attributes:
         progress: Whether this epoch has read from the copy, and whether the copy has ended. The state of an
             ended copy is not requested, because it may already mean the beginning of the next epoch.
-            "unknown": its `state_dict()` raised, or returned something that cannot be pickled.
+            "unknown": its `state_dict()` raised, or returned something that cannot be pickled, or the state
+            was lost on its way from the worker.
         data: With progress "begun": the pickled result of the dataset's `state_dict()`; empty if the dataset
             keeps no state.
-        error: With progress "unknown": the error.
+        error: With progress "unknown": the error; None if the state was lost.
         iterator: With progress "begun": the pickled result of the `state_dict()` of the iterator that
             `iter(dataset)` returned; empty if it keeps no state, or is the dataset itself.
         num_batches: With progress "begun": how many batches were read from the copy in this epoch.
@@ -60,13 +63,23 @@ class IterableState(NamedTuple):
         return pickle.loads(self.iterator)
 
     def raise_error(self) -> None:
-        """With progress "unknown": raise the error of `state_dict()` again; else do nothing."""
+        """With progress "unknown": raise the error of `state_dict()` again; else do nothing.
+
+        Raises:
+            BatchLostError: The state was lost together with its batch.
+        """
         if self.error is not None:
             self.error.reraise()
+        if self.progress == "unknown":
+            raise BatchLostError(
+                "the state of the dataset is unknown: it was lost together with a batch, whose error said "
+                "why; the next batch of the same worker brings a new state"
+            )
 
 
 NOT_BEGUN = IterableState("not begun")
 ENDED = IterableState("ended")
+LOST = IterableState("unknown")
 
 
 def keeps_state(owner: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.batch.iterable_state import LOST
 from fastload.epochs.order import rank_and_order
 from fastload.epochs.sampler_state import set_generators, set_samplers
 from fastload.errors import ResumeError
@@ -119,7 +120,8 @@ class Epoch:
         self.num_received += 1
         self.checksum = _checksum(index, self.checksum)
         if self.dataset_states is not None and dataset_state is not None:
-            self.dataset_states[worker] = dataset_state
+            if dataset_state != LOST or not self.is_iterable:  # a stream reads a lost batch again
+                self.dataset_states[worker] = dataset_state
             self.next_worker = (worker + 1) % len(self.dataset_states)
 
     def choose_base_seed(self, drawn: int) -> int:

@@ -43,7 +43,7 @@ from fastload.epochs.sampler_state import (
     unchanged_on_error,
 )
 from fastload.epochs.saved_state import SavedState
-from fastload.errors import ResumeError, add_note
+from fastload.errors import BatchLostError, ResumeError, add_note
 from fastload.rng.sample_streams import StreamCounter
 from fastload.system.logs import log
 from fastload.system.sent_error import SentError
@@ -410,6 +410,8 @@ def _raise_errors(epoch: Epoch) -> None:
             epoch.error.reraise()
         for state in epoch.dataset_states or ():
             state.raise_error()
+    except BatchLostError:
+        raise
     except Exception as error:
         add_note(
             error,

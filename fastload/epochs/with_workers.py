@@ -74,7 +74,7 @@ class WorkerIterator(HostIterator):
         self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._has_died = False  # whether the death of a worker ended the epoch
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-        job = Job.of(loader, int(self._base_seed), self._epoch.dataset_states)
+        job = Job.of(loader, int(self._base_seed))
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._replaces = loader.on_error != "raise"
@@ -114,13 +114,14 @@ class WorkerIterator(HostIterator):
         self._is_prefetched = False
         self._failed_sampler = ""
         self._has_died = False
+        number, states = None, self._epoch.dataset_states
         if not first_iter:
             self._drop_pinned()
-            number = self._epoch.number if resume.progress_of(loader).has_set_epoch else None
-            states = self._epoch.dataset_states
+            if resume.progress_of(loader).has_set_epoch:
+                number = self._epoch.number
             if states is not None and not self._epoch.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
-            self._pool.restart(number, states)
+        self._pool.begin_epoch(number, states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
         self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
         self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))

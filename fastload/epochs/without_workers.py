@@ -70,13 +70,14 @@ class LocalIterator(HostIterator):
         self._failures: FailureCount | None = None
         if loader.on_error != "raise":
             self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
-        job = Job.of(loader, self._epoch.base_seed, self._epoch.dataset_states)
+        job = Job.of(loader, self._epoch.base_seed)
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(
                 job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=True
             )
-        self._keeps_state = job.dataset_states is not None
+        states = self._epoch.dataset_states
+        self._keeps_state = states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
@@ -87,9 +88,8 @@ class LocalIterator(HostIterator):
                 self._buffers.arena,
                 in_worker=False,
                 sample_rng=sample_rng,
-                dataset_state=None if job.dataset_states is None else job.dataset_states[0],
+                dataset_state=None if states is None else states[0],
             )
-        states = self._epoch.dataset_states
         if states is not None and not self._epoch.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 

@@ -33,7 +33,6 @@ from fastload.memory.segment import Segment, round_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastload.batch.iterable_state import IterableState
     from fastload.workers.settings import LoaderSettings
 
 _MAX_SEARCH_DEPTH = 6
@@ -50,7 +49,6 @@ class Job(FetchSettings):
         num_workers: The number of workers of the loader.
         seed_pipelines: Whether each albumentations pipeline gets its own random stream.
         seeds_samples: Whether each sample is seeded (``rng="sample"``).
-        dataset_states: The state from which each worker's iterable dataset resumes; None: from its beginning.
     """
 
     dataset: Any
@@ -59,16 +57,14 @@ class Job(FetchSettings):
     num_workers: int
     seed_pipelines: bool
     seeds_samples: bool
-    dataset_states: list[IterableState] | None = None
 
     @classmethod
-    def of(cls, loader: LoaderSettings, base_seed: int, dataset_states: list[IterableState] | None) -> Job:
+    def of(cls, loader: LoaderSettings, base_seed: int) -> Job:
         """The job for an epoch of this loader.
 
         Args:
             loader: Its settings are read; it is not kept.
             base_seed: The seed drawn when the iterator was made.
-            dataset_states: See above.
         """
         return cls(
             dataset=loader.dataset,
@@ -84,7 +80,6 @@ class Job(FetchSettings):
             seeds_samples=loader.rng == "sample",
             on_error=loader.on_error,
             replacements=_replacements(loader),
-            dataset_states=dataset_states,
         )
 
     def load(self) -> Job:

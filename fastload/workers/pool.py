@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.batch.iterable_state import LOST
 from fastload.batch.packing import unpack
 from fastload.device.registered import RegisteredSlots, has_host_leaves
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
@@ -47,7 +48,7 @@ from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
 from fastload.workers.starting import check_start, preload_forkserver
 from fastload.workers.task import Task
-from fastload.workers.worker import Fetch, Kind, Reply, Restart
+from fastload.workers.worker import Begin, Fetch, Kind, Reply
 from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class _WorkerHandle:
         self.channel = channel
         self.waiting: deque[Task] = deque()  # tasks without a slot
         self.sent: deque[Task] = deque()  # in the order of their answers; tasks before the caller's are done
+        # What a new worker in its place begins with: the state is that of the last answer.
+        self.begin = Begin(None, None)
+        self.began_at = 0  # the number of the message that began the epoch
+        self.loaded_at = 0  # the number of its last message with a state: answers before it do not count
 
 
 class Pool(Workers):
@@ -111,7 +116,6 @@ class Pool(Workers):
         self._context = context
         self._job: Job | PickledJob = job  # in the form that is sent to workers
         self._restarts_left = num_restarts
-        self._restart: Restart | None = None  # the message that began the last epoch of persistent workers
         self._oom_kills = oom_kills()
         method = context.get_start_method()
         check_start(job, method)
@@ -164,17 +168,25 @@ class Pool(Workers):
             worker.waiting.append(Task(number, index, origin, batch_id))
             self._feed(worker, worker_id)
 
-    def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Send the message of a new epoch; answers to older tasks still arrive first, and are dropped."""
+    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+        """Send the message of an epoch; answers to older tasks still arrive first, and are dropped."""
         with self.lock:
-            self._restart = Restart(epoch, None)
             for worker_id, worker in enumerate(self._workers):
                 for task in [*worker.sent, *worker.waiting]:
                     task.is_stale = True
                 while worker.waiting and worker.waiting[0].slot is None:
                     worker.waiting.popleft()  # never sent to a worker
-                state = None if dataset_states is None else dataset_states[worker_id]
-                self._send(worker, worker_id, Restart(epoch, state), next(self._serials))
+                message = Begin(epoch, None if dataset_states is None else dataset_states[worker_id])
+                self._begin(worker, worker_id, message)
+
+    def _begin(self, worker: _WorkerHandle, worker_id: int, message: Begin) -> None:
+        serial, state = next(self._serials), message.dataset_state
+        if state is None or state.has_state or worker.begin.dataset_state is None:
+            worker.begin, worker.loaded_at = message, serial
+        else:  # the copy of a persistent worker keeps its state
+            worker.begin = worker.begin._replace(epoch=message.epoch)
+        worker.began_at = serial
+        self._send(worker, worker_id, message, serial)
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
         """The answer; a batch is a view of its slot, lent to the caller, or a copy when slots are scarce."""
@@ -269,21 +281,26 @@ class Pool(Workers):
         """Record an answer that has arrived; answers that should have come before it are lost."""
         for task in worker.sent:
             if task.serial < received.number and task.reply is None:
-                self._lose(task, "the answer to it never arrived")
+                self._lose(worker, task, "the answer to it never arrived")
             elif task.serial == received.number and task.reply is None:
-                self._fill(task, received)
+                self._fill(worker, task, received)
         worker.channel.take_out()  # also an answer that was recorded before a signal interrupted this method
 
-    def _fill(self, task: Task, received: Received) -> None:
+    def _note_state(self, worker: _WorkerHandle, task: Task, state: IterableState | None) -> None:
+        """Note where a new worker would go on; answers to tasks older than a loaded state change nothing."""
+        if state is not None and worker.begin.dataset_state is not None and task.serial > worker.loaded_at:
+            worker.begin = worker.begin._replace(dataset_state=state)
+
+    def _fill(self, worker: _WorkerHandle, task: Task, received: Received) -> None:
         if received.is_cut:
-            self._lose(task, f"its memory could not be received, {too_many_files()}")
+            self._lose(worker, task, f"its memory could not be received, {too_many_files()}")
         else:
             try:
                 reply, memory = Reply.of_plain(received.load()), None
             except Exception as error:  # an answer may contain indices, which are the user's objects
                 if received.is_readable:
                     raise  # raised by a signal handler; the answer is still here for the next call
-                self._lose(task, f"the answer could not be unpickled: {error!r}")
+                self._lose(worker, task, f"the answer could not be unpickled: {error!r}")
                 return
             if received.fd is not None:
                 try:
@@ -292,20 +309,22 @@ class Pool(Workers):
                     )
                 except (OSError, MemoryError, ValueError) as error:
                     is_limit = getattr(error.__cause__, "errno", None) == errno.EMFILE
-                    self._lose(task, f"{error}, {too_many_files()}" if is_limit else str(error))
+                    self._lose(worker, task, f"{error}, {too_many_files()}" if is_limit else str(error))
                     return
+            self._note_state(worker, task, reply.dataset_state)
             self.ring.fill(_slot_of(task), memory)
             task.reply = reply
             self._tally.add(reply.work)
 
-    def _lose(self, task: Task, reason: str) -> None:
+    def _lose(self, worker: _WorkerHandle, task: Task, reason: str) -> None:
         """Make the answer to a task an error; the worker then makes new memory for the task's slot."""
         error = BatchLostError(f"a batch was lost on its way from a worker: {reason}")
         slot = _slot_of(task)
         if slot.state is SlotState.FILLING:
             self.ring.fill(slot, None)
         slot.memory = None
-        task.payload, task.kind = SentError(error), Kind.ERROR
+        self._note_state(worker, task, LOST)
+        task.payload, task.kind, task.dataset_state = SentError(error), Kind.ERROR, LOST
         task.reply = Reply(Kind.ERROR)
 
     def _feed(self, worker: _WorkerHandle, worker_id: int) -> None:
@@ -322,6 +341,7 @@ class Pool(Workers):
             if not worker.sent or worker.sent[-1] is not task:
                 worker.sent.append(task)
             message = Fetch(
+                worker.began_at,
                 task.slot.number,
                 task.slot.memory is not None,
                 self.ring.num_slots(worker_id),
@@ -339,7 +359,7 @@ class Pool(Workers):
         self,
         worker: _WorkerHandle,
         worker_id: int,
-        message: Fetch | Restart,
+        message: Fetch | Begin,
         serial: int,
         task: Task | None = None,
     ) -> None:
@@ -428,8 +448,7 @@ class Pool(Workers):
         new = self._workers[worker_id] = self._start(worker_id)
         self.processes[worker_id] = WorkerView(new.process)
         self._tally.add_restart()
-        if self._restart is not None:
-            self._send(new, worker_id, self._restart, next(self._serials))
+        self._begin(new, worker_id, worker.begin)
         new.sent.extend(task for task in worker.sent if task.reply is not None)
         for task in dict.fromkeys([*worker.sent, *worker.waiting]):
             if task.reply is None and not task.is_stale:

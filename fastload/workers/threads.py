@@ -34,7 +34,7 @@ from fastload.system.sent_error import SentError
 from fastload.workers.tally import Meter
 from fastload.workers.task import Task
 from fastload.workers.thread_copy import copies_for_threads
-from fastload.workers.worker import AT_START, Kind, Restart
+from fastload.workers.worker import AT_START, Begin, Kind
 from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
@@ -130,11 +130,11 @@ class ThreadPool(Workers):
             after = _generator_states()
             _warn([name for name, state in before.items() if state != after[name]])
 
-    def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Drop all older tasks and begin a new epoch; threads do not use `dataset_states`."""
+    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+        """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_tasks()
-            worker.tasks.put(Restart(epoch, None))
+            worker.tasks.put(Begin(epoch, None))
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
         """The answer; its batch is the object that the thread made."""
@@ -198,7 +198,7 @@ class _Worker:
         self._collate_fn = collate_fn
         self._fetcher: Fetcher | None = None
         self._init_error: SentError | None = None
-        self.tasks: queue.SimpleQueue[Task | Restart | None] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # signals an answer; the task holds it
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.has_begun = threading.Event()
@@ -224,8 +224,8 @@ class _Worker:
                 self._init_error = self._wrap_error()
             meter = Meter()
             while (task := self._next_task(meter)) is not None:
-                if isinstance(task, Restart):
-                    self._restart(task.epoch)
+                if isinstance(task, Begin):
+                    self._begin_epoch(task.epoch)
                 elif not task.is_stale:
                     kind = self._answer(task)
                     self._tally.add(meter.work())
@@ -237,7 +237,7 @@ class _Worker:
         self._buffers.clear()
         self.is_idle.set()  # another thread may be waiting for the first batch of a closed pool
 
-    def _next_task(self, meter: Meter) -> Task | Restart | None:
+    def _next_task(self, meter: Meter) -> Task | Begin | None:
         since_ns = time.perf_counter_ns()
         task = self.tasks.get()
         meter.waited(since_ns)
@@ -268,7 +268,7 @@ class _Worker:
             worker_id=self._id,
         )
 
-    def _restart(self, epoch: int | None) -> None:
+    def _begin_epoch(self, epoch: int | None) -> None:
         # The loader has called set_epoch() of its own dataset; this one may be a copy.
         if epoch is not None and self._dataset is not self._job.dataset:
             try:

@@ -2,7 +2,7 @@
 
 All code here runs in the worker. A worker communicates only with the parent, through one pipe:
 
-    parent -> worker   Fetch(slot, ..., index) | Restart(epoch)
+    parent -> worker   Begin(epoch, ...), and then Fetch(slot, ..., index) for each batch
     worker -> parent   Reply(kind, ...) [+ the descriptor of new slot memory], one for each Fetch
 
 The steps at the start come in torch's order (torch/utils/data/_utils/worker.py), so that random streams and
@@ -33,9 +33,10 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.fetch import Fetcher
-from fastload.batch.iterable_state import IterableState
+from fastload.batch.iterable_state import LOST, IterableState
 from fastload.batch.packing import Packed, pack
 from fastload.batch.stacking import install_slot_rule
+from fastload.errors import add_note
 from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.rng import seeding
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 class Fetch(NamedTuple):
     """Parent to worker: fetch the batch of ``index`` into ``slot``."""
 
+    began_at: int  # the number of the message that began its epoch
     slot: int
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on
@@ -68,11 +70,11 @@ class Fetch(NamedTuple):
         return tuple(self)
 
 
-class Restart(NamedTuple):
-    """Parent to worker: a new epoch of a persistent worker begins; iterable datasets start over."""
+class Begin(NamedTuple):
+    """Parent to worker: an epoch begins; iterable datasets start over, or resume from the state."""
 
-    epoch: int | None  # the number that the user set, for datasets that have a set_epoch()
-    dataset_state: IterableState | None  # from which an iterable dataset resumes; None: it starts over
+    epoch: int | None  # for datasets that have a set_epoch(); None: they know it, or the user set none
+    dataset_state: IterableState | None  # from which its copy of the dataset continues; None: it has none
 
 
 class Kind(enum.IntEnum):
@@ -89,7 +91,7 @@ class Reply(NamedTuple):
     kind: Kind
     packed: Packed | None = None
     error: SentError | None = None
-    dataset_state: IterableState | None = None  # of an iterable dataset with a state_dict()
+    dataset_state: IterableState | None = None  # of the worker's copy of the dataset, after this batch
     failed: tuple[FailedSample, ...] = ()  # samples that were replaced
     work: Work = Work()  # of the worker since its previous reply
 
@@ -184,9 +186,12 @@ class _Worker:
         self._arena = Arena(self._make_memory)
         self._new_segment: Segment | None = None
         self._fetcher: Fetcher | None = None
+        self._keeps_states = False  # whether each reply has the state of the dataset
         self._init_error: SentError | None = None
         self._job: Job | None = None
         self._last_number = -1  # the number of the last message received
+        self._began_at = 0  # the number of the last `Begin`
+        self._unread = ""  # why the last message that could not be read could not
         self._last_announced = -1  # the number of the last message whose samples the dataset knows of
         try:
             _be_quiet()
@@ -202,8 +207,6 @@ class _Worker:
                 seeding.seed_pipelines(job.dataset, seed, job.collate_fn)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
-            states = job.dataset_states
-            self._make_fetcher(job, None if states is None else states[self._id])
         except Exception:  # noqa: BLE001  # it is sent to the parent as the answer to every task
             self._init_error = self._sent_error(AT_START)
         self._meter = Meter()
@@ -220,11 +223,13 @@ class _Worker:
                 continue  # the parent was interrupted while sending this message, and sent it again
             self._last_number = number
             if isinstance(message, str):
-                self._send(number, Reply(Kind.ERROR, error=SentError.of_text(message, _where(self._id))))
+                self._unread = message
+                self._send(number, self._text_reply(f"the index {message}"))
             elif isinstance(message, Fetch):
                 self._answer(number, message)
             else:
-                self._restart(message)
+                self._began_at = number
+                self._begin_epoch(message)
 
     def _next_message(self) -> Received | None:
         since_ns = time.perf_counter_ns()
@@ -232,28 +237,31 @@ class _Worker:
         self._meter.waited(since_ns)
         return received
 
-    def _read(self, received: Received) -> Fetch | Restart | str:
+    def _read(self, received: Received) -> Fetch | Begin | str:
         """The message, or the reason why it cannot be read."""
         if received.is_cut:
-            return f"the index did not arrive in the worker, {too_many_files()}"
+            return f"did not arrive in the worker, {too_many_files()}"
         try:
             message = received.load()
         except Exception as error:  # noqa: BLE001  # indices may be the user's objects
-            return f"the index could not be unpickled in the worker: {error!r}"
-        return message if isinstance(message, Restart) else Fetch(*message)
+            return f"could not be unpickled in the worker: {error!r}"
+        return message if isinstance(message, Begin) else Fetch(*message)
 
-    def _restart(self, message: Restart) -> None:
+    def _begin_epoch(self, message: Begin) -> None:
         epoch = message.epoch
         if self._job is None or self._init_error is not None:
             return
         try:
             if epoch is not None and callable(getattr(self._job.dataset, "set_epoch", None)):
                 self._job.dataset.set_epoch(epoch)
+            if message.dataset_state is not None:
+                _expect_known(message.dataset_state)
             self._make_fetcher(self._job, message.dataset_state)
         except Exception:  # noqa: BLE001  # as above
             self._init_error = self._sent_error(AT_START)
 
     def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> None:
+        self._keeps_states = dataset_state is not None
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(
@@ -271,11 +279,13 @@ class _Worker:
 
     def _answer(self, number: int, message: Fetch) -> None:
         self._begin(message)
-        if self._init_error is not None or self._fetcher is None:
+        if message.began_at != self._began_at:
+            reply = self._text_reply(f"the message that began the epoch {self._unread}")
+        elif self._init_error is not None or self._fetcher is None:
             reply = Reply(Kind.ERROR, error=self._init_error)
         else:
             reply = self._fetch(message, self._fetcher)
-            if self._job is not None and self._job.dataset_states is not None:
+            if self._keeps_states:
                 reply = self._with_state(reply, self._fetcher)
         num_samples = 0 if self._fetcher is None else self._fetcher.num_samples
         reply = reply._replace(work=self._meter.work(num_samples))
@@ -290,6 +300,9 @@ class _Worker:
             segment.close()  # the mapping stays
         self._arena.begin(None)
 
+    def _text_reply(self, text: str) -> Reply:
+        return Reply(Kind.ERROR, error=SentError.of_text(text, _where(self._id)))
+
     def _send(self, number: int, reply: Reply, fd: int | None = None) -> bool:
         """Send a reply; if it cannot be sent, send an error instead and return False."""
         try:
@@ -297,7 +310,8 @@ class _Worker:
         except (BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:  # noqa: BLE001  # no memory or descriptors left, or an index cannot be pickled
-            short = Reply(Kind.ERROR, error=short_error(reply, error, self._id))
+            state = None if reply.dataset_state is None else LOST
+            short = Reply(Kind.ERROR, error=short_error(reply, error, self._id), dataset_state=state)
             self._channel.send(short.to_plain(), number=number)
             return False
         return True
@@ -360,6 +374,21 @@ class _Worker:
 
 
 AT_START = "at its start"  # the place of an error that is the answer to every task
+
+
+def _expect_known(state: IterableState) -> None:
+    try:
+        state.raise_error()
+    except Exception as error:
+        add_note(
+            error,
+            "fastload: the worker is a new one instead of one that died, and its copy of the dataset cannot "
+            "go on, because the state after the last batch is missing; start a new iterator, or set "
+            "restart_workers=0",
+        )
+        raise
+
+
 _SHORT_BYTES = 3800  # leaves room in the pipe's message for the rest of the reply
 
 

@@ -39,12 +39,12 @@ class Workers(Protocol):
     ) -> None:
         """Give a worker its next task; the arguments after the first are those of `Task`."""
 
-    def restart(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
-        """Tell all workers that a new epoch begins; the caller gets no answer to an older task.
+    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+        """Tell all workers that an epoch begins; the caller gets no answer to an older task.
 
         Args:
-            epoch: Its number, for datasets that have a set_epoch(); None if the user never set one.
-            dataset_states: The state from which each worker's iterable dataset resumes; None: it starts over.
+            epoch: Its number, for datasets that have a set_epoch(); None: they know it, or the user set none.
+            dataset_states: The state from which each worker's copy of the dataset goes on; None: no states.
         """
 
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:

@@ -112,7 +112,7 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
     made._id, made._init_error, made._job, made._new_segment = 0, None, None, None
     made._channel = channel = _Refusing()  # type: ignore[assignment]
     made._arena = Arena(made._make_memory)
-    made._meter = Meter()
+    made._meter, made._began_at, made._keeps_states = Meter(), 0, False
     old = made._make_memory(4096)
     made._new_segment.close()  # type: ignore[attr-defined]
     made._new_segment = None
@@ -121,7 +121,7 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
         fetch=lambda *_: torch.ones(1 << 20), replacer=None, reads_ahead=False, num_samples=1
     )
 
-    made._answer(1, worker.Fetch(0, True, 1, [0], None, None))
+    made._answer(1, worker.Fetch(0, 0, True, 1, [0], None, None))
 
     assert channel.kinds == [worker.Kind.ERROR]
     assert made._slots == {0: old}
@@ -133,6 +133,21 @@ def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
 
     with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
         short.reraise()
+
+
+def test_a_state_that_cannot_reach_a_worker_without_descriptors_is_an_error(tmp_path: Any) -> None:
+    """The worker does not read on from another state: each of its batches says what is missing."""
+    options: dict[str, Any] = {"num_workers": 1, "timeout": 60}
+    dataset = zoo.Counts(str(tmp_path), padding=100_000)  # beyond one message
+    loader = fastload.DataLoader(dataset, 2, **options)
+    next(iter(loader))
+    resumed = fastload.DataLoader(dataset, 2, worker_init_fn=zoo.EatsDescriptorsAndGoesOn(0), **options)
+    resumed.load_state_dict(loader.state_dict())
+    iterator = iter(resumed)
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"message that began the epoch did not arrive in the worker"):
+            next(iterator)
 
 
 def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
+import select
 import signal
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import fastload
 from fastload.workers import death_message, pool
+from fastload.workers.channel import Received
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
@@ -83,6 +86,166 @@ def test_persistent_workers_are_replaced_in_a_later_epoch_too(tmp_path: Any) -> 
             if epoch == 1:
                 os.unlink(make.path)
             assert rows(loader) == EXPECTED
+
+
+ALL_METHODS = [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)]
+
+
+def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
+    """The batches of one epoch: each worker's samples are numbered on, and so are the states saved there."""
+    counts = [before] * loader.num_workers
+    for number, (_, numbers) in batches:
+        worker = number % loader.num_workers
+        assert numbers.tolist() == [counts[worker] + 1, counts[worker] + 2]
+        counts[worker] += 2
+        states = loader.state_dict()["dataset_states"]
+        assert [state.get("state", {"count": before})["count"] for state in states] == counts
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("dies_at", "padding"),
+    [((0,), 0), ((14,), 0), ((8, 18), 0), ((14,), 100_000)],
+    ids=["before an answer", "after some", "twice", "after long ones"],
+)
+def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
+    tmp_path: Any, method: str, dies_at: tuple[int, ...], padding: int
+) -> None:
+    """No sample is numbered twice, and every saved state is that of the last batch, however long it is."""
+    loader = fastload.DataLoader(
+        zoo.Counts(str(tmp_path), dies_at, padding=padding),
+        2,
+        num_workers=2,
+        restart_workers=2,
+        multiprocessing_context=method,
+    )
+
+    assert_counts_on(loader, enumerate(loader))
+
+
+@pytest.mark.parametrize("method", ALL_METHODS)
+def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
+    tmp_path: Any, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0 is killed with an answer on its way, while the caller waits for worker 1."""
+    held = multiprocessing.get_context(method).Event()
+    replace = pool.Pool._replace
+
+    def replace_and_let_go(self: Any, worker_id: int) -> None:
+        replace(self, worker_id)
+        held.set()
+
+    monkeypatch.setattr(pool.Pool, "_replace", replace_and_let_go)
+    loader = fastload.DataLoader(
+        zoo.Counts(str(tmp_path), held=held),
+        2,
+        num_workers=2,
+        restart_workers=1,
+        multiprocessing_context=method,
+    )
+    iterator = iter(loader)
+    first = next(iterator)
+    worker = iterator._pool._workers[0]
+    answered = select.poll()
+    answered.register(worker.channel, select.POLLIN)
+    assert answered.poll(60_000)
+    os.kill(worker.process.pid, signal.SIGKILL)
+
+    batches = list(iterator)
+
+    counts: list[list[int]] = [[], []]
+    for number, (_, numbers) in enumerate([first, *batches]):
+        counts[number % 2] += numbers.tolist()
+    assert counts == [list(range(1, 13)), list(range(1, 13))]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("index", [0, 4])
+def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_of_persistent_workers(
+    tmp_path: Any, method: str, index: int
+) -> None:
+    """Also if the worker dies before its first answer of that epoch."""
+    dataset = zoo.Counts(str(tmp_path), (index,))
+    open(dataset.deaths[index].path, "w").close()
+    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": method}
+    with fastload.DataLoader(dataset, 2, num_workers=2, restart_workers=1, **options) as loader:
+        assert_counts_on(loader, enumerate(loader))
+        os.unlink(dataset.deaths[index].path)
+
+        assert_counts_on(loader, enumerate(loader), before=12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_copy_of_a_dataset_goes_on_in_a_resumed_epoch(tmp_path: Any, method: str) -> None:
+    """The worker dies before its first answer: the new one loads the state that was resumed from."""
+    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1, "multiprocessing_context": method}
+    loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, **options)
+    iterator = iter(loader)
+    for _ in range(4):
+        next(iterator)
+    state = loader.state_dict()
+    loader.close()
+    resumed = fastload.DataLoader(zoo.Counts(str(tmp_path), (8,)), 2, **options)
+    resumed.load_state_dict(state)
+
+    assert_counts_on(resumed, enumerate(resumed, 4), before=4)
+
+
+def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Persistent workers still answer tasks of an epoch that was left; a new worker does not go on there."""
+    options: dict[str, Any] = {"num_workers": 1, "restart_workers": 1, "persistent_workers": True}
+    dataset = zoo.Counts(str(tmp_path), (4,))
+    open(dataset.deaths[4].path, "w").close()
+    with fastload.DataLoader(dataset, 2, **options) as loader:
+        iterator = iter(loader)
+        next(iterator), next(iterator)
+        state = loader.state_dict()
+        next(iterator)  # more are on their way
+        os.unlink(dataset.deaths[4].path)
+        loader.load_state_dict(state)
+
+        assert_counts_on(loader, enumerate(loader, 2), before=4)
+
+
+def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp_path: Any) -> None:
+    """The batches of the new worker are the error of state_dict(), not samples of an older state."""
+    loader = fastload.DataLoader(
+        zoo.CountsWithoutSaving(str(tmp_path), (8,)), 2, num_workers=1, restart_workers=1
+    )
+    iterator = iter(loader)
+    got = [next(iterator)[1].tolist() for _ in range(4)]
+
+    with pytest.raises(OSError, match="no state today") as caught:
+        next(iterator)
+
+    assert got == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert any("a new one instead of one that died" in note for note in caught.value.__notes__)
+
+
+def test_a_lost_batch_costs_the_saved_state_until_the_next_batch(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state after it is lost with it: saving is an error then, and no older state."""
+    loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    load, lost = Received.load, iterator._pool._workers[0].sent[-1].serial
+
+    def load_all_but_one(self: Received) -> Any:
+        if self.number == lost:
+            raise ValueError("damaged")
+        return load(self)
+
+    monkeypatch.setattr(Received, "load", load_all_but_one)
+
+    with pytest.raises(fastload.BatchLostError, match="damaged"):
+        list(iterator)
+    with pytest.raises(fastload.BatchLostError, match="lost together with a batch"):
+        loader.state_dict()
+    (_, numbers) = next(iterator)
+    assert loader.state_dict()["dataset_states"][0]["state"]["count"] == numbers[-1]
 
 
 def test_a_worker_that_is_killed_from_outside_between_batches_is_replaced() -> None:

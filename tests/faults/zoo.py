@@ -242,6 +242,49 @@ class DiesOnce:
         return array(index)
 
 
+class Counts:
+    """A sample is its index and its number among the samples of this copy, which is the copy's state.
+
+    Args:
+        folder: Where files remember the deaths.
+        dies_at: The first time that one of these samples is read, its worker is killed.
+        held: Sample 2 is not read before this event is set.
+        padding: Characters of the state beside the number.
+    """
+
+    def __init__(
+        self, folder: str, dies_at: tuple[int, ...] = (), held: Any = None, padding: int = 0
+    ) -> None:
+        self.deaths = {index: DiesOnce(f"{folder}/{index}", index) for index in dies_at}
+        self.held = held
+        self.padding = padding
+        self.count = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 2 and self.held is not None:
+            self.held.wait()
+        if index in self.deaths:
+            self.deaths[index](index)
+        self.count += 1
+        return index, self.count
+
+    def state_dict(self) -> Any:
+        return {"count": self.count, "padding": "x" * self.padding}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class CountsWithoutSaving(Counts):
+    """Its state can be loaded, and not be saved."""
+
+    def state_dict(self) -> Any:
+        raise OSError("no state today")
+
+
 class DiesAlways:
     def __init__(self, index: int) -> None:
         self.index = index
