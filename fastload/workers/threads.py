@@ -84,6 +84,7 @@ class ThreadPool(Workers):
         self._pid = os.getpid()
         self._is_closed = False
         self._watches = watches
+        self._is_late = False  # whether `submit` waited in vain for the batch that `take` returns next
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         copies = copies_for_threads(job.dataset, job.collate_fn, job.num_workers)
@@ -125,10 +126,11 @@ class ThreadPool(Workers):
         task = Task(number, index, origin, batch_id)
         worker.sent.append(task)
         worker.tasks.put(task)
-        # No other worker thread draws during this wait. If the batch takes too long, `take` raises the error.
-        if watches and worker.is_idle.wait(self._timeout_s or None):
-            after = _generator_states()
-            _warn([name for name, state in before.items() if state != after[name]])
+        if watches:  # no other worker thread draws during this wait
+            self._is_late = not worker.is_idle.wait(self._timeout_s or None)
+            if not self._is_late:
+                after = _generator_states()
+                _warn([name for name, state in before.items() if state != after[name]])
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
@@ -139,7 +141,8 @@ class ThreadPool(Workers):
     def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
         """The answer; its batch is the object that the thread made."""
         worker = self._workers[worker_id]
-        deadline = time.monotonic() + timeout_s if timeout_s else None
+        is_late, self._is_late = self._is_late, False
+        deadline = time.monotonic() + (0 if is_late else timeout_s) if timeout_s else None
         while True:
             self.expect_open()
             while worker.sent and worker.sent[0].number < number:

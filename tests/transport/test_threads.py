@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import queue
 import random
 import threading
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -276,6 +278,27 @@ class TestFaults:
         with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
             next(iterator)
         dataset.gate.release(100)
+
+    def test_the_first_batch_is_not_waited_for_twice(self) -> None:
+        """iter() waited for it as long as the limit allows; a caller who asks again has the whole time."""
+        dataset = Gate()
+        iterator = iter(threads(dataset, num_workers=1, timeout=0.05))
+        waits: list[float] = []
+
+        def get(timeout: float) -> None:
+            waits.append(timeout)
+            raise queue.Empty
+
+        iterator._pool._workers[0].wakes = types.SimpleNamespace(
+            get=get, empty=lambda: False, put=lambda _: None
+        )
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="timed out"):
+                next(iterator)
+        dataset.gate.release(100)
+
+        assert waits[0] == 0
+        assert waits[1] > 0.04
 
     @pytest.mark.parametrize("num_batches", [4, 40])
     def test_batches_that_wait_for_the_caller_leave_nothing_behind(self, num_batches: int) -> None:
