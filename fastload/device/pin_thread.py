@@ -30,7 +30,7 @@ def pin_batch(batch: Any, device: str | None = None) -> Any:
 
 
 class PinThread:
-    """Receives answers in order and pins their batches ahead of the consumer.
+    """Receives answers in order and pins their batches ahead of the consumer, from `start` on.
 
     Args:
         receive: Called with an argument of `expect`; blocks; returns that answer, or raises its error.
@@ -49,6 +49,9 @@ class PinThread:
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def expect(self, due: Any) -> None:
@@ -84,7 +87,7 @@ class PinThread:
     def close(self) -> None:
         """End the thread; call this after closing the source of `receive`."""
         self._due.put(None)
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
     def _run(self) -> None:

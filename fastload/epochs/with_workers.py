@@ -81,19 +81,20 @@ class WorkerIterator(HostIterator):
         self._pool: Workers
         tally = recorder_of(loader).tally
         if loader.worker_method == "thread":
-            self._pool = _start_threads(loader, job, self._pin_memory, tally)
+            self._pool = _make_threads(loader, job, self._pin_memory, tally)
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, parse_ring_bytes(loader.ring_bytes))
             self._pool = Pool(job, context, ring, tally, num_restarts=loader.restart_workers)
-            try:
-                if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
-                    self._pin_thread = _start_pin_thread(self._pool, self._pin_memory_device)
-            except BaseException:  # the system has no more threads
-                self._pool.close()
-                raise
+            if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
+                self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
+        # Before anything is started: whatever interrupts the rest, processes and threads end.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
-        self._reset(loader, first_iter=True)
+        with self._closing_if_interrupted():
+            self._pool.start()
+            if self._pin_thread is not None:
+                self._pin_thread.start()
+            self._reset(loader, first_iter=True)
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
         before = self._epoch, self._sampler_iter, self._num_yielded
@@ -330,7 +331,7 @@ def _close(pool: Workers, pin_thread: PinThread | None) -> None:
         pin_thread.close()
 
 
-def _start_threads(loader: LoaderSettings, job: Job, pins: bool, tally: Tally) -> ThreadPool:
+def _make_threads(loader: LoaderSettings, job: Job, pins: bool, tally: Tally) -> ThreadPool:
     # The threads must not keep the loader alive: it ends them when it is collected.
     index, device = _accelerator_index() if pins else None, loader.pin_memory_device or None
 
@@ -357,7 +358,7 @@ def _accelerator_index() -> int | None:
     return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
 
-def _start_pin_thread(pool: Pool, device: str | None) -> PinThread:
+def _make_pin_thread(pool: Pool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
     def receive(due: tuple[int, int]) -> Task:

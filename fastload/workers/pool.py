@@ -46,7 +46,7 @@ from fastload.workers.channel import Channel, make_channel
 from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
-from fastload.workers.starting import check_start, preload_forkserver
+from fastload.workers.starting import check_start, start_helpers
 from fastload.workers.task import Task
 from fastload.workers.worker import Begin, Fetch, Kind, Reply
 from fastload.workers.workers import Workers
@@ -86,7 +86,7 @@ class _WorkerHandle:
 
 
 class Pool(Workers):
-    """The worker processes of one iterator.
+    """The worker processes of one iterator, from `start` on.
 
     Args:
         job: Their job.
@@ -94,9 +94,6 @@ class Pool(Workers):
         ring: The state of their slots.
         tally: Counts their work; other pools may share it.
         num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
-
-    Raises:
-        WorkerStartError: Processes cannot be started from here.
     """
 
     def __init__(
@@ -117,31 +114,33 @@ class Pool(Workers):
         self._job: Job | PickledJob = job  # in the form that is sent to workers
         self._restarts_left = num_restarts
         self._oom_kills = oom_kills()
-        method = context.get_start_method()
+
+    def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            WorkerStartError: Processes cannot be started from here.
+        """
+        job, method = self._job, self._context.get_start_method()
+        if isinstance(job, PickledJob):
+            raise AssertionError("the workers are started once")
         check_start(job, method)
-        try:
-            if method == "forkserver":
-                preload_forkserver()
-            if method != "fork":
-                self._job = pickle_job(job)
-            for worker_id in range(job.num_workers):
-                self._workers.append(self._start(worker_id))
-                self.processes.append(WorkerView(self._workers[-1].process))
-        except BaseException:
-            self.close()
-            raise
-        if not num_restarts and isinstance(self._job, PickledJob):
+        if method != "fork":
+            start_helpers(method)
+            self._job = pickle_job(job)
+        for worker_id in range(job.num_workers):
+            self._start(worker_id)
+        if not self._restarts_left and isinstance(self._job, PickledJob):
             self._job.close()
 
     def _start(self, worker_id: int) -> _WorkerHandle:
+        """Start a worker, or a new one instead of a dead one."""
         ours, theirs = make_channel()
-        inherited = [*(worker.channel for worker in self._workers), ours]
-        try:
-            process = WorkerProcess(worker_id, self._context, self._job, theirs, inherited)
-        except BaseException:
-            ours.close()
-            raise
-        return _WorkerHandle(process, ours)
+        worker = _WorkerHandle(WorkerProcess(worker_id, self._context), ours)
+        self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() ends it in any case
+        worker.process.start(self._job, theirs, [other.channel for other in self._workers])
+        self.processes[worker_id : worker_id + 1] = [WorkerView(worker.process)]
+        return worker
 
     @property
     def is_ours(self) -> bool:
@@ -445,8 +444,7 @@ class Pool(Workers):
         self.ring.forget(worker_id)  # the new process has none of its memory
         worker.channel.close()
         worker.process.clean_up()
-        new = self._workers[worker_id] = self._start(worker_id)
-        self.processes[worker_id] = WorkerView(new.process)
+        new = self._start(worker_id)
         self._tally.add_restart()
         self._begin(new, worker_id, worker.begin)
         new.sent.extend(task for task in worker.sent if task.reply is not None)

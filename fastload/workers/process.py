@@ -6,8 +6,9 @@ Rules:
    The parent does not use the pipe that multiprocessing watches, because that pipe stays open while a child
    of the worker, or a process forked in the meantime, has a copy.
 2. Signals are sent through the pidfd, so that they cannot reach another process that reuses the process id.
-3. Signals that have a Python handler are blocked during the fork, until the worker has restored the default
-   handlers: the parent's handlers never run in a worker.
+3. Signals that have a Python handler are blocked while a process is started: their handlers run when this
+   process has recorded the worker, and never in the worker. A fork server may take long, until it has
+   imported what it preloads; it looks after its children itself, and signals are not blocked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fastload.errors import WorkerStartError
 from fastload.workers.worker import Setup, main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from multiprocessing.context import BaseContext
 
     from fastload.workers.channel import Channel
@@ -41,59 +42,53 @@ class WorkerProcess:
     Args:
         worker_id: Its number.
         context: The multiprocessing context that starts it.
-        job: Its job.
-        end: Its end of the pipe; this process closes its copy once the worker has it.
-        inherited: The parent's ends of pipes, which a forked worker closes.
-
-    Raises:
-        WorkerStartError: The fork server, or a spawned process, ended before the worker had its setup.
-        OSError: The system refuses to start a process.
     """
 
-    def __init__(
-        self,
-        worker_id: int,
-        context: BaseContext,
-        job: Job | PickledJob,
-        end: Any,
-        inherited: list[Channel],
-    ) -> None:
-        is_fork = context.get_start_method() == "fork"
-        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _handled_signals() if is_fork else ())
-        try:
-            setup = Setup(
-                worker_id, job, end, os.getpid(), inherited if is_fork else [], old_mask if is_fork else None
-            )
-            self._process = context.Process(  # type: ignore[attr-defined]  # typeshed's BaseContext lacks it
-                target=main, args=(setup,), name=f"fastload-worker-{worker_id}", daemon=True
-            )
-            self._process.start()
-        except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends
-            raise WorkerStartError(
-                f"worker {worker_id} could not be started: the fork server, or the new process, ended "
-                "before it had its setup. The error is on stderr; the usual cause is a limit on processes or "
-                "memory"
-            ) from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-            end.socket.close()
-        self.pid: int = self._process.pid
-        self.name: str = self._process.name
+    def __init__(self, worker_id: int, context: BaseContext) -> None:
+        self.pid = 0
+        self.name = f"fastload-worker-{worker_id}"
+        self._worker_id = worker_id
+        self._context = context
+        self._process: Any = None
+        self._pidfd = -1
         self._exit_code: int | None = None  # once `clean_up` took it
-        try:
+
+    def start(self, job: Job | PickledJob, end: Any, inherited: list[Channel]) -> None:
+        """Start the process. The owner must have this object by now, and call `clean_up` after an error.
+
+        Args:
+            job: Its job.
+            end: Its end of the pipe; this process closes its copy once the worker has it.
+            inherited: The parent's ends of pipes, which a forked worker closes.
+
+        Raises:
+            WorkerStartError: The fork server, or a spawned process, ended before the worker had its setup.
+            OSError: The system refuses to start a process.
+        """
+        method = self._context.get_start_method()
+        with _without_handlers(method != "forkserver") as mask, end.socket:
+            setup = Setup(self._worker_id, job, end, os.getpid(), inherited if method == "fork" else [], mask)
+            self._process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
+                target=main, args=(setup,), name=self.name, daemon=True
+            )
+            try:
+                self._process.start()
+            except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends
+                raise WorkerStartError(
+                    f"worker {self._worker_id} could not be started: the fork server, or the new process, "
+                    "ended before it had its setup. The error is on stderr; the usual cause is a limit on "
+                    "processes or memory"
+                ) from error
+            self.pid = self._process.pid
             self._pidfd = _pidfd_of(self.pid)
-        except BaseException:
-            self._process.kill()
-            self._process.join()
-            raise
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended; -1 after `clean_up`."""
+        """A descriptor that becomes readable when the process has ended; -1 before `start` and at the end."""
         return self._pidfd
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended; also True after `clean_up`."""
+        """Whether the process has ended; also True before `start` and after `clean_up`."""
         return self._pidfd < 0 or bool(_ended([self], 0.0))
 
     def exit_code(self) -> int | None:
@@ -117,6 +112,10 @@ class WorkerProcess:
     def clean_up(self) -> None:
         """Take the exit code from the system and close the descriptors; idempotent."""
         if self._pidfd < 0:
+            process, self._process = self._process, None
+            if process is not None and process.pid is not None:  # an exception interrupted `start`
+                process.kill()
+                process.join()
             return
         if self.has_ended:
             self._exit_code = self.exit_code()
@@ -127,7 +126,7 @@ class WorkerProcess:
 
     def abandon(self) -> None:
         """After a fork: close this process's descriptor and leave the worker running."""
-        pidfd, self._pidfd = self._pidfd, -1
+        pidfd, self._pidfd, self._process = self._pidfd, -1, None
         if pidfd >= 0:
             os.close(pidfd)
 
@@ -221,6 +220,14 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
 
 
-def _handled_signals() -> set[int]:
-    """The signals that have a Python handler, which a forked process would inherit."""
-    return {number for number in signal.valid_signals() if callable(signal.getsignal(number))}
+@contextlib.contextmanager
+def _without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
+    """Block the signals that have a Python handler; yields the signals that were blocked before."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        if blocks:
+            handled = (number for number in signal.valid_signals() if callable(signal.getsignal(number)))
+            signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+        yield mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

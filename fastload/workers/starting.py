@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from multiprocessing import forkserver, process, spawn
+from multiprocessing import forkserver, process, resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -98,7 +98,19 @@ def check_start(job: Job, method: str) -> None:
         )
 
 
-def preload_forkserver() -> None:
+def start_helpers(method: str) -> None:
+    """Start the processes through which multiprocessing starts others.
+
+    This comes before signals are blocked, because these processes inherit what is blocked, and the start of
+    the resource tracker ends the block.
+    """
+    resource_tracker.ensure_running()
+    if method == "forkserver":
+        _preload_forkserver()
+        forkserver.ensure_running()
+
+
+def _preload_forkserver() -> None:
     """Let a fork server that is not running yet import torch once, and the caches if they may be in use."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:

@@ -53,7 +53,7 @@ _BUFFERS_BEYOND_PREFETCH = 3
 
 
 class ThreadPool(Workers):
-    """The worker threads of one iterator.
+    """The worker threads of one iterator, from `start` on.
 
     Args:
         job: Their job.
@@ -92,18 +92,17 @@ class ThreadPool(Workers):
             _Worker(number, job, dataset, collate_fn, Buffers(limit_bytes, max_buffers), finish, tally)
             for number, (dataset, collate_fn) in enumerate(copies)
         ]
+
+    def start(self) -> None:
+        """Start the threads."""
         num_threads = torch.get_num_threads()
         try:
             for worker in self._workers:
                 worker.thread.start()
-        except BaseException:  # the system has no more threads
-            self._workers = [worker for worker in self._workers if worker.thread.is_alive()]
-            self.close()
-            torch.set_num_threads(num_threads)
-            raise
-        for worker in self._workers:
-            worker.has_begun.wait()
-        torch.set_num_threads(num_threads)  # threads that begin later inherit the last setting
+            for worker in self._workers:
+                worker.has_begun.wait()
+        finally:
+            torch.set_num_threads(num_threads)  # threads that begin later inherit the last setting
 
     @property
     def is_ours(self) -> bool:
@@ -175,7 +174,7 @@ class ThreadPool(Workers):
             worker.wakes.put(None)  # a caller may be waiting in another thread
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
-            if worker.thread is not threading.current_thread():
+            if worker.thread.ident is not None and worker.thread is not threading.current_thread():
                 worker.thread.join(max(deadline - time.monotonic(), 0.0))
 
 

@@ -117,15 +117,14 @@ class Setup:
     end: ChannelEnd
     parent_pid: int
     inherited: list[Channel]  # the parent's ends, which a forked worker must close
-    signal_mask: set[Any] | None  # the signals a forked worker blocks, once it has its own handlers
+    signal_mask: set[Any]  # the signals that it blocks once it has its own handlers: those of its parent
 
 
 def main(setup: Setup) -> None:
     """Run the worker from start to end."""
     try:
         drop_signal_handlers()
-        if setup.signal_mask is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
         for channel in setup.inherited:
             channel.abandon()
         channel = setup.end.open()

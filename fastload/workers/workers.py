@@ -29,6 +29,13 @@ class Workers(Protocol):
     def is_ours(self) -> bool:
         """Whether this process started the workers; False in a process forked from it."""
 
+    def start(self) -> None:
+        """Start the workers, once. After an exception, `close` ends those that were started.
+
+        Raises:
+            WorkerStartError: Worker processes cannot be started from here.
+        """
+
     def submit(
         self,
         worker_id: int,

@@ -31,7 +31,7 @@ def children() -> set[int]:
     are its children, and count.
     """
     found = set()
-    for pid in _descendants(os.getpid()):
+    for pid in descendants(os.getpid()):
         try:
             child = psutil.Process(pid)
             is_service = child.ppid() == os.getpid() and any(
@@ -44,7 +44,7 @@ def children() -> set[int]:
     return found
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """All processes below one; psutil finds them by reading the parent of every process of the machine."""
     if not LISTS_CHILDREN:
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
@@ -53,7 +53,7 @@ def _descendants(pid: int) -> list[int]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
-    return found + [one for child in found for one in _descendants(child)]
+    return found + [one for child in found for one in descendants(child)]
 
 
 def names_in_shm() -> set[str]:
