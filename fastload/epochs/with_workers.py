@@ -6,7 +6,7 @@ memory of batches and their transport. Rule: if a signal handler raises during t
 changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
 microseconds, the iterator closes, so that no batch is delivered twice or out of order. If it raises after the
 bookkeeping, just before the batch is returned, that batch is lost, as it is when a handler raises in the
-caller's code just after it got the batch.
+caller's code just after it got the batch. If it raises while workers are started, all of them are ended.
 """
 
 from __future__ import annotations

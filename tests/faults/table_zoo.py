@@ -161,11 +161,20 @@ class Fault:
         self.parent = os.getpid()
         self.begins: Any = None
         self.may_begin: Any = None
+        self._has_happened: Any = None
+
+    def happens_once(self, context: Any) -> None:
+        """Have the fault in one worker, and not in the one that replaces it."""
+        self._has_happened = context.Event()
 
     def at(self, stage: str, index: int = FAULTY) -> None:
         """Have the fault, if this is its stage, its sample, and a worker."""
         if stage != self.stage or index != FAULTY or os.getpid() == self.parent:
             return
+        if self._has_happened is not None:
+            if self._has_happened.is_set():
+                return
+            self._has_happened.set()
         if self.may_begin is not None:
             self.may_begin.wait()
         if self.begins is not None:
@@ -197,6 +206,23 @@ class Samples:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self.fault.at("start")
+
+
+class Counted(Samples):
+    """The same samples; the state is how many of them this copy has read."""
+
+    count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        self.count += 1
+        return sample
+
+    def state_dict(self) -> int:
+        return self.count
+
+    def load_state_dict(self, state: int) -> None:
+        self.count = state
 
 
 class Nested(Samples):
@@ -283,10 +309,13 @@ class Packed:
         return int, (self.first,)
 
 
-def make_loader(name: str, stage: str, *, hangs_at: int | None = None, **options: Any) -> fastload.DataLoader:
+def make_loader(
+    name: str, stage: str, *, hangs_at: int | None = None, counts: bool = False, **options: Any
+) -> fastload.DataLoader:
     """A loader with two workers that has one fault at one stage, and may hang at another sample."""
     fault = Fault(name, stage)
-    dataset: Any = Nested(fault) if stage == "inner loader" else Samples(fault, hangs_at)
+    kind = Counted if counts else Samples
+    dataset: Any = Nested(fault) if stage == "inner loader" else kind(fault, hangs_at)
     if stage == "transform":
         dataset = fastload.CachedDataset(dataset, transform=Transform(fault))
     return fastload.DataLoader(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import sys
 import threading
-import time
-from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -23,7 +20,7 @@ from tests.kit import datasets, leaks
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.kit.processes import Interpreter
 
@@ -261,48 +258,6 @@ def test_an_exception_while_descriptors_are_closed_leaves_none_open() -> None:
     assert place > 2  # or the places were not found
 
 
-LAUNCHERS: dict[str, Any] = {
-    "fork": popen_fork.Popen,
-    "spawn": popen_spawn_posix.Popen,
-    "forkserver": popen_forkserver.Popen,
-}
-
-
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("worker", [0, 1])
-def test_an_exception_while_a_process_is_started_leaves_none_behind(
-    method: str, worker: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The signal comes when the new process exists, and multiprocessing does not know it yet."""
-    numbers = itertools.count()
-    launch = LAUNCHERS[method]._launch
-
-    def launch_and_ring(self: Any, process: Any) -> None:
-        launch(self, process)
-        if next(numbers) == worker:
-            signal.raise_signal(signal.SIGALRM)
-
-    def handler(*_: object) -> None:
-        raise AlarmError
-
-    loader = fastload.DataLoader(
-        datasets.Made(zoo.array, 8), 2, num_workers=2, multiprocessing_context=method
-    )
-    assert len(list(loader)) == 4  # the fork server and the resource tracker have been started
-    before = what_is_held()
-    monkeypatch.setattr(LAUNCHERS[method], "_launch", launch_and_ring)
-    handler_before = signal.signal(signal.SIGALRM, handler)
-    try:
-        with pytest.raises(AlarmError):
-            iter(loader)
-    finally:
-        signal.signal(signal.SIGALRM, handler_before)
-
-    assert soon(what_is_held, before) == before
-    assert len(list(loader)) == 4
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # sockets that Python closes on the way out
@@ -317,7 +272,7 @@ def test_an_exception_from_a_signal_handler_in_iter_leaves_nothing_behind(
         options = {"num_workers": 1}
     loader = fastload.DataLoader(datasets.Made(zoo.array, 4), 2, **options)
     list(loader)
-    before = what_is_held()
+    before = leaks.held()
     place, was_reached = 0, True
     while was_reached:
         place += 1
@@ -328,23 +283,9 @@ def test_an_exception_from_a_signal_handler_in_iter_leaves_nothing_behind(
         was_reached = injection.left <= 0
         del iterator
 
-        assert soon(what_is_held, before) == before, place
+        assert leaks.held_soon(before) == before, place
 
     assert place > 50  # or the places were not found
-
-
-def what_is_held() -> Any:
-    """The processes below this one, zombies too, its threads and its descriptors."""
-    after = leaks.snapshot()
-    return set(leaks.descendants(os.getpid())), after["threads"], after["descriptors"]
-
-
-def soon(now: Callable[[], Any], expected: Any) -> Any:
-    """What there is now, or in some moments: threads and a fork server's processes end on their own."""
-    deadline = time.monotonic() + leaks.GRACE_S
-    while (found := now()) != expected and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    return found
 
 
 def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:

@@ -19,6 +19,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,6 +28,7 @@ import fastload
 from fastload.workers import pool
 from fastload.workers.process import wait_for_all
 from tests.faults import table_zoo as zoo
+from tests.kit import leaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -123,6 +125,23 @@ def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stag
     assert "It was working on batch 4" in str(error)
     assert take(iterator) == ([], None)
     assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(90)
+@rows(DEATHS, ["fetch", "collate", "reply", "replied"], spawned=["fetch"])
+def test_a_death_costs_nothing_where_a_worker_may_be_replaced(name: str, stage: str, method: str) -> None:
+    """All batches come, and the state of each copy of the dataset is that after its last batch."""
+    loader = zoo.make_loader(name, stage, counts=True, multiprocessing_context=method, restart_workers=1)
+    loader.dataset.fault.happens_once(multiprocessing.get_context(method))
+    counts, got = [0, 0], []
+
+    for number, (_, first) in enumerate(loader):
+        counts[number % 2] += zoo.BATCH
+        got.append(first)
+        states = loader.state_dict()["dataset_states"]
+        assert [state.get("state", 0) for state in states] == counts
+
+    assert got == ALL
 
 
 @pytest.mark.timeout(90)
@@ -332,6 +351,48 @@ def test_a_stopped_worker_is_waited_for_and_goes_on(method: str) -> None:
     rest, error = take(iterator)
 
     assert (firsts + rest, error) == ([first for first in ALL if first >= 16], None)
+
+
+# --- a signal handler that raises while workers are started ----------------------------------------------
+
+LAUNCHERS: dict[str, Any] = {
+    "fork": popen_fork.Popen,
+    "spawn": popen_spawn_posix.Popen,
+    "forkserver": popen_forkserver.Popen,
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
+    method: str, worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes when the new process exists, and multiprocessing does not know it yet."""
+    numbers = itertools.count()
+    launch = LAUNCHERS[method]._launch
+
+    def launch_and_ring(self: Any, process: Any) -> None:
+        launch(self, process)
+        if next(numbers) == worker:
+            signal.raise_signal(signal.SIGALRM)
+
+    def handler(*_: object) -> None:
+        raise zoo.OwnError
+
+    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method)
+    assert take(iter(loader)) == (ALL, None)  # now the fork server and the resource tracker run
+    before = leaks.held()
+    monkeypatch.setattr(LAUNCHERS[method], "_launch", launch_and_ring)
+    handler_before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(zoo.OwnError):
+            iter(loader)
+    finally:
+        signal.signal(signal.SIGALRM, handler_before)
+
+    assert leaks.held_soon(before) == before
+    assert_a_new_epoch_works(loader)
 
 
 # --- a worker that does not leave ------------------------------------------------------------------------

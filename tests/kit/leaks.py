@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import threading
+import time
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
@@ -98,6 +99,20 @@ def snapshot() -> dict[str, set[Any]]:
         "files in /dev/shm": names_in_shm(),
         "descriptors": set(_descriptors().items()),  # a number that points elsewhere now is a new one
     }
+
+
+def held() -> tuple[set[int], set[Any], set[Any]]:
+    """The processes below this one, zombies and services too, its threads and its descriptors."""
+    now = snapshot()
+    return set(descendants(os.getpid())), now["threads"], now["descriptors"]
+
+
+def held_soon(expected: tuple[set[int], set[Any], set[Any]]) -> tuple[set[int], set[Any], set[Any]]:
+    """What is held now, or in some moments: threads and a fork server's processes end on their own."""
+    deadline = time.monotonic() + GRACE_S
+    while (now := held()) != expected and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
+    return now
 
 
 def grown(before: dict[str, set[Any]], after: dict[str, set[Any]]) -> dict[str, set[Any]]:
