@@ -436,7 +436,9 @@ def rm(
     epilog="The exit code is that of the script.",
 )
 def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, - for standard input, or with -m the module.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
     ] = None,
@@ -489,7 +491,9 @@ def run(
     epilog="The exit code is that of the script.",
 )
 def profile(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, - for standard input, or with -m the module.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
     ] = None,

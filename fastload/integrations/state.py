@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastload.system.logs import log
+from fastload.system.logs import log, write_stderr
 
 
 @dataclass
@@ -38,7 +37,7 @@ class State:
         log.info("%s", text)
         is_worker = process.current_process().daemon
         if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"fastload: {text}\n")
+            write_stderr(f"fastload: {text}\n")
 
 
 state = State()
