@@ -179,7 +179,7 @@ def hook_process(undo: contextlib.ExitStack) -> None:
     for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, own_fetch.Fetcher):
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
-    replace(_utils.worker, "ExceptionWrapper", _without_frames(_utils.worker.ExceptionWrapper))
+    replace(_utils.worker, "ExceptionWrapper", _without_frames(vars(_utils.worker)["ExceptionWrapper"]))
     replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
     replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
     hook_copies(undo)

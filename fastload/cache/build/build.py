@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -576,7 +577,8 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
             plan.num_samples,
             left_out[-1],
             f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
-            f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again",
+            f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build "
+            "them again",
         )
     files.publish(left_out)
     if left_out:
@@ -592,7 +594,7 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
 def _what_is_missing(files: Unfinished, missing: list[int], path: str) -> str:
     num_shards = files.plan.num_shards
     commands = ", ".join(
-        f"'fastload cache build SOURCE {path} --shard {shard + 1}/{num_shards}'"
+        f"'fastload cache build SOURCE {shlex.quote(path)} --shard {shard + 1}/{num_shards}'"
         for shard in missing[:_MAX_LISTED]
     )
     more = f", and so on for all {len(missing)}" if len(missing) > _MAX_LISTED else ""

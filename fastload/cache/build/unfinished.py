@@ -25,6 +25,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -123,7 +124,7 @@ class Unfinished:
         except ValueError as error:  # CacheMismatchError is a ValueError
             raise CacheMismatchError(
                 f"{self.path}/{PLAN_NAME} is damaged, or of another release ({error}): remove it with "
-                f"'fastload cache rm {self._destination}', and build again"
+                f"'fastload cache rm {shlex.quote(self._destination)}', and build again"
             ) from error
         budget = fields.get("error_budget")
         is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
@@ -218,7 +219,8 @@ class Unfinished:
         return CacheMismatchError(
             f"{self.path} has shards of another build: {why} (here: this process, there: the build). "
             "Nothing was changed, because other machines may be at work on it: build with its samples "
-            f"and settings, give another path, or remove it with 'fastload cache rm {self._destination}'"
+            "and settings, give another path, or remove it with "
+            f"'fastload cache rm {shlex.quote(self._destination)}'"
         )
 
     # --- shards -------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class Unfinished:
         return CacheMismatchError(
             f'shard {shard + 1} of {self.plan.num_shards} was built before with on_error="skip", and leaves '
             f'out {num_samples:,} samples: build it with on_error="skip" too, or remove all shards with '
-            f"'fastload cache rm {self._destination}'"
+            f"'fastload cache rm {shlex.quote(self._destination)}'"
         )
 
     def missing(self) -> list[int]:
