@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastload.cli.source_argument import code_ended, is_folder, open_source, open_transform
+from fastload.cli.source_argument import (
+    code_ended,
+    is_folder,
+    open_source,
+    open_transform,
+    source_code,
+    transform_code,
+)
 from fastload.cli.terminal import Answer, CommandError, ExitCode
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
@@ -129,7 +136,8 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
     if baseline is not None:
         result.warnings += differences(baseline, result)
     answer.result = result.as_dict()
-    answer.lines = report_lines(result)
+    setup = {size: setup_of(result.source, size, result.transform) for size in result.sweep.sizes}
+    answer.lines = report_lines(result, setup)
     if not any(row.is_measured for row in result.rows):
         answer.exit_code = ExitCode.FAILED
         if options.quiet:
@@ -149,6 +157,11 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
             answer.exit_code = ExitCode.FAILED
             if options.quiet or options.as_json:
                 log.error("%s", lines[-1])
+
+
+def setup_of(source: str, size: str | None, transform: str | None) -> list[str]:
+    """The lines of Python that make the variables `dataset` and `transform`."""
+    return [*source_code(source, size), *([] if transform is None else transform_code(transform))]
 
 
 # --- options ---------------------------------------------------------------------------------------------
@@ -600,12 +613,13 @@ def _write(name: str, path: str, write: Callable[[str], None]) -> None:
 
 
 class _Progress:
-    """A bar on a terminal, a log line for each run elsewhere; starts no thread, because runs are forked."""
+    """A bar on a terminal, a log line for each round elsewhere; starts no thread, because runs are forked."""
 
     def __init__(self, result: Result, *, shown: bool) -> None:
         self._rounds = result.rounds
         self._bar: Any = None
         self._done = 0
+        self._round = 0
         total = result.rounds * sum(1 for row in result.rows if not row.problem)
         if shown and sys.stderr.isatty():
             from rich.console import Console
@@ -640,5 +654,10 @@ class _Progress:
             self._bar.refresh()
 
     def on_run(self, number: int, row: Row) -> None:
-        self.say(f"round {number + 1} of {self._rounds}: {row.contender}")
+        name = f"round {number + 1} of {self._rounds}"
+        if self._bar is not None:
+            self.say(f"{name}: {row.contender}")
+        elif number + 1 > self._round:
+            self._round = number + 1
+            self.say(name)
         self._done += 1

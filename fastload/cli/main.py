@@ -663,7 +663,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Compare torch's loader and fastload over SOURCE, and print the fastest two lines of code.
+    """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each contender runs in a process of its own, once in each round. Nothing is trained, and no file is left
     but those of --save and --chart.
