@@ -322,7 +322,7 @@ def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
     from fastload.cli.sizing import size_up
 
     try:
-        found = size_up(open_source(source, None))
+        found = size_up(open_source(source, None), source)
     except SystemExit as error:
         raise code_ended(source, error) from error
     except ValueError as error:
