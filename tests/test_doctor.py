@@ -334,7 +334,7 @@ def _photos(root: Path, *, num_images: int, side: int) -> Path:
 
 
 def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way to cache a folder has its bytes, by the images and their files; the command runs as printed."""
+    """Each way has its bytes, by the images and their files; the command runs as printed."""
     root = _photos(tmp_path, num_images=3, side=300)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
 

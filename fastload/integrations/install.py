@@ -115,6 +115,11 @@ def _report(pid: int) -> None:
     if os.getpid() == pid and (number or (has_begun and not _is_child())):
         loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
         state.say(f"{loaders} replaced in process {pid}")
+    if os.getpid() == pid and state.has_seeded_pipelines:
+        state.say(
+            "albumentations pipelines were seeded, differently in each worker, so that their draws are not "
+            "those of torch's loader; --seed-pipelines off leaves them as they are"
+        )
 
 
 def _is_child() -> bool:

@@ -18,7 +18,8 @@ class State:
         defaults: Arguments of fastload's loader, for calls that do not give them.
         cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
         is_verbose: Whether `fastload run` asked for lines on standard error.
-        num_replaced: Loaders that were built in the place of torch's.
+        num_replaced: Loaders that were built instead of torch's.
+        has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
     """
 
     is_installed: bool = False
@@ -26,6 +27,7 @@ class State:
     cache: str | None = None
     is_verbose: bool = False
     num_replaced: int = 0
+    has_seeded_pipelines: bool = False
 
     def say(self, text: str) -> None:
         """Log a line; under `fastload run` the first rank also writes it to standard error.
