@@ -303,12 +303,13 @@ class _Bench:
 
     def run(self) -> Result:
         """Examine, plan, build caches, and measure all contenders in turn."""
-        from fastload.bench import machine as busy
+        from fastload.bench.machine import busy_warnings, load_per_cpu
         from fastload.bench.result import Result, Row
         from fastload.cache.dataset import CachedDataset
+        from fastload.system.cpu_times import CpuTimes, others_share
         from fastload.system.cpus import worthwhile_cpus
 
-        load = busy.load_per_cpu()
+        load = load_per_cpu()
         cpus = worthwhile_cpus()
         try:
             examined = {size: self._examine(dataset) for size, dataset in self.datasets.items()}
@@ -338,18 +339,18 @@ class _Bench:
             with _temporary_files() as temporary, _scratch(self.options.scratch or temporary) as directory:
                 parts = {size: _part(dataset, count) for size, dataset in self.datasets.items()}
                 self._refuse_caches(examined, count, directory)
-                before = busy.CpuTimes.now()
+                before = CpuTimes.now()
                 with _Progress(result, shown=not self.options.quiet) as progress:
                     paths = self._prepare(parts, directory, cpus, result, progress)
                     self._measure(parts, paths, result, progress)
-                result.others_share = busy.others_share(before, busy.CpuTimes.now())
+                result.others_share = others_share(before, CpuTimes.now())
         except KeyboardInterrupt as error:
             raise self._interrupted(result) from error
         if any(isinstance(dataset, CachedDataset) for dataset in self.datasets.values()):
             self.warnings.append(
                 "the dataset is a CachedDataset, whose cache all contenders share: only later epochs compare"
             )
-        result.warnings += [*self.warnings, *busy.busy_warnings(result.others_share, load)]
+        result.warnings += [*self.warnings, *busy_warnings(result.others_share, load)]
         return result
 
     def _examine(self, dataset: Any) -> Examined:
