@@ -448,6 +448,15 @@ class Unfinished:
                 sync_directory(os.path.dirname(destination))
                 shutil.rmtree(self.path)
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory of a build by one process that holds no sample, and no report about one."""
+        if self.is_shared:
+            return  # other machines may be at work on it
+        with contextlib.suppress(CacheError, OSError):  # the error of the build is raised
+            paths = [path for path in Path(self.path).iterdir() if path.name != PLAN_NAME]
+            if not any(_holds_something(path) for path in paths):
+                shutil.rmtree(self.path)
+
     def remove(self) -> None:
         """Remove the files that a build made there.
 
@@ -470,6 +479,14 @@ def is_shared(destination: str) -> bool:
     with contextlib.closing(Unfinished(destination)) as files, contextlib.suppress(CacheMismatchError):
         files.open()
     return files.is_shared
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a shard has a record, or a report a line."""
+    if ".lmdb" not in path.name or not path.stat().st_size:
+        return path.stat().st_size > 0
+    with contextlib.closing(ShardWriter(str(path))) as writer:
+        return writer.num_records > 0
 
 
 def _write_new(path: str, text: str) -> None:
