@@ -60,6 +60,8 @@ _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
 
+    Only albumentations pipelines draw other numbers than under torch's loader; see `seed_pipelines`.
+
     Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
     stays valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists
     all differences from torch's loader, and how to undo them.

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -37,6 +38,13 @@ COMMANDS = ("build", "join", "info", "verify", "ls", "rm")
 def run(*words: Any) -> Any:
     """Run `fastload cache ...` in this process."""
     return CliRunner().invoke(main.app, ["cache", *map(str, words)])
+
+
+def advised(line: str) -> Any:
+    """The dataset that a line tells the user to make."""
+    code = re.search(r"fastload\.CachedDataset\.from_cache\((['\"]).*?\1\)", line)
+    assert code is not None, line
+    return eval(code[0])
 
 
 def start(interpreter: Interpreter, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -198,6 +206,21 @@ class TestBuild:
             assert np.array_equal(dataset[index][0], source[index][0])
 
     @pytest.mark.usefixtures("needs_lmdb")
+    def test_the_advice_after_a_build_runs_as_printed(self, tmp_path: Path) -> None:
+        """The code, and the command that joins shards, whatever the size of the images and the path."""
+        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
+        dest = tmp_path / "my 'own' cache"
+
+        whole = run("build", folder, tmp_path / "whole", "--size", "8x10")
+        shard = run("build", folder, dest, "--size", "8x10", "--shard", "1/1")
+        command = shlex.split(shard.stdout.splitlines()[-1].partition("run '")[2][:-1])
+        joined = run(*command[2:])
+
+        assert command[:3] == ["fastload", "cache", "join"]
+        for result in (whole, joined):
+            assert result.exit_code == 0, result.stderr
+            assert advised(result.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
+
     def test_mixed_shapes_are_told_with_the_fix(self, tmp_path: Path) -> None:
         """--size 10 scales the shorter side alone: the build says so, --json has the number of shapes."""
         folder = images(tmp_path / "photos", "a/1.png", "a/2.png")
@@ -336,9 +359,7 @@ class TestBadSamples:
 
         line = run(*words, "cache").stdout.splitlines()[-1]
 
-        code = re.search(r"fastload\.CachedDataset\.from_cache\(.*?\)", line)
-        assert code is not None
-        dataset = eval(code[0].replace("...", "None"))
+        dataset = advised(line)
         assert [int(label) for _, label in fastload.DataLoader(dataset, batch_size=None)] == [0, 1]
         assert "would read them from the dataset again and fail" in line
 

@@ -21,11 +21,13 @@ from fastload.bench.contenders import Contender
 from fastload.bench.measure import Epochs
 from fastload.bench.result import Result
 from fastload.cli import bench_command, main
+from fastload.cli.bench_report import ending_lines
+from tests.bench import made_up
 from tests.cli_zoo import NUM_SAMPLES, Plain
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--workers", "0,1")
@@ -62,12 +64,30 @@ def ends_the_process() -> None:
     sys.exit(4)
 
 
+class Photos(Plain):
+    """Named by its class, inside another name."""
+
+
+class Named:
+    dataset = Photos()
+
+
 def flip() -> Any:
     return lambda sample: (sample[0][:, ::-1].copy(), sample[1])
 
 
 def only_images(sample: Any) -> Any:
     return sample[0]
+
+
+SOURCES = ["Photos", "Named.dataset", "cached"]
+
+
+def made_by(lines: Iterable[str]) -> Any:
+    """The loader that printed lines of code make."""
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    return names["loader"]
 
 
 def run(*words: Any) -> Any:
@@ -113,9 +133,9 @@ def rescaled(source: Path, dest: Path, factor: float, *, only: str = "") -> Path
 class TestWhole:
     @pytest.mark.slow
     def test_a_folder_is_measured_and_leaves_only_what_was_asked_for(
-        self, photos: Path, tmp_path: Path, temporary: Path
+        self, photos: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A table, the two fastest lines, a chart, a file that can be read again, and no cache."""
+        """A table, code that runs, a chart, a file that can be read again, no cache, and few other lines."""
         chart, saved = tmp_path / "chart.png", tmp_path / "result.json"
 
         result = run(photos, "--size", "16x16", *QUICK, "--chart", chart, "--save", saved)
@@ -127,12 +147,20 @@ class TestWhole:
         assert all(one.is_measured and min(one.first + one.later) > 0 for one in loaded.rows)
         assert loaded.build_s.keys() == {"16x16"}
         assert chart.read_bytes().startswith(PNG_SIGNATURE)
-        assert "    loader = DataLoader(" in result.stdout
         assert "times torch's best here" in result.stdout or "torch's own loader" in result.stdout
         assert "use --rounds 3" in result.stdout
         assert "samples/s" in result.stdout
         assert list(temporary.iterdir()) == []
         assert {path.name for path in tmp_path.iterdir()} == {"photos", "chart.png", "result.json"}
+        assert [line.partition(":")[2] for line in result.stderr.splitlines()][1:] == [
+            " building an LMDB cache",
+            " round 1 of 1",
+        ]
+        monkeypatch.chdir(tmp_path)
+        code = result.stdout.partition("fastest on this machine:\n")[2]
+        loader = made_by(line.strip() for line in code.splitlines() if line.startswith("    "))
+        assert loader.batch_size == 8
+        assert loader.dataset[0][0].shape == (16, 16, 3)
 
     def test_json_is_one_object_in_the_format_of_save(self, photos: Path, tmp_path: Path) -> None:
         """Nothing else is on standard output."""
@@ -163,6 +191,23 @@ class TestWhole:
 
         assert result.exit_code == 0, result.stderr
         assert "transform tests.test_cli_bench:flip" in result.stdout
+
+    @pytest.mark.parametrize("source", ["photos", *(f"{__name__}:{name}" for name in SOURCES)])
+    @pytest.mark.parametrize("named", [None, "flip", "only_images"])
+    def test_the_code_for_any_source_and_transform_is_complete(
+        self, photos: Path, source: str, named: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A folder, a class, a function, a dataset inside a class, and both kinds of transform."""
+        monkeypatch.chdir(photos.parent)
+        transform = None if named is None else f"{__name__}:{named}"
+        setup = {"8x8": bench_command.setup_of(source, "8x8" if source == "photos" else None, transform)}
+        rows = [made_up.row(Contender("fastload", "lmdb", 0, 4, size="8x8"), 2.0)]
+        found = made_up.result(*rows, source=source, transform=transform)
+
+        loader = made_by(line.strip() for line in ending_lines(found, setup)[1:-1])
+
+        assert len(next(iter(loader))) == (4 if named == "only_images" else 2)
+        assert (loader.dataset.transform is None) == (named is None)
 
     def test_every_contender_reads_the_transformed_samples(self) -> None:
         """With a cache and without one, by either loader."""

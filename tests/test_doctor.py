@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -332,8 +333,8 @@ def _photos(root: Path, *, num_images: int, side: int) -> Path:
     return folder.parent
 
 
-def test_a_source_is_sized_up(tmp_path: Path) -> None:
-    """Each way to cache a folder has its bytes; the bytes follow from the images and their files."""
+def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way has its bytes, by the images and their files; the command runs as printed."""
     root = _photos(tmp_path, num_images=3, side=300)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
 
@@ -346,6 +347,8 @@ def test_a_source_is_sized_up(tmp_path: Path) -> None:
     assert options["files in RAM"]["needed_bytes"] == options["files in LMDB"]["needed_bytes"] == file_bytes
     assert options["no cache"]["needed_bytes"] == 0
     assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main.app, shlex.split(options["files in LMDB"]["how"])[1:]).exit_code == 0
 
 
 def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
     if isinstance(first, EncodedImage):
         return (
             f"{path} is an EncodedImage, which a CachedDataset decodes: give the loader "
-            "fastload.CachedDataset(dataset, transform=..., cache=None), which stores nothing, or return "
+            "fastload.CachedDataset(dataset, transform, cache=None), which stores nothing, or return "
             "image.decode() from the dataset"
         )
     is_array = isinstance(first, (np.ndarray, torch.Tensor))

@@ -53,12 +53,13 @@ class Contender:
         parts += [text for text in (self.start_method, self.size) if text is not None]
         return ", ".join(parts)
 
-    def code(self, default_start_method: str, *, has_transform: bool) -> list[str]:
-        """The two lines of Python that make this loader of variables `dataset` and `transform`.
+    def code(self, default_start_method: str, *, has_transform: bool, lmdb_path: str) -> list[str]:
+        """The lines of Python that make this loader of variables `dataset` and `transform`.
 
         Args:
             default_start_method: The start method that needs no argument on this platform.
-            has_transform: Whether a cache has a transform behind it; without a cache, the dataset applies it.
+            has_transform: Whether the dataset has a transform behind it.
+            lmdb_path: Where an LMDB cache is built.
         """
         arguments = [f"batch_size={self.batch_size}", "shuffle=True", f"num_workers={self.num_workers}"]
         if self.num_workers:
@@ -66,16 +67,16 @@ class Contender:
             if self.start_method != default_start_method:
                 arguments.append(f'multiprocessing_context="{self.start_method}"')
         rest = ", ".join(arguments)
-        if self.is_torch:
-            return ["from torch.utils.data import DataLoader", f"loader = DataLoader(dataset, {rest})"]
-        if self.cache == "none":
-            return ["from fastload import DataLoader", f"loader = DataLoader(dataset, {rest})"]
-        transform = ", transform" if has_transform else ""
-        where = "ram" if self.cache == "ram" else "lmdb:PATH"
-        return [
-            "from fastload import CachedDataset, DataLoader",
-            f'loader = DataLoader(CachedDataset(dataset{transform}, cache="{where}"), {rest})',
-        ]
+        dataset, names = "dataset", "DataLoader"
+        if has_transform or self.cache != "none":
+            transform = ", transform" if has_transform else ""
+            where = {"none": "None", "ram": '"ram"', "lmdb": f'"lmdb:{lmdb_path}"'}[self.cache]
+            dataset = f"CachedDataset(dataset{transform}, cache={where})"
+            names = "CachedDataset" if self.is_torch else "CachedDataset, DataLoader"
+        lines = ["from torch.utils.data import DataLoader"] if self.is_torch else []
+        if not self.is_torch or dataset != "dataset":
+            lines.append(f"from fastload import {names}")
+        return [*lines, f"loader = DataLoader({dataset}, {rest})"]
 
 
 @dataclass(frozen=True)

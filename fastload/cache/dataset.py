@@ -326,7 +326,7 @@ class CachedDataset(Dataset[Any]):
                     error,
                     f"sample {index} could not be read when {stored.path} was built and was left out, so it "
                     "is read from the dataset again. To train without such samples, use "
-                    f"CachedDataset.from_cache({stored.path!r}, transform=...)",
+                    f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
         read_s = time.perf_counter() - started_s

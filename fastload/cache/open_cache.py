@@ -33,7 +33,7 @@ from fastload.cache.record import encode
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiered import TieredCache
-from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError, add_note
+from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
 from fastload.files.remote import is_url
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
@@ -292,11 +292,7 @@ class Opener:
             self._use_encoded_source(url)
         if self.fingerprint is None or cache.parts is None:
             self._examine()
-        try:
-            check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
-        except CacheMismatchError as error:
-            add_note(error, f"It is the local copy of {url}: the cache at that URL is of other samples")
-            raise
+        check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint, url=url)
         cache.reason = f"{cache.reason}; the local copy of {url}"
         return cache
 

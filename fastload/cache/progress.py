@@ -2,8 +2,8 @@
 
 It starts no thread, because a build forks workers. Rules:
 
-1. The counter, the rate and the time left are always shown completely. On a narrow terminal, the title loses
-   its middle, and the bar gets shorter.
+1. The counter, the rate and the time left are always shown completely. On a narrow terminal, first the title
+   loses its middle, then the bytes are left out, and then the bar gets shorter.
 2. A title contains a user's path: it is drawn as plain text, not parsed as markup.
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
-_LEAST_BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 40
-_LEAST_TITLE_COLUMNS = 20  # with less space the bytes are left out
+_LEAST_BAR_COLUMNS, _BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 20, 40
+_TITLE_COLUMNS = 20  # enough for a shortened title
 _TIME_COLUMNS = 8  # hh:mm:ss
 _GAP_COLUMNS = 3  # one between neighbouring parts
 
@@ -95,13 +95,14 @@ class BuildProgress:
 
     def _draw(self, bar: Progress) -> None:
         figures = f"{self._done:,}/{self._total:,} {self._rate()}"
-        room = bar.console.width - _TIME_COLUMNS - _GAP_COLUMNS - _LEAST_BAR_COLUMNS - len(figures)
+        room = bar.console.width - _TIME_COLUMNS - _GAP_COLUMNS - len(figures)  # of the title and the bar
         size = f", {self._size()}"
-        if room - len(size) >= _LEAST_TITLE_COLUMNS:
+        if room - len(size) >= _TITLE_COLUMNS + _BAR_COLUMNS:
             figures += size
             room -= len(size)
-        title = shortened(self._title, max(1, room))
-        self._bar_column.bar_width = min(_MOST_BAR_COLUMNS, _LEAST_BAR_COLUMNS + room - _columns(title))
+        title_room = min(max(_TITLE_COLUMNS, room - _BAR_COLUMNS), room - _LEAST_BAR_COLUMNS)
+        title = shortened(self._title, max(1, title_room))
+        self._bar_column.bar_width = min(_MOST_BAR_COLUMNS, room - _columns(title))
         bar.update(self._task, description=title, completed=self._done, figures=figures)
         bar.refresh()
 

@@ -49,7 +49,7 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
                     raise RandomDatasetError(
                         f"{type(of_user).__name__}[{index}] gives another sample at each access: {path} "
                         "differs. A cache would freeze one draw. Move the random part out of the dataset, "
-                        "to CachedDataset(dataset, transform=...), which runs it at every access"
+                        "to CachedDataset(dataset, transform), which runs it at every access"
                     )
     return samples
 

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from fastload.cli.source_argument import code_ended, is_folder, open_source, open_transform
+from fastload.cli.source_argument import (
+    code_ended,
+    is_folder,
+    open_source,
+    open_transform,
+    source_code,
+    transform_code,
+)
 from fastload.cli.terminal import Answer, CommandError, ExitCode
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
@@ -129,7 +136,8 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
     if baseline is not None:
         result.warnings += differences(baseline, result)
     answer.result = result.as_dict()
-    answer.lines = report_lines(result)
+    setup = {size: setup_of(result.source, size, result.transform) for size in result.sweep.sizes}
+    answer.lines = report_lines(result, setup)
     if not any(row.is_measured for row in result.rows):
         answer.exit_code = ExitCode.FAILED
         if options.quiet:
@@ -149,6 +157,11 @@ def _answer(options: Options, result: Result, baseline: Result | None, answer: A
             answer.exit_code = ExitCode.FAILED
             if options.quiet or options.as_json:
                 log.error("%s", lines[-1])
+
+
+def setup_of(source: str, size: str | None, transform: str | None) -> list[str]:
+    """The lines of Python that make the variables `dataset` and `transform`."""
+    return [*source_code(source, size), *([] if transform is None else transform_code(transform))]
 
 
 # --- options ---------------------------------------------------------------------------------------------
@@ -290,12 +303,13 @@ class _Bench:
 
     def run(self) -> Result:
         """Examine, plan, build caches, and measure all contenders in turn."""
-        from fastload.bench import machine as busy
+        from fastload.bench.machine import busy_warnings, load_per_cpu
         from fastload.bench.result import Result, Row
         from fastload.cache.dataset import CachedDataset
+        from fastload.system.cpu_times import CpuTimes, others_share
         from fastload.system.cpus import worthwhile_cpus
 
-        load = busy.load_per_cpu()
+        load = load_per_cpu()
         cpus = worthwhile_cpus()
         try:
             examined = {size: self._examine(dataset) for size, dataset in self.datasets.items()}
@@ -325,18 +339,18 @@ class _Bench:
             with _temporary_files() as temporary, _scratch(self.options.scratch or temporary) as directory:
                 parts = {size: _part(dataset, count) for size, dataset in self.datasets.items()}
                 self._refuse_caches(examined, count, directory)
-                before = busy.CpuTimes.now()
+                before = CpuTimes.now()
                 with _Progress(result, shown=not self.options.quiet) as progress:
                     paths = self._prepare(parts, directory, cpus, result, progress)
                     self._measure(parts, paths, result, progress)
-                result.others_share = busy.others_share(before, busy.CpuTimes.now())
+                result.others_share = others_share(before, CpuTimes.now())
         except KeyboardInterrupt as error:
             raise self._interrupted(result) from error
         if any(isinstance(dataset, CachedDataset) for dataset in self.datasets.values()):
             self.warnings.append(
                 "the dataset is a CachedDataset, whose cache all contenders share: only later epochs compare"
             )
-        result.warnings += [*self.warnings, *busy.busy_warnings(result.others_share, load)]
+        result.warnings += [*self.warnings, *busy_warnings(result.others_share, load)]
         return result
 
     def _examine(self, dataset: Any) -> Examined:
@@ -600,12 +614,13 @@ def _write(name: str, path: str, write: Callable[[str], None]) -> None:
 
 
 class _Progress:
-    """A bar on a terminal, a log line for each run elsewhere; starts no thread, because runs are forked."""
+    """A bar on a terminal, a log line for each round elsewhere; starts no thread, because runs are forked."""
 
     def __init__(self, result: Result, *, shown: bool) -> None:
         self._rounds = result.rounds
         self._bar: Any = None
         self._done = 0
+        self._round = 0
         total = result.rounds * sum(1 for row in result.rows if not row.problem)
         if shown and sys.stderr.isatty():
             from rich.console import Console
@@ -640,5 +655,10 @@ class _Progress:
             self._bar.refresh()
 
     def on_run(self, number: int, row: Row) -> None:
-        self.say(f"round {number + 1} of {self._rounds}: {row.contender}")
+        name = f"round {number + 1} of {self._rounds}"
+        if self._bar is not None:
+            self.say(f"{name}: {row.contender}")
+        elif number + 1 > self._round:
+            self._round = number + 1
+            self.say(name)
         self._done += 1

@@ -1,9 +1,10 @@
-"""Words for the result of `fastload bench`: the table, the fastest two lines of code, the baseline."""
+"""Words for the result of `fastload bench`: the table, the code of the fastest loader, the baseline."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
+import re
 import statistics
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,16 @@ from fastload.bench.result import readable_rounds, verdicts
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastload.bench.baseline import Comparison
     from fastload.bench.result import Ratio, Result, Row, Verdict
 
 _WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
 
 
-def report_lines(result: Result) -> list[str]:
-    """The whole readable output, apart from the baseline."""
+def report_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[str]:
+    """The whole readable output, apart from the baseline; see `ending_lines`."""
     return [
         *_heading(result),
         "",
@@ -26,7 +29,7 @@ def report_lines(result: Result) -> list[str]:
         *_notes(result),
         *(f"warning: {text}" for text in result.warnings),
         "",
-        *ending_lines(result),
+        *ending_lines(result, setup),
     ]
 
 
@@ -128,8 +131,13 @@ def _notes(result: Result) -> list[str]:
 # --- the ending ------------------------------------------------------------------------------------------
 
 
-def ending_lines(result: Result) -> list[str]:
-    """The two lines of code that were fastest on this machine, and the gain, for each size."""
+def ending_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[str]:
+    """The code that was fastest on this machine, and the gain, for each size.
+
+    Args:
+        result: The result.
+        setup: By size, the lines of Python that make the variables `dataset` and `transform`.
+    """
     found = verdicts(result.rows)
     if not found:
         return ["no contender could be measured"]
@@ -137,15 +145,20 @@ def ending_lines(result: Result) -> list[str]:
     method, has_transform = multiprocessing.get_start_method(), result.transform is not None
     for verdict in found:
         of_size = f" at size {verdict.size}" if len(found) > 1 else ""
-        applied = ""
-        if has_transform and verdict.fastest.contender.cache == "none":
-            applied = f", with a dataset that applies {result.transform} itself"
-        lines += [
-            f"fastest on this machine{of_size}{applied}:",
-            *(f"    {line}" for line in verdict.fastest.contender.code(method, has_transform=has_transform)),
-            _gain(verdict),
-        ]
+        code = verdict.fastest.contender.code(
+            method, has_transform=has_transform, lmdb_path=_lmdb_path(result.source, verdict.size)
+        )
+        code = sorted(
+            [*setup[verdict.size], *code], key=lambda line: not line.startswith(("import ", "from "))
+        )
+        lines += [f"fastest on this machine{of_size}:", *(f"    {line}" for line in code), _gain(verdict)]
     return lines
+
+
+def _lmdb_path(source: str, size: str | None) -> str:
+    """A name in the working directory for the cache of a folder, a URL or MODULE:NAME."""
+    name = re.split(r"[:/]", source.rstrip("/"))[-1]
+    return re.sub(r"[^\w.-]+", "-", name if size is None else f"{name}-{size}") + ".lmdb"
 
 
 def _gain(verdict: Verdict) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,7 @@ def opened(path: str) -> LMDBCache:
         raise CommandError(f"there is no cache at {path}: a part of that path is a file") from error
     except CacheMismatchError as error:
         if os.path.isdir(path):
-            error.add_note(f"'fastload cache ls {path}' lists the caches in a directory")
+            error.add_note(f"'fastload cache ls {shlex.quote(path)}' lists the caches in a directory")
         raise
 
 
@@ -313,7 +314,7 @@ def shard_lines(path: str, built: BuiltShard, elapsed_s: float) -> list[str]:
             f"{built.num_left_out:,} of {built.num_samples:,} samples could not be read: 'fastload cache "
             "join' writes the report"
         )
-    return [*lines, f"when all shards are built, run 'fastload cache join {path}'"]
+    return [*lines, f"when all shards are built, run 'fastload cache join {shlex.quote(path)}'"]
 
 
 def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
@@ -321,7 +322,7 @@ def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
     from fastload.cli.sizing import size_up
 
     try:
-        found = size_up(open_source(source, None))
+        found = size_up(open_source(source, None), source)
     except SystemExit as error:
         raise code_ended(source, error) from error
     except ValueError as error:
@@ -355,7 +356,7 @@ def interrupted(path: str) -> str:
         return "interrupted before anything was written"
     return (
         f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
-        f"continue, or 'fastload cache rm {path}' to remove them"
+        f"continue, or 'fastload cache rm {shlex.quote(path)}' to remove them"
     )
 
 
@@ -413,7 +414,10 @@ def cure(path: str) -> str:
     url = inventory.url_of_copy(path)
     if url is None:
         return "Remove the cache and build it again"
-    return f"Remove this copy with 'fastload cache rm {path}', and open {url} again, which downloads it again"
+    return (
+        f"Remove this copy with 'fastload cache rm {shlex.quote(path)}', and open {url} again, which "
+        "downloads it again"
+    )
 
 
 def skipped(found: dict[str, Any]) -> list[str]:
@@ -428,13 +432,14 @@ def training(found: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
     path = found["path"]
     if found["num_samples"] and not found["num_cached"]:
-        remove = "remove its files" if is_url(path) else f"'fastload cache rm {path}'"
+        remove = "remove its files" if is_url(path) else f"'fastload cache rm {shlex.quote(path)}'"
         return f"the cache is empty: look at the reasons, then {remove}"
+    transform = "; a random transform is its second argument"
     if found["num_cached"] == found["num_samples"]:
-        return f'train from it with fastload.CachedDataset(dataset, cache="lmdb:{path}")'
+        return f"train from it with fastload.CachedDataset.from_cache({path!r}){transform}"
     return (
-        f'train from it with fastload.CachedDataset.from_cache("{path}", transform=...), which leaves '
-        "these samples out; CachedDataset(dataset, ...) would read them from the dataset again and fail"
+        f"train from it with fastload.CachedDataset.from_cache({path!r}), which leaves these samples out"
+        f"{transform}; CachedDataset(dataset, ...) would read them from the dataset again and fail"
     )
 
 
@@ -446,7 +451,9 @@ def list_disk(directory: str, answer: Answer) -> None:
     """
     from fastload.cache.build import inventory
 
-    path = local("DIRECTORY", directory, f"'fastload cache info {directory}' shows the cache there")
+    path = local(
+        "DIRECTORY", directory, f"'fastload cache info {shlex.quote(directory)}' shows the cache there"
+    )
     try:
         found = inventory.list_caches(path)
     except FileNotFoundError as error:

@@ -78,6 +78,13 @@ class WorkerMethod(StrEnum):
     THREAD = "thread"
 
 
+class Switch(StrEnum):
+    """Whether to do something."""
+
+    ON = "on"
+    OFF = "off"
+
+
 @app.callback()
 def _root(
     context: typer.Context,
@@ -436,7 +443,9 @@ def rm(
     epilog="The exit code is that of the script.",
 )
 def run(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, - for standard input, or with -m the module.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
     ] = None,
@@ -462,21 +471,32 @@ def run(
     worker_method: Annotated[
         WorkerMethod | None, typer.Option(help="What makes batches; default: process, as in torch.")
     ] = None,
+    seed_pipelines: Annotated[
+        Switch | None,
+        typer.Option(
+            help="Whether albumentations pipelines draw differently in each worker (on, the default), or as "
+            "under torch's loader (off)."
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing of fastload's own.")] = False,
 ) -> Any:
     """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    all words after SCRIPT belong to the script. --rng, --device and --worker-method apply to every loader of
-    the script. At the end, a line on standard error says how many loaders were replaced.
+    all words after SCRIPT belong to the script. --rng, --device, --worker-method and --seed-pipelines apply
+    to every loader of the script. At the end, a line on standard error says how many loaders were replaced,
+    and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
     from fastload.cli.script import run_script
     from fastload.integrations import install
 
     given = {"rng": rng, "device": device, "worker_method": worker_method}
+    defaults: dict[str, Any] = {name: str(value) for name, value in given.items() if value is not None}
+    if seed_pipelines is not None:
+        defaults["seed_pipelines"] = seed_pipelines is Switch.ON
     install.watch(
         cache=None if cache is None else cache.value,
-        defaults={name: str(value) for name, value in given.items() if value is not None},
+        defaults=defaults,
         is_verbose=not quiet,
     )
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
@@ -489,7 +509,9 @@ def run(
     epilog="The exit code is that of the script.",
 )
 def profile(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="The script, - for standard input, or with -m the module.")
+    ],
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
     ] = None,
@@ -659,7 +681,7 @@ def bench(
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Compare torch's loader and fastload over SOURCE, and print the fastest two lines of code.
+    """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each contender runs in a process of its own, once in each round. Nothing is trained, and no file is left
     but those of --save and --chart.

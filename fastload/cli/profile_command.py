@@ -6,6 +6,7 @@ signal or traceback that ends it, is the command's.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cli.script import run_script
 from fastload.cli.terminal import CommandError
+from fastload.profiling.hooks import hide_frames
 from fastload.profiling.session import Profile
+from fastload.system.logs import write_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +68,9 @@ def profile_script(
     profile = Profile((), replay).start()
     try:
         run_script(target, args, as_module=as_module)
+    except BaseException as error:
+        hide_frames(error)
+        raise
     finally:
         if os.getpid() == pid:  # a process that the script forked ends here, too
             try:
@@ -75,15 +81,15 @@ def profile_script(
 
 def _save(profile: Profile, json_path: str | None, plot_path: str | None, trace_path: str | None) -> None:
     report = profile.report()
-    sys.stdout.flush()
-    sys.stderr.write(f"\n{report}\n")
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
+        sys.stdout.flush()
+    write_stderr(f"\n{report}\n")
     if json_path is not None:
         _write(json_path, lambda: _write_json(json_path, report.as_dict()))
     if plot_path is not None:
         _write(plot_path, lambda: profile.plot(plot_path))
     if trace_path is not None:
         _write(trace_path, lambda: profile.save_trace(trace_path))
-    sys.stderr.flush()
 
 
 def _write(path: str, write: Callable[[], None]) -> None:
@@ -91,9 +97,9 @@ def _write(path: str, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        sys.stderr.write(f"fastload: error: {path} could not be written: {error}\n")
+        write_stderr(f"fastload: error: {path} could not be written: {error}\n")
     else:
-        sys.stderr.write(f"fastload: wrote {path}\n")
+        write_stderr(f"fastload: wrote {path}\n")
 
 
 def _write_json(path: str, value: dict[str, Any]) -> None:

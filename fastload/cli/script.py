@@ -13,7 +13,7 @@ import pkgutil
 import runpy
 import sys
 import types
-from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
 from typing import Any
 
 
@@ -26,7 +26,7 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
 
     Args:
         target: The path of a file (source or bytecode), or of a directory or zip archive with a
-            `__main__.py`; with `as_module`, the name of a module.
+            `__main__.py`; "-" for a script on standard input; with `as_module`, the name of a module.
         args: The arguments of the script, `sys.argv[1:]`.
         as_module: Run `target` as `python -m` does.
 
@@ -40,11 +40,15 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
     if sys.version_info < (3, 14):  # later, the code itself makes its annotations, which an entry would hide
         vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing was imported before; pickles from children name it
+        sys.modules["__mp_main__"] = main
     sys.argv[:] = [target, *args]
     try:
         if as_module:
             _set_first_path(os.getcwd())
             _run_as_main(target, alter_argv=True)
+        elif target == "-":
+            _run_stdin(vars(main))
         elif _is_importable(target):
             _set_first_path(os.path.join(os.getcwd(), target), even_if_safe=True)
             _run_as_main("__main__", alter_argv=False)
@@ -77,6 +81,14 @@ def _run_file(target: str, namespace: dict[str, Any]) -> None:
     loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
     namespace.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
     _set_first_path(os.path.dirname(os.path.realpath(path)))
+    exec(code, namespace)
+
+
+def _run_stdin(namespace: dict[str, Any]) -> None:
+    """Run the script on standard input, as the interpreter does for `python -`."""
+    code = compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True)
+    namespace.update(__file__="<stdin>", __cached__=None, __loader__=BuiltinImporter)
+    _set_first_path("")
     exec(code, namespace)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 import shutil
 import statistics
 import time
@@ -111,8 +112,8 @@ class Sizing:
         ]
 
 
-def size_up(dataset: Any) -> Sizing:
-    """Measure the ways to keep the samples of a dataset.
+def size_up(dataset: Any, source: str) -> Sizing:
+    """Measure the ways to keep the samples of a dataset, which `--codec source` finds as SOURCE.
 
     Raises:
         ValueError: The dataset is empty, or its samples have no image.
@@ -166,7 +167,8 @@ def size_up(dataset: Any) -> Sizing:
         _, region_s = _timed(lambda image: decoder(image=image), encoded)
         file_bytes = statistics.mean(len(image.content()) for image in encoded)
         add("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, region_s)
-        add("files in LMDB", "fastload cache build --codec source", "disk", file_bytes, region_s + file_s)
+        command = f"fastload cache build {shlex.quote(source)} files.lmdb --codec source"
+        add("files in LMDB", command, "disk", file_bytes, region_s + file_s)
         add("no cache", "cache=None", "", 0, region_s + file_s)
     refusal = _refusal(dataset)
     if refusal:

@@ -73,7 +73,7 @@ def open_transform(name: str) -> Any:
         raise CommandError(f"--transform should be MODULE:NAME, but got {name!r}")
     try:
         found = _import(module, attribute)
-        if inspect.isfunction(found) and not inspect.signature(found).parameters:
+        if _makes_transform(found):
             found = found()
     except SystemExit as error:
         raise code_ended(name, error) from error
@@ -82,6 +82,36 @@ def open_transform(name: str) -> Any:
     except TypeError as error:
         raise CommandError(str(error)) from error
     return found
+
+
+def source_code(source: str, size: str | None) -> list[str]:
+    """The lines of Python that make the dataset of SOURCE, which `open_source` opens, as `dataset`."""
+    from fastload.files.remote import is_url
+
+    if is_folder(source):
+        sides = _parse_size(size)
+        scaled = "" if sides is None else f", size={sides}"
+        root = source if is_url(source) else os.path.abspath(source)
+        return ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
+    found = _import(*_parse_names(source))
+    return _code("dataset", source, is_called=isinstance(found, type) or not _is_dataset(found))
+
+
+def transform_code(name: str) -> list[str]:
+    """The lines of Python that make the transform which `open_transform` opens, as `transform`."""
+    module, _, attribute = name.partition(":")
+    return _code("transform", name, is_called=_makes_transform(_import(module, attribute)))
+
+
+def _code(variable: str, names: str, *, is_called: bool) -> list[str]:
+    module, _, attribute = names.partition(":")
+    imported = f"from {module} import {attribute.partition('.')[0]}"
+    value = f"{attribute}()" if is_called else attribute
+    return [imported] if value == variable else [imported, f"{variable} = {value}"]
+
+
+def _makes_transform(found: Any) -> bool:
+    return inspect.isfunction(found) and not inspect.signature(found).parameters
 
 
 def code_ended(source: str, error: SystemExit) -> CommandError:

@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
-from fastload.system.logs import is_debugging, log
+from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class _ToStderr(logging.Handler):
     """Looks up sys.stderr for each line, because a progress bar may have replaced it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(f"fastload: {record.getMessage()}\n")
+        write_stderr(f"fastload: {record.getMessage()}\n")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import atexit
 import functools
 import json
 import os
+import sys
 from typing import Any, Literal
 
 from fastload.integrations import children
@@ -110,9 +111,15 @@ def from_environment() -> None:
 def _report(pid: int) -> None:
     """Say how many loaders were replaced; a forked process leaves that to its parent."""
     number = state.num_replaced
-    if os.getpid() == pid and (number or not _is_child()):
+    has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
+    if os.getpid() == pid and (number or (has_begun and not _is_child())):
         loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
         state.say(f"{loaders} replaced in process {pid}")
+    if os.getpid() == pid and state.has_seeded_pipelines:
+        state.say(
+            "albumentations pipelines were seeded, differently in each worker, so that their draws are not "
+            "those of torch's loader; --seed-pipelines off leaves them as they are"
+        )
 
 
 def _is_child() -> bool:

@@ -81,7 +81,7 @@ def _why_not(dataset: Any) -> str | None:
     if kind is None or not isinstance(dataset, kind):
         return (
             "only ImageFolder, of torchvision or of fastload, is known to return the same samples each time. "
-            "Wrap this one yourself, if it does: fastload.CachedDataset(dataset, transform=...)"
+            "Wrap this one yourself, if it does: fastload.CachedDataset(dataset, transform)"
         )
     if type(dataset) is not kind:
         return f"a subclass of {_named(kind)} may do something else"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastload.system.logs import log
+from fastload.system.logs import log, write_stderr
 
 
 @dataclass
@@ -19,7 +18,8 @@ class State:
         defaults: Arguments of fastload's loader, for calls that do not give them.
         cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
         is_verbose: Whether `fastload run` asked for lines on standard error.
-        num_replaced: Loaders that were built in the place of torch's.
+        num_replaced: Loaders that were built instead of torch's.
+        has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
     """
 
     is_installed: bool = False
@@ -27,6 +27,7 @@ class State:
     cache: str | None = None
     is_verbose: bool = False
     num_replaced: int = 0
+    has_seeded_pipelines: bool = False
 
     def say(self, text: str) -> None:
         """Log a line; under `fastload run` the first rank also writes it to standard error.
@@ -38,7 +39,7 @@ class State:
         log.info("%s", text)
         is_worker = process.current_process().daemon
         if self.is_verbose and not is_worker and os.environ.get("LOCAL_RANK", "0") == "0":
-            sys.stderr.write(f"fastload: {text}\n")
+            write_stderr(f"fastload: {text}\n")
 
 
 state = State()

@@ -45,6 +45,7 @@ _COPIES = (
     ("lightning.fabric.fabric", "move_data_to_device", probes.COPY),
     ("lightning.fabric.wrappers", "move_data_to_device", probes.COPY),
 )
+_FOLDER = os.path.join(os.path.dirname(__file__), "")
 _LOADER = "_fastload_loader"  # an attribute of worker threads
 NO_LOADER = -1  # the loader number of what belongs to no loader: pinning, receiving, copying
 
@@ -178,9 +179,42 @@ def hook_process(undo: contextlib.ExitStack) -> None:
     for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, own_fetch.Fetcher):
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
+    replace(_utils.worker, "ExceptionWrapper", _without_frames(vars(_utils.worker)["ExceptionWrapper"]))
     replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
     replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
     hook_copies(undo)
+
+
+def hide_frames(error: BaseException) -> None:
+    """Take the frames of the profile out of the traceback of an error, and of the errors that led to it."""
+    queue: list[BaseException | None] = [error]
+    seen = set()
+    while queue:
+        one = queue.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        queue += [one.__cause__, one.__context__]
+        traceback = one.__traceback__
+        while traceback is not None:
+            after = traceback.tb_next
+            if after is not None and after.tb_frame.f_code.co_filename.startswith(_FOLDER):
+                traceback.tb_next = after.tb_next
+            else:
+                traceback = after
+
+
+def _without_frames(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Let torch wrap a worker's error, whose text is the traceback, without these frames."""
+
+    @functools.wraps(wrapper, updated=())
+    def wrap(*args: Any, **kwargs: Any) -> Any:
+        error = sys.exc_info()[1]
+        if error is not None:
+            hide_frames(error)
+        return wrapper(*args, **kwargs)
+
+    return wrap
 
 
 def _hook(undo: contextlib.ExitStack, owner: Any, name: str, watched: Any) -> None:

@@ -52,6 +52,8 @@ class LoaderReport:
         settings: Its number of workers, batch size, and so on, as plain values.
         num_epochs: How often a loop over it began.
         num_batches: The batches that the loops got.
+        num_steady: The steady steps among them, on which the waits are measured.
+        taken_share: The share of the CPUs that other processes took; 0 if there were CPUs for all.
         total_s: Seconds in these loops, without the very first wait, which happens once.
         wait_share: The share of steady steps that the loop waited for data.
         wait_p50_ms: The median wait of a steady step.
@@ -78,6 +80,8 @@ class LoaderReport:
     settings: dict[str, Any]
     num_epochs: int
     num_batches: int
+    num_steady: int
+    taken_share: float
     total_s: float
     wait_share: float
     wait_p50_ms: float
@@ -103,9 +107,17 @@ class LoaderReport:
         """The most important fact in one or two sentences."""
         if not self.num_batches:
             return "No batch was loaded."
+        share = f"{_percent(self.data_share)} of the time"
+        if not self.bottleneck and not self.num_steady:
+            return f"Too few batches for a verdict: {self.num_batches}, all of them during the warm-up."
+        if self.taken_share:
+            during = f"While other processes used {self.taken_share:.0%} of the CPUs, "
+            if not self.bottleneck:
+                return f"{during}data was not your bottleneck: {share}."
+            return f"{during}training waited for data {share}. {self.bottleneck}"
         if not self.bottleneck:
-            return f"Data is not your bottleneck: {_percent(self.data_share)} of the time."
-        return f"Training waits for data {_percent(self.data_share)} of the time. {self.bottleneck}"
+            return f"Data is not your bottleneck: {share}."
+        return f"Training waits for data {share}. {self.bottleneck}"
 
     def lines_of_text(self) -> list[str]:
         """This report as lines of text."""
@@ -120,9 +132,12 @@ class LoaderReport:
         lines.append(f"  {self.verdict}")
         if not self.num_batches:
             return lines
+        waits = (
+            f"wait per batch: {ms.format(self.wait_p50_ms)} median, {ms.format(self.wait_p95_ms)} p95; "
+            f"computing: {ms.format(self.compute_ms)}; "
+        )
         lines.append(
-            f"  wait per batch: {ms.format(self.wait_p50_ms)} median, {ms.format(self.wait_p95_ms)} p95; "
-            f"computing: {ms.format(self.compute_ms)}; very first batch: {self.first_start_s:,.2f} s"
+            f"  {waits if self.num_steady else ''}very first batch: {self.first_start_s:,.2f} s"
             + ("" if self.start_s is None else f", first batch of later epochs: {self.start_s:,.2f} s")
         )
         if self.bottleneck:
@@ -139,10 +154,13 @@ class LoaderReport:
         return lines
 
     def _table(self) -> list[str]:
-        lines = [f"  making a batch takes {self.make_ms:,.1f} ms:"]
-        if self.worker_utilisation is not None:
-            lines[0] = lines[0][:-1] + f", and workers are busy {self.worker_utilisation:.0%} of the time:"
+        if not self.make_ms:
+            return []  # the workers were started before the profile
         shown = [stage for stage in self.stages if stage.share >= 0.01][:10]
+        head = f"  making a batch takes {self.make_ms:,.1f} ms"
+        if self.worker_utilisation is not None:
+            head += f", and workers are busy {self.worker_utilisation:.0%} of the time"
+        lines = [head + (":" if shown else "; too few batches were made to say what takes that time")]
         for stage in shown:
             label = f"{STAGE_NAMES[stage.stage]}: {stage.name}" if stage.name else STAGE_NAMES[stage.stage]
             waits = "" if stage.cpu_share > 0.5 else f"  ({1 - stage.cpu_share:.0%} of it waiting)"
@@ -160,7 +178,7 @@ class ProfileReport:
     Attributes:
         loaders: The reports.
         num_cpus: The CPUs that the process may use.
-        busy_share: How busy all CPUs of the machine were; None if the system does not say.
+        busy_share: How busy the CPUs were that the process may use; None if the system does not say.
         notes: What makes the figures uncertain.
     """
 
@@ -243,6 +261,8 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         settings={key: value for key, value in facts.items() if key not in ("name", "dataset")},
         num_epochs=len(timeline.watched.epochs),
         num_batches=timeline.watched.num_steps,
+        num_steady=len(timeline.waits),
+        taken_share=timeline.machine.taken_share,
         total_s=timeline.total_s,
         wait_share=timeline.wait_share,
         wait_p50_ms=median(waits) * 1e3,

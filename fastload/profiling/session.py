@@ -11,6 +11,7 @@ from fastload.profiling.report import ProfileReport, report_of
 from fastload.profiling.timeline import Machine, Timeline, read_recordings, timeline_of
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
+from fastload.system.cpu_times import CpuTimes, busy_share, others_share
 from fastload.system.cpus import cpu_quota, usable_cpus
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Profile:
         self._loaders = loaders
         self._replay = replay
         self._watch: Watch | None = None
-        self._busy_before: tuple[int, int] | None = None
+        self._before: CpuTimes | None = None
         self._timelines: list[Timeline] = []
         self._recordings: list[Recorded] = []
 
@@ -44,15 +45,16 @@ class Profile:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         self._watch = watch
-        self._busy_before = _cpu_ticks()
+        self._before = CpuTimes.now()
         return self
 
     def stop(self) -> None:
         """End watching; a second call does nothing. Loaders in use continue unwatched."""
         watch, self._watch = self._watch, None
-        if watch is None:
+        if watch is None or self._before is None:
             return
-        machine = Machine(_num_cpus(), _busy_share(self._busy_before, _cpu_ticks()))
+        before, after = self._before, CpuTimes.now()
+        machine = Machine(_num_cpus(), busy_share(before, after), others_share(before, after))
         try:
             watch.stop()
             try:
@@ -142,22 +144,3 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
 def _num_cpus() -> float:
     quota = cpu_quota()
     return usable_cpus() if quota is None else min(quota, usable_cpus())
-
-
-def _cpu_ticks() -> tuple[int, int] | None:
-    """Ticks in which the machine's CPUs computed, and all ticks; None if the system does not say."""
-    try:
-        with open("/proc/stat", encoding="ascii") as file:
-            ticks = [int(word) for word in file.readline().split()[1:9]]
-    except (OSError, ValueError):
-        return None
-    if len(ticks) < 5:
-        return None
-    idle = ticks[3] + ticks[4]
-    return sum(ticks) - idle, sum(ticks)
-
-
-def _busy_share(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    if before is None or after is None or after[1] <= before[1]:
-        return None
-    return (after[0] - before[0]) / (after[1] - before[1])

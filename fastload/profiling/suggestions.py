@@ -227,7 +227,7 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
         image_bytes, num_pixels = facts["nbytes"] / per_batch, 0.0
         what = "the samples"
     has_transform = any(part.stage == probes.TRANSFORM for part in timeline.stages)
-    how = "CachedDataset(dataset, transform=...)" if has_transform else "CachedDataset(dataset)"
+    transform = ", transform" if has_transform else ""
     if has_transform:
         what += ", before the transform,"
     spared = [
@@ -243,7 +243,8 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
     if needed_bytes <= 0.8 * available_bytes:
         yield Suggestion(
             "ram",
-            f"keep {what} in RAM: {how}, which needs {sizes}. The gain begins in the second epoch",
+            f"keep {what} in RAM: CachedDataset(dataset{transform}), which needs {sizes}. The gain begins in "
+            "the second epoch",
             gain,
         )
         return
@@ -265,9 +266,15 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
             )
     reads = [part for part in timeline.stages if part.stage == probes.READ]
     smaller = [replace(part, wall_s=part.wall_s * 0.3, cpu_s=part.cpu_s * 0.3) for part in decoded]
+    how = f'on disk: CachedDataset(dataset{transform}, cache="lmdb:train.lmdb")'
+    if images:
+        how = (
+            "on disk, as JPEGs: run fastload cache build MODULE:NAME train.lmdb --codec jpeg, and train from "
+            f'CachedDataset.from_cache("train.lmdb"{transform})'
+        )
     yield Suggestion(
         "lmdb",
-        f'keep {what} on disk: {how[:-1]}, cache="lmdb", codec="jpeg"), because they need {sizes}',
+        f"keep {what} {how}, because they need {sizes}",
         _without(timeline, model, *reads, *(smaller if num_pixels > 500_000 else [])),
     )
 
@@ -341,7 +348,8 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         yield Suggestion(
             "uint8",
             f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the "
-            "dataset, and with DataLoader(..., device=..., device_transform=fastload.Normalize(...))",
+            'dataset, and with DataLoader(dataset, device="cuda", device_transform=fastload.Normalize(mean, '
+            "std))",
             _without(timeline, model, *normalizers, *collates),
         )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastload.profiling.watching import LoaderWatch, Step
 
 NUM_WARM_UP = 10  # steps at most, and a tenth of the first epoch at most
+_TAKEN = 0.2  # of the CPUs: less hardly changes a verdict
 _SATURATED = 0.9  # from this share of busy CPUs on, waiting for a CPU explains time without one
 
 
@@ -33,16 +34,24 @@ class Machine:
 
     Attributes:
         num_cpus: The CPUs that this process may use.
-        busy_share: How busy all CPUs of the machine were; None if the system does not say.
+        busy_share: How busy the CPUs were that this process may run on; None if the system does not say.
+        others_share: The share of them that processes outside the script used; None likewise.
     """
 
     num_cpus: float
     busy_share: float | None
+    others_share: float | None = None
 
     @property
     def is_saturated(self) -> bool:
         """Whether threads had to wait for a CPU."""
         return self.busy_share is not None and self.busy_share >= _SATURATED
+
+    @property
+    def taken_share(self) -> float:
+        """The share of the CPUs that other processes took from the script; 0 if there were CPUs for all."""
+        share = self.others_share or 0.0
+        return share if self.is_saturated and share >= _TAKEN else 0.0
 
 
 @dataclass(frozen=True)

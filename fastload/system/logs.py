@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import sys
 
 log = logging.getLogger("fastload")
 
@@ -18,3 +20,11 @@ def is_debugging() -> bool:
 def say_once(text: str, level: int = logging.WARNING) -> None:
     """Log a line once per process, although each epoch or each step would cause it again."""
     log.log(level, "%s", text)
+
+
+def write_stderr(text: str) -> None:
+    """Write to standard error, unless the program has closed it or nobody reads it."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(text)
+            sys.stderr.flush()

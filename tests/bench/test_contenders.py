@@ -62,33 +62,34 @@ class TestCode:
         ("loader", "cache"),
         [("torch", "none"), ("fastload", "none"), ("fastload", "ram"), ("fastload", "lmdb")],
     )
-    def test_the_two_lines_make_the_loader_that_was_measured(
+    def test_the_lines_make_the_loader_that_was_measured(
         self, loader: str, cache: str, num_workers: int, has_transform: bool, tmp_path: Path
     ) -> None:
         """They run, and give a loader of that class with these settings."""
         contender = Contender(loader, cache, num_workers, 3, "fork" if num_workers else None)
-        lines = contender.code("fork", has_transform=has_transform)
+        lines = contender.code("fork", has_transform=has_transform, lmdb_path=str(tmp_path / "cache"))
         names: dict[str, Any] = {"dataset": DATASET, "transform": transform}
 
-        exec("\n".join(lines).replace("PATH", str(tmp_path / "cache")), names)
+        exec("\n".join(lines), names)
 
         made = names["loader"]
-        assert len(lines) == 2
         assert isinstance(made, fastload.DataLoader) == (loader == "fastload")
         assert isinstance(made, torch.utils.data.DataLoader)
         assert (made.num_workers, made.batch_size) == (num_workers, 3)
         assert made.persistent_workers == (num_workers > 0)
-        assert isinstance(made.dataset, fastload.CachedDataset) == (cache != "none")
-        if cache != "none":
+        assert isinstance(made.dataset, fastload.CachedDataset) == (cache != "none" or has_transform)
+        if isinstance(made.dataset, fastload.CachedDataset):
             assert made.dataset.transform is (transform if has_transform else None)
+            assert made.dataset.cache.layout == {"none": "none", "ram": "uniform", "lmdb": "lmdb"}[cache]
 
     def test_a_start_method_that_is_not_the_default_is_an_argument(self) -> None:
         """The default needs none."""
         contender = Contender("fastload", "none", 2, 64, "spawn")
         names: dict[str, Any] = {"dataset": DATASET}
 
-        exec("\n".join(contender.code("fork", has_transform=False)), names)
+        exec("\n".join(contender.code("fork", has_transform=False, lmdb_path="")), names)
 
         spawn = multiprocessing.get_context("spawn")
         assert names["loader"].multiprocessing_context.get_start_method() == spawn.get_start_method()
-        assert "multiprocessing_context" not in contender.code("spawn", has_transform=False)[1]
+        default = contender.code("spawn", has_transform=False, lmdb_path="")
+        assert "multiprocessing_context" not in default[-1]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.bench import machine
 from fastload.bench.apart import RunFailedError
 from fastload.bench.contenders import Contender, Sweep
-from fastload.bench.machine import CpuTimes, busy_warnings, others_share
+from fastload.bench.machine import busy_warnings
 from fastload.bench.measure import Epochs, spread_indices
 from fastload.bench.plan import default_workers, num_samples_within, seconds
 from fastload.bench.rounds import order_of, run_rounds
+from fastload.system import cpu_times
+from fastload.system.cpu_times import CpuTimes, busy_share, others_share
 from tests.bench.made_up import PLAIN, RAM, TORCH, row
 
 if TYPE_CHECKING:
@@ -117,6 +120,7 @@ class TestBusy:
         before, after = CpuTimes(100.0, 50.0, 7.0), CpuTimes(110.0, 50.0 + busy_s, 7.0 + own_s)
 
         assert others_share(before, after, num_cpus=2) == pytest.approx(share)
+        assert busy_share(before, after, num_cpus=2) == pytest.approx(min(busy_s / 20, 1.0))
 
     def test_the_clocks_are_those_of_our_cpus_without_idle_time(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -126,10 +130,24 @@ class TestBusy:
         stat.write_text(
             "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 999 999 4 5 41 7 7\ncpu1 9 9 9 9 9 9 9 9 9 9\n"
         )
-        monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {0})
-        monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
+        monkeypatch.setattr(cpu_times.os, "sched_getaffinity", lambda pid: {0})
+        monkeypatch.setattr(cpu_times.os, "sysconf", lambda name: 100)
 
         assert CpuTimes.now(stat).busy_s == pytest.approx(2.0)
+
+    def test_children_are_ours_while_they_live(self) -> None:
+        """Workers of a loader may live on after the last reading."""
+        burn = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); sys.stdin.read()"
+        command = [sys.executable, "-S", "-c", burn]
+        before = CpuTimes.now()
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            during = CpuTimes.now()
+            child.communicate()
+
+        assert during.own_s - before.own_s >= 0.15
+        assert CpuTimes.now().own_s >= during.own_s
 
     def test_without_proc_the_share_is_unknown(self, tmp_path: Path) -> None:
         """It is no error."""

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from fastload.cache.build import names
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.tasks import Slots
+from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheMismatchError
@@ -201,11 +203,15 @@ def test_finished_cache_is_opened(path: Path) -> None:
     ],
 )
 def test_cache_of_another_dataset_is_refused(dataset: Images, part: str, path: Path) -> None:
-    """A finished cache that was made from something else raises, saying what differs and what to do."""
+    """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     with pytest.raises(CacheMismatchError, match=part) as caught:
         build_lmdb(dataset, path)
 
-    assert "Delete it" in str(caught.value)
+    text = str(caught.value)
+    code = re.search(r"If the cache is right, change the dataset, or train without it from (.*?\))\.", text)
+    assert code is not None
+    assert len(eval(code[1], {"CachedDataset": CachedDataset})) == 20
+    assert f"If the dataset is right, remove this cache with 'fastload cache rm {path}'" in text
 
 
 def test_changed_content_is_refused(path: Path) -> None:

@@ -22,7 +22,7 @@ from fastload.errors import (
     ImageReadError,
     UnsupportedSampleError,
 )
-from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken
+from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken, Stopping
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 
@@ -105,13 +105,18 @@ def test_an_error_that_cannot_be_pickled_is_short(
     assert "in sample 7 of the dataset" in caught.value.__notes__
 
 
-def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:
-    """A worker that the system kills is an error whose note says how to go on; its sample is not skipped."""
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(is_begun: bool, tmp_path: Path) -> None:
+    """Its sample is not skipped; nothing is left, and nothing said, if no sample was built before."""
+    if is_begun:
+        with pytest.raises(KeyboardInterrupt):
+            build_lmdb(Stopping(12, 5), tmp_path / "cache", num_workers=0, on_error="skip")
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
         build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
 
     kept = f"The finished part is kept at {tmp_path}/cache.partial: build again to resume"
-    assert caught.value.__notes__ == [kept]
+    assert getattr(caught.value, "__notes__", []) == ([kept] if is_begun else [])
+    assert os.listdir(tmp_path) == (["cache.partial"] if is_begun else [])
 
 
 def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
@@ -121,6 +126,14 @@ def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
 
     assert "in sample 0 of the dataset" in caught.value.__notes__
     assert 'on_error="skip" leaves out' in caught.value.__notes__[-1]
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_arguments_leave_nothing(tmp_path: Path) -> None:
+    """Also those that are refused when the samples are about to be read."""
+    with pytest.raises((TypeError, ValueError)):
+        build_lmdb(Images(12), tmp_path / "cache", num_workers=-1)
+
     assert os.listdir(tmp_path) == []
 
 

@@ -52,6 +52,14 @@ def test_the_counter_the_rate_and_the_time_are_whole(columns: int, draw: Draw) -
     assert "…" not in line.split(" 640,000/")[1]
 
 
+@pytest.mark.parametrize(("columns", "bar_columns"), [(60, 5), (80, 15), (100, 20), (120, 20)])
+def test_a_long_path_leaves_room_for_the_bar(columns: int, bar_columns: int, draw: Draw) -> None:
+    """On a terminal of usual width a progress can be seen in it."""
+    line = draw(columns, LONG_TITLE, 1_281_167, 640_000, nbytes=10 << 30)
+
+    assert line.index(" 640,000/") - line.index("━") == bar_columns
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(
     columns=st.integers(60, 250),

@@ -181,6 +181,45 @@ def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path) -
     assert done.stderr.count("1 loader of torch was replaced in process") == 2
 
 
+PIPELINES = """
+import albumentations as A
+import torch
+from torch.utils.data import DataLoader
+
+
+class Photos:
+    flip = A.Compose([A.HorizontalFlip(p=0.5)], seed=3) if {has_pipeline} else None
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        image = torch.arange(2).reshape(1, 2, 1).numpy()
+        return image if self.flip is None else self.flip(image=image)["image"]
+
+
+torch.manual_seed(0)
+loader = DataLoader(Photos(), num_workers=2, multiprocessing_context="fork")
+print([int(batch[0, 0, 0, 0]) for batch in loader])
+"""
+
+
+@pytest.mark.parametrize(
+    ("has_pipeline", "words", "is_said"),
+    [(True, [], True), (True, ["--seed-pipelines", "off"], False), (False, [], False)],
+)
+def test_seeded_pipelines_are_told_in_one_line(
+    folder: Path, has_pipeline: bool, words: list[str], is_said: bool
+) -> None:
+    """Only if there was one; with --seed-pipelines off the draws are those of torch's loader."""
+    (folder / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
+
+    plain, done = run(folder, "flips.py", plain=True), run(folder, *words, "flips.py")
+
+    assert (done.stdout != plain.stdout) == is_said
+    assert done.stderr.count("albumentations pipelines were seeded") == is_said
+
+
 def test_datasets_that_are_not_cached_are_named_once(folder: Path) -> None:
     """`--cache ram` says why not, and the script works."""
     done = run(folder, "--cache", "ram", "train.py", "--methods")

@@ -1,8 +1,9 @@
-"""`run_script` runs a program as plain python does: the same output, the same errors, the same end."""
+"""`run_script`, `fastload run` and `fastload profile` run a program as plain python does, to the same end."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ as_module = sys.argv[1] == "-m"
 target, *args = sys.argv[2 if as_module else 1:]
 run_script(target, args, as_module=as_module)
 """
+PLAIN: list[str] = []
+DRIVEN = ["-c", DRIVER]
+COMMANDS = {"run": ["-m", "fastload", "run", "--quiet"], "profile": ["-m", "fastload", "profile"]}
 pytestmark = pytest.mark.slow  # two interpreters each
 
 PROGRAMS = {
@@ -89,24 +93,84 @@ if __name__ == "__main__":
 """
 
 
-def ended(folder: Path, *words: str, plain: bool, safe: bool = False) -> tuple[int, str, str]:
-    """The exit code and the output of a program under plain python, or under run_script()."""
-    command = [sys.executable, *(["-P"] if safe else []), *([] if plain else ["-c", DRIVER]), *words]
+# Programs that depend on more than run_script(): on what the commands import, watch and print.
+PROGRAMS_UNDER_COMMANDS = {
+    "children": (
+        "import concurrent.futures, multiprocessing\n"
+        "class Kind:\n    def __init__(self, x): self.x = x\n"
+        "def double(kind): return Kind(kind.x * 2)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    with context.Pool(1) as pool:\n"
+        "        print([kind.x for kind in pool.map(double, [Kind(1), Kind(2)])])\n"
+        "    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:\n"
+        "        print([kind.x for kind in executor.map(double, [Kind(1), Kind(2)])])\n"
+    ),
+    "batches of workers": (
+        "import collections, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "Sample = collections.namedtuple('Sample', 'x y')\n"
+        "class Photos:\n"
+        "    def __len__(self): return 8\n"
+        "    def __getitem__(self, i): return Sample(torch.ones(3) * i, i)\n"
+        "if __name__ == '__main__':\n"
+        "    context = 'forkserver' if __import__('sys').argv[1:] else 'spawn'\n"
+        "    for batch in DataLoader(Photos(), 4, num_workers=1, multiprocessing_context=context):\n"
+        "        print(type(batch) is Sample, batch.y.tolist())\n"
+    ),
+    "closed stdout": "import sys\nsys.stdout.close()\n",
+    "closed stderr": "import sys\nsys.stderr.close()\nprint('printed')\nsys.exit(3)\n",
+    "full stdout": "import os\nprint('lost', flush=not os.dup2(os.open('/dev/full', os.O_WRONLY), 1))\n",
+    "exit at once": "import os\nprint('printed', flush=True)\nos._exit(9)\n",
+    "error": PROGRAMS["cause"],
+    "interrupt": PROGRAMS["interrupt"],
+}
+ERROR_IN_DATASET = """
+import sys
+from torch.utils.data import DataLoader
+
+class Broken:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        try:
+            return {}[index]
+        except KeyError as error:
+            raise ValueError("broken") from error
+
+for batch in DataLoader(Broken(), num_workers=int(sys.argv[1])):
+    pass
+"""
+
+
+def ended(
+    folder: Path, *words: str, by: list[str], safe: bool = False, stdin: str | None = None
+) -> tuple[int, str, str]:
+    """The exit code and the output of a program under plain python, run_script(), or a command."""
+    command = [sys.executable, *(["-P"] if safe else []), *by, *words]
     path = os.pathsep.join(str(place) for place in (ROOT, os.environ.get("PYTHONPATH")) if place)
     done = subprocess.run(
         command,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    return done.returncode, done.stdout, done.stderr
+    err = done.stderr
+    if by == COMMANDS["profile"]:  # the report, which comes before the interpreter's own last words
+        pattern = r"\n(No DataLoader was used|DataLoader \().*?(?=^[TE]|\Z)"
+        err = re.sub(pattern, "", err, flags=re.DOTALL | re.MULTILINE)
+    return done.returncode, done.stdout, err
 
 
-def assert_the_same(folder: Path, *words: str, safe: bool = False) -> tuple[int, str, str]:
-    plain = ended(folder, *words, plain=True, safe=safe)
-    assert ended(folder, *words, plain=False, safe=safe) == plain
+def assert_the_same(
+    folder: Path, *words: str, by: list[str] = DRIVEN, safe: bool = False, stdin: str | None = None
+) -> tuple[int, str, str]:
+    plain = ended(folder, *words, by=PLAIN, safe=safe, stdin=stdin)
+    assert ended(folder, *words, by=by, safe=safe, stdin=stdin) == plain
     return plain
 
 
@@ -159,9 +223,10 @@ def test_a_folder_and_an_archive_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("absent.py",), ("-m", "absent_module"), ("-m", "absent.module")])
-def test_a_script_that_does_not_exist(tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Python's own message and exit code."""
-    assert assert_the_same(tmp_path, *words)[0] in (1, 2)
+@pytest.mark.parametrize("by", [DRIVEN, ["-m", "fastload", "run"]], ids=["run_script", "run"])
+def test_a_script_that_does_not_exist(tmp_path: Path, by: list[str], words: tuple[str, ...]) -> None:
+    """Python's own message and exit code, and no line about loaders."""
+    assert assert_the_same(tmp_path, *words, by=by)[0] in (1, 2)
 
 
 def test_bytecode_runs(tmp_path: Path) -> None:
@@ -184,3 +249,42 @@ def test_child_processes_find_the_script_s_classes(tmp_path: Path, method: str, 
 
     assert code == 0
     assert out.startswith("(True, ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", PROGRAMS_UNDER_COMMANDS)
+def test_a_script_under_a_command_runs_as_under_python(tmp_path: Path, name: str, command: str) -> None:
+    """Its output, exit code and last words are the same, whatever it starts and closes."""
+    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
+
+    code, out, err = assert_the_same(tmp_path, "train.py", by=COMMANDS[command])
+
+    assert out or err or name == "closed stdout"
+    assert (code == 0) == (name in ("children", "batches of workers", "closed stdout"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_fork_server_workers_of_a_module_find_its_classes(tmp_path: Path, command: str) -> None:
+    """A child imports the module by its name, for -m."""
+    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS["batches of workers"])
+
+    assert assert_the_same(tmp_path, "-m", "train", "x", by=COMMANDS[command])[0] == 0
+
+
+@pytest.mark.parametrize("name", ["names", "error", "syntax"])
+def test_a_script_on_standard_input(tmp_path: Path, name: str) -> None:
+    """As `python -`: its names, arguments and path, and how errors name it."""
+    assert_the_same(tmp_path, "-", "--lr", by=COMMANDS["run"], stdin=PROGRAMS[name])
+
+
+@pytest.mark.parametrize("num_workers", ["0", "1"])
+def test_the_traceback_of_a_dataset_s_error_has_no_frames_of_the_profile(
+    tmp_path: Path, num_workers: str
+) -> None:
+    """Neither that of this process, nor the text that a worker sends."""
+    (tmp_path / "train.py").write_text(ERROR_IN_DATASET)
+
+    code, _, err = assert_the_same(tmp_path, "train.py", num_workers, by=COMMANDS["profile"])
+
+    assert code == 1
+    assert err.count("Traceback") > 1

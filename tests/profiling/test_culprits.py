@@ -10,10 +10,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch.utils.data
+from typer.testing import CliRunner
 
 import fastload
+from fastload.cli import main
+from fastload.profiling import suggestions
 from tests.profiling import zoo
 
 if TYPE_CHECKING:
@@ -131,6 +135,43 @@ class TestPlanted:
 
         assert report.culprit == "dataset"
         assert "Stream.__iter__" in report.bottleneck
+
+
+@pytest.mark.parametrize(
+    ("dataset", "free_bytes", "changes"),
+    [
+        (zoo.DecodedAndCropped(), 1 << 40, {"ram", "regions"}),
+        (zoo.DecodedAndCropped(), 1, {"lmdb", "regions"}),
+        (zoo.SlowRead(), 1, {"lmdb"}),
+        (zoo.Normalized(), 1 << 40, {"uint8"}),
+    ],
+    ids=["ram", "jpeg", "lmdb", "uint8"],
+)
+def test_advised_code_runs_as_printed(
+    dataset: Any, free_bytes: int, changes: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code and commands, with the names dataset, transform, mean, std and MODULE:NAME filled in."""
+    monkeypatch.setattr(suggestions, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(suggestions, "MIN_DATA_SHARE", 0.0)
+    monkeypatch.chdir(tmp_path)
+    with fastload.profile() as profile:
+        for _ in make("torch", dataset, 0):
+            pass
+    found = suggestions.suggest(profile._timelines[0], free_bytes, limit=None)
+    texts = {one.change: one.text for one in found if one.change in changes}
+    names: dict[str, Any] = {name: getattr(fastload, name) for name in ("CachedDataset", "DataLoader")}
+    names |= {"fastload": fastload, "dataset": [np.zeros((4, 4, 3), np.uint8)], "transform": len}
+    names |= {"mean": [0.5], "std": [0.5]}
+
+    assert texts.keys() == changes
+    for text in texts.values():
+        for command in re.findall(r"run fastload (.*?), and", text):
+            words = command.replace("MODULE:NAME", "tests.cli_zoo:factory").split()
+            assert CliRunner().invoke(main.app, words).exit_code == 0
+        codes = re.findall(r"(?:CachedDataset[.\w]*|DataLoader)\((?:[^()]|\([^()]*\))*\)", text)
+        assert codes, text
+        for code in codes:
+            eval(code.replace('"cuda"', '"cpu"'), names)
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))

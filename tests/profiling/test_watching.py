@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import multiprocessing.queues
 import os
@@ -18,6 +19,7 @@ from torch.utils.data import _utils
 import fastload
 from fastload.batch.fetch import Fetcher
 from fastload.profiling.session import Profile
+from fastload.profiling.timeline import Machine
 from fastload.profiling.watching import AHEAD, NEW, REPLAYED
 from fastload.workers import process
 from tests.kit.batches import stop_workers
@@ -325,6 +327,49 @@ class TestReport:
         assert report.loaders[0].verdict in str(report)
         assert "SlowBlur" in report._repr_html_()
         assert "<module>" not in report._repr_html_()
+
+    @pytest.mark.parametrize(
+        ("min_share", "busy_share", "others_share", "begins"),
+        [
+            (0.0, 0.97, 0.6, "While other processes used 60% of the CPUs, training waited for data "),
+            (2.0, 0.97, 0.6, "While other processes used 60% of the CPUs, data was not your bottleneck: "),
+            (0.0, 0.5, 0.4, "Training waits for data "),
+            (0.0, 0.97, 0.1, "Training waits for data "),
+            (0.0, None, None, "Training waits for data "),
+        ],
+    )
+    def test_a_busy_machine_is_told_in_the_verdict_s_first_sentence(
+        self,
+        profile: fastload.Profile,
+        min_share: float,
+        busy_share: float | None,
+        others_share: float | None,
+        begins: str,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """If no CPU was free, and other processes took enough of them to change the figures."""
+        monkeypatch.setattr("fastload.profiling.report.MIN_DATA_SHARE", min_share)
+        (timeline,) = profile._timelines
+        timeline.machine = Machine(2, busy_share, others_share)
+
+        assert profile.report().loaders[0].verdict.startswith(begins)
+
+    @pytest.mark.parametrize("num_workers", [0, 1])
+    def test_a_loader_of_few_batches(self, num_workers: int) -> None:
+        """No verdict without a steady step, and no list without an entry."""
+        loader = make("torch", [torch.ones(3)] * 4, num_workers)
+        with fastload.profile(loader) as profile:
+            batches(loader, 1)
+
+        lines = str(profile.report()).splitlines()
+        assert lines[1] == "  Too few batches for a verdict: 1, all of them during the warm-up."
+        with fastload.profile(loader) as profile:
+            batches(loader, 2)
+
+        report = dataclasses.replace(profile.report().loaders[0], bottleneck="The bottleneck is unknown.")
+        lines = report.lines_of_text()
+        assert any("too few batches were made to say" in line for line in lines)
+        assert not any(line.endswith(":") for line in lines)
 
     @pytest.mark.usefixtures("fonts")
     def test_as_a_picture(self, profile: fastload.Profile, tmp_path: Path) -> None:

@@ -93,6 +93,17 @@ class DecodedAndCropped(Quick):
         return self.transform(image=image)["image"], index
 
 
+class Normalized(Quick):
+    """Images that are normalised in the dataset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = A.Compose([A.Normalize(), A.ToTensorV2()])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(image=self.images[index % 8])["image"], index
+
+
 def plain_transform(image: Any) -> Any:
     """A function with a busy loop."""
     end_s = time.perf_counter() + PLANTED_S

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -392,18 +393,21 @@ class ShardBuilder:
                 slots=slots,
                 lock=self._lock,
             )
-            # Workers start before a file is opened, because they must not inherit LMDB environments.
-            answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
             most_left_out = most_failures(error_budget, plan.num_samples)
-            try:
-                with BuildProgress(title, total, shown=shown, done=total - num_left) as progress:
-                    tasks_left = iter(ranges)
-                    for shard, span in zip(shards, spans, strict=True):
-                        self._write_shard(shard, span, tasks_left, tasks, answers, most_left_out, progress)
-            finally:
-                processes.stop(answers)
-                tasks.close()
+            with contextlib.closing(tasks):
+                # Workers start before a file is opened, because they must not inherit LMDB environments.
+                answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
+                try:
+                    with BuildProgress(title, total, shown=shown, done=total - num_left) as progress:
+                        tasks_left = iter(ranges)
+                        for shard, span in zip(shards, spans, strict=True):
+                            self._write_shard(
+                                shard, span, tasks_left, tasks, answers, most_left_out, progress
+                            )
+                finally:
+                    processes.stop(answers)
         except (Exception, KeyboardInterrupt) as error:
+            self._files.remove_if_empty()
             self._note_what_is_kept(error)
             raise
         return total - num_left
@@ -497,9 +501,10 @@ class ShardBuilder:
         return error
 
     def _note_what_is_kept(self, error: BaseException) -> None:
-        if isinstance(error, UnsupportedSampleError) or not os.path.isdir(self._files.path):
-            return  # the dataset has to change, or nothing was kept
-        way_out = ', with on_error="skip" to leave such samples out' if error is self._failed else ""
+        if not os.path.isdir(self._files.path):
+            return
+        can_be_skipped = error is self._failed and not isinstance(error, UnsupportedSampleError)
+        way_out = ', with on_error="skip" to leave such samples out' if can_be_skipped else ""
         add_note(error, f"{self._files.what_is_kept}: build again to resume{way_out}")
 
 
@@ -576,7 +581,8 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
             plan.num_samples,
             left_out[-1],
             f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
-            f"remove the shards with 'fastload cache rm {path}', repair the files, and build them again",
+            f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build "
+            "them again",
         )
     files.publish(left_out)
     if left_out:
@@ -592,7 +598,7 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
 def _what_is_missing(files: Unfinished, missing: list[int], path: str) -> str:
     num_shards = files.plan.num_shards
     commands = ", ".join(
-        f"'fastload cache build SOURCE {path} --shard {shard + 1}/{num_shards}'"
+        f"'fastload cache build SOURCE {shlex.quote(path)} --shard {shard + 1}/{num_shards}'"
         for shard in missing[:_MAX_LISTED]
     )
     more = f", and so on for all {len(missing)}" if len(missing) > _MAX_LISTED else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from dataclasses import dataclass
 
 from fastload.cache.build.build_lock import is_being_built, only_builder
@@ -183,7 +184,9 @@ def _what_shards_lack(path: str) -> str | None:
         except CacheError as error:
             return str(error)
         if not missing:
-            return f"all {files.plan.num_shards} shards are built: run 'fastload cache join {path}'"
+            return (
+                f"all {files.plan.num_shards} shards are built: run 'fastload cache join {shlex.quote(path)}'"
+            )
         return f"{missing} of {files.plan.num_shards} shards are missing: build them with --shard, then join"
 
 

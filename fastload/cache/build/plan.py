@@ -7,6 +7,7 @@ another one's build follows its plan, after it was compared with the plan that t
 from __future__ import annotations
 
 import os
+import shlex
 import time
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -183,18 +184,30 @@ def _check_form(cache: LMDBCache, codec: str | None, quality: int | None, shards
 
 
 def check_source(
-    cache: LMDBCache, num_samples: int, first: Any, *, fingerprint: Fingerprint | None = None
+    cache: LMDBCache,
+    num_samples: int,
+    first: Any,
+    *,
+    fingerprint: Fingerprint | None = None,
+    url: str | None = None,
 ) -> None:
     """Check that a cache was made from these samples: by both fingerprints, or else by sample 0.
 
+    Args:
+        cache: The cache.
+        num_samples: Of the dataset.
+        first: Sample 0 of the dataset, if it is needed.
+        fingerprint: Of the dataset.
+        url: Where the cache is, if this is the local copy of one in an object store.
+
     Raises:
-        CacheMismatchError: It was not; the error says what differs and what to do.
+        CacheMismatchError: It was not; the error says what differs, and which of the two to change.
     """
     differences = source_differences(cache.plan, fingerprint)
     if differences:
         raise CacheMismatchError(
             f"{cache.path} was made from other samples: {'; '.join(differences)} "
-            f"(here: the dataset, there: the cache). {_WHAT_TO_DO}"
+            f"(here: the dataset, there: the cache). {_which_to_change(cache, url)}"
         )
     expected: dict[str, tuple[Any, Any]] = {"number of samples": (cache.num_samples, num_samples)}
     if differences is None and 0 in cache and num_samples:
@@ -205,8 +218,20 @@ def check_source(
         if stored != wanted:
             raise CacheMismatchError(
                 f"{cache.path} was made from another dataset, or from an earlier state of this one: "
-                f"the {name} is {stored} in the cache and {wanted} in the dataset. {_WHAT_TO_DO}"
+                f"the {name} is {stored} in the cache and {wanted} in the dataset. "
+                f"{_which_to_change(cache, url)}"
             )
     cache.reason = "opened, as its number of samples and its sample 0 match the dataset"
     if differences is not None:
         cache.reason = "opened, as its fingerprint matches the dataset"
+
+
+def _which_to_change(cache: LMDBCache, url: str | None) -> str:
+    if url is not None:
+        anew = "build its cache at another URL"
+    else:
+        anew = f"remove this cache with 'fastload cache rm {shlex.quote(cache.path)}', or give another path"
+    return (
+        "If the cache is right, change the dataset, or train without it from "
+        f"CachedDataset.from_cache({url or cache.path!r}). If the dataset is right, {anew}"
+    )

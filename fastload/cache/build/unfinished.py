@@ -25,6 +25,7 @@ import contextlib
 import errno
 import json
 import os
+import shlex
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -123,7 +124,7 @@ class Unfinished:
         except ValueError as error:  # CacheMismatchError is a ValueError
             raise CacheMismatchError(
                 f"{self.path}/{PLAN_NAME} is damaged, or of another release ({error}): remove it with "
-                f"'fastload cache rm {self._destination}', and build again"
+                f"'fastload cache rm {shlex.quote(self._destination)}', and build again"
             ) from error
         budget = fields.get("error_budget")
         is_number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
@@ -218,7 +219,8 @@ class Unfinished:
         return CacheMismatchError(
             f"{self.path} has shards of another build: {why} (here: this process, there: the build). "
             "Nothing was changed, because other machines may be at work on it: build with its samples "
-            f"and settings, give another path, or remove it with 'fastload cache rm {self._destination}'"
+            "and settings, give another path, or remove it with "
+            f"'fastload cache rm {shlex.quote(self._destination)}'"
         )
 
     # --- shards -------------------------------------------------------------------------------------------
@@ -254,7 +256,7 @@ class Unfinished:
         return CacheMismatchError(
             f'shard {shard + 1} of {self.plan.num_shards} was built before with on_error="skip", and leaves '
             f'out {num_samples:,} samples: build it with on_error="skip" too, or remove all shards with '
-            f"'fastload cache rm {self._destination}'"
+            f"'fastload cache rm {shlex.quote(self._destination)}'"
         )
 
     def missing(self) -> list[int]:
@@ -446,6 +448,15 @@ class Unfinished:
                 sync_directory(os.path.dirname(destination))
                 shutil.rmtree(self.path)
 
+    def remove_if_empty(self) -> None:
+        """Remove the directory of a build by one process that holds no sample, and no report about one."""
+        if self.is_shared:
+            return  # other machines may be at work on it
+        with contextlib.suppress(CacheError, OSError):  # the error of the build is raised
+            paths = [path for path in Path(self.path).iterdir() if path.name != PLAN_NAME]
+            if not any(_holds_something(path) for path in paths):
+                shutil.rmtree(self.path)
+
     def remove(self) -> None:
         """Remove the files that a build made there.
 
@@ -468,6 +479,14 @@ def is_shared(destination: str) -> bool:
     with contextlib.closing(Unfinished(destination)) as files, contextlib.suppress(CacheMismatchError):
         files.open()
     return files.is_shared
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether a shard has a record, or a report a line."""
+    if ".lmdb" not in path.name or not path.stat().st_size:
+        return path.stat().st_size > 0
+    with contextlib.closing(ShardWriter(str(path))) as writer:
+        return writer.num_records > 0
 
 
 def _write_new(path: str, text: str) -> None:

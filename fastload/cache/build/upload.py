@@ -19,6 +19,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -329,7 +330,7 @@ class _Job:
         if found is not None and found.build_id != local.build_id:
             raise CacheMismatchError(
                 f"{self._path} and {self._files.url} are of the same samples, but of two builds: omit the "
-                f"local DEST, remove it with 'fastload cache rm {self._path}', or {_REMOVE}"
+                f"local DEST, remove it with 'fastload cache rm {shlex.quote(self._path)}', or {_REMOVE}"
             )
 
     # --- shards -------------------------------------------------------------------------------------------

@@ -167,7 +167,9 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
     if differences:
         raise CacheMismatchError(
             f"the shared cache with key {fingerprint.key!r}, held by process {pid}, was made from other "
-            f"samples: {'; '.join(differences)}. Give another key, or end the processes that hold it"
+            f"samples: {'; '.join(differences)} (here: the dataset, there: the cache). If the cache is "
+            "right, change the dataset. If the dataset is right, give another key, or end the processes that "
+            "hold the cache"
         )
 
 
