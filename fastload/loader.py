@@ -76,7 +76,9 @@ class DataLoader(LoaderSettings):
             int; one log line explains each choice. Needs a map-style dataset. With ``rng="worker"`` the
             random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with
-            channels-last strides; `(B, H, W, C)` batches are permuted without a copy.
+            channels-last strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or
+            floating leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay as they
+            are.
         ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_pipelines: Give every albumentations pipeline in the dataset and in the `collate_fn` its own

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import inspect
+import itertools
 import os
 import pickle
 import threading
@@ -22,6 +23,7 @@ from torch.utils.data.dataloader import (
 )
 
 import fastload
+from fastload.images.layout import image_layout
 from tests.kit import datasets
 
 EXTRAS = {
@@ -265,6 +267,67 @@ def test_channels_last_reaches_images_in_any_container(kind: Any, num_workers: i
         assert type(batch) is kind
         image = batch.image if kind is Fields else batch["image"]
         assert image.shape == (4, 3, 8, 8)
+
+
+# Leaves that look like images in part: too small, of another dtype, or of other dimensions.
+NOT_IMAGES = {
+    "keypoints": torch.zeros(17, 3, 3),
+    "poses": torch.zeros(5, 4, 4),
+    "tracks of 3 people": torch.zeros(3, 64, 3),
+    "points of one channel": np.zeros((1, 17, 2), np.float32),
+    "mask": np.zeros((64, 64), np.uint8),
+    "classes": np.zeros((64, 64, 1), np.int64),
+    "voxels": np.zeros((3, 16, 16, 16), np.float32),
+    "two channels": torch.zeros(2, 64, 64),
+    "tall patch": torch.zeros(3, 64, 7, dtype=torch.uint8),
+    "turned": torch.zeros(96, 128, 2).permute(2, 0, 1),  # large enough for rows, and not contiguous
+    "flags": torch.zeros(3, 64, 64, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 1, "in_order": False},
+        {"num_workers": 2, "device": "cpu", "device_transform": lambda batch: batch},
+        {"batch_size": None},
+        {"collate_fn": tud.default_collate},
+    ],
+    ids=["local", "workers", "threads", "torch's iterator", "device", "whole batches", "collate_fn"],
+)
+def test_channels_last_changes_images_alone(options: dict[str, Any]) -> None:
+    """Keypoints, poses, masks and tensors of other dtypes keep shape and strides beside an image."""
+    sample = {"image": np.zeros((64, 64, 3), np.uint8), "float": torch.zeros(3, 9, 8), **NOT_IMAGES}
+    if "batch_size" in options:  # the samples are batches
+        sample = {name: np.stack([part, part]) for name, part in sample.items()}
+    options = {"batch_size": 2, **options}
+    dataset: Any = [sample] * 4
+
+    plain = next(iter(fastload.DataLoader(dataset, **options)))
+    batch = next(iter(fastload.DataLoader(dataset, memory_format=torch.channels_last, **options)))
+
+    assert batch["image"].shape == (2, 3, 64, 64)
+    assert batch["float"].shape == (2, 3, 9, 8)
+    assert batch["image"].is_contiguous(memory_format=torch.channels_last)
+    assert batch["float"].is_contiguous(memory_format=torch.channels_last)
+    for name in NOT_IMAGES:
+        assert batch[name].shape == plain[name].shape, name
+        assert batch[name].stride() == plain[name].stride(), name
+
+
+def test_no_shape_is_an_image_in_two_layouts() -> None:
+    """With 8 x 8 pixels at least, the shape decides on the layout, or says that this is no image."""
+    sizes = (0, 1, 2, 3, 4, 5, 7, 8, 9, 64)
+    for shape in itertools.product(sizes, repeat=3):
+        is_hwc = shape[2] in (1, 3, 4) and min(shape[:2]) >= 8
+        is_chw = shape[0] in (1, 3, 4) and min(shape[1:]) >= 8
+        assert not (is_hwc and is_chw)
+        expected = "HWC" if is_hwc else "CHW" if is_chw else None
+        assert image_layout(shape, is_pixels=True) == expected, shape
+        assert image_layout(shape, is_pixels=False) is None
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -33,13 +33,13 @@ from torch.utils.data._utils import collate as torch_collate
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
+from fastload.images.layout import image_layout
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
 
 if TYPE_CHECKING:
+    from fastload.images.layout import Layout
     from fastload.memory.lease import Arena
-
-IMAGE_CHANNELS = (1, 3, 4)
 
 # benchmarks/NOTES.md has the measurements behind the next three sizes ("Collating").
 # With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
@@ -78,9 +78,15 @@ class _Batch:
             return default_collate(values)  # in a worker, torch's own table contains a rule of fastload's
         return torch_collate.collate(values, collate_fn_map={**rules, torch.Tensor: self._stack})
 
-    def rows(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> Layout | None:
+        """The layout of a leaf of a sample whose batch gets channels-last strides; None for other leaves."""
+        return _layout(tuple(leaf.shape), leaf.dtype) if self.channels_last else None
+
+    def rows(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout | None
+    ) -> np.ndarray[Any, Any]:
         """Writable rows for the whole batch: ``(count, *shape)``."""
-        if self.channels_last and _is_chw(shape):
+        if layout == "CHW":
             channels, height, width = shape
             return self.arena.array((self.count, height, width, channels), dtype).transpose(0, 3, 1, 2)
         return self.arena.array((self.count, *shape), dtype)
@@ -103,8 +109,10 @@ def _are_alike(tensors: Any) -> bool:
     return set(map(type, tensors)) == {torch.Tensor} and len(set(map(_dtype_of, tensors))) == 1
 
 
-def _is_chw(shape: tuple[int, ...]) -> bool:
-    return len(shape) == 3 and shape[0] in IMAGE_CHANNELS and shape[2] not in IMAGE_CHANNELS
+def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:
+    if isinstance(dtype, torch.dtype):
+        return image_layout(shape, is_pixels=dtype is torch.uint8 or dtype.is_floating_point)
+    return image_layout(shape, is_pixels=dtype == np.uint8 or dtype.kind == "f")
 
 
 class _ArrayRows:
@@ -115,11 +123,12 @@ class _ArrayRows:
         self._shape = first.shape
         self._dtype = first.dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
-        self._any_strides = batch.in_worker or (batch.channels_last and len(first.shape) == 3)
+        self._layout = batch.layout(first)
+        self._any_strides = batch.in_worker or self._layout is not None
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        self._rows = self._batch.rows(self._shape, self._dtype)
+        self._rows = self._batch.rows(self._shape, self._dtype, self._layout)
 
     def write(self, value: Any, row: int) -> None:
         if type(value) is not np.ndarray or value.shape != self._shape or value.dtype != self._dtype:
@@ -143,12 +152,13 @@ class _TensorRows:
         self._batch = batch
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
-        self._any_strides = batch.in_worker or (batch.channels_last and first.dim() == 3)
+        self._layout = batch.layout(first)
+        self._any_strides = batch.in_worker or self._layout is not None
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
         dtype = tensor_array(torch.empty(0, dtype=self._dtype)).dtype
-        self._rows = self._batch.rows(self._shape, dtype)
+        self._rows = self._batch.rows(self._shape, dtype, self._layout)
 
     def write(self, value: Any, row: int) -> None:
         if (
@@ -401,7 +411,7 @@ def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
     if not array.flags.c_contiguous:
         if min(array.strides) < 0:
             return False
-        if not (batch.in_worker or (batch.channels_last and array.ndim == 3)):
+        if not (batch.in_worker or batch.layout(array)):
             return False
     return _torch_takes(array.dtype)
 
@@ -418,15 +428,15 @@ def _torch_takes(dtype: np.dtype[Any]) -> bool:
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:
     if batch.has_threads or tensor.numel() * tensor.itemsize < ROW_TENSOR_BYTES or not is_plain(tensor):
         return False
-    return batch.in_worker or tensor.is_contiguous() or (batch.channels_last and tensor.dim() == 3)
+    return batch.in_worker or tensor.is_contiguous() or batch.layout(tensor) is not None
 
 
 def to_channels_last(batch: Any) -> Any:
     """Convert every batch of images in a nested batch to `(B, C, H, W)` with channels-last strides.
 
-    A 4-D tensor with 1, 3 or 4 channels in its last dimension counts as `(B, H, W, C)`: it is permuted and
-    shares memory with the input. A tensor with its channels in dimension 1 is `(B, C, H, W)` already: it is
-    copied only if its strides are not channels-last. Everything else stays as it is.
+    `image_layout` decides what an image is. `(B, H, W, C)` tensors are permuted and share memory with the
+    input. `(B, C, H, W)` tensors are copied only if their strides are not channels-last. Everything else
+    stays as it is.
     """
     return map_leaves(batch, _images_to_channels_last)
 
@@ -434,8 +444,7 @@ def to_channels_last(batch: Any) -> Any:
 def _images_to_channels_last(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.is_nested or leaf.dim() != 4:
         return leaf
-    if leaf.shape[3] in IMAGE_CHANNELS:
+    layout = _layout(tuple(leaf.shape[1:]), leaf.dtype)
+    if layout == "HWC":
         return leaf.permute(0, 3, 1, 2)
-    if leaf.shape[1] in IMAGE_CHANNELS:
-        return leaf.contiguous(memory_format=torch.channels_last)
-    return leaf
+    return leaf.contiguous(memory_format=torch.channels_last) if layout == "CHW" else leaf

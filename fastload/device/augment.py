@@ -22,7 +22,7 @@ from torch import nn
 
 from fastload.device.boxes import NUM_DRAWS, draw_boxes
 from fastload.device.cuda import copy_parameters
-from fastload.device.images import check_layout, find_images
+from fastload.device.images import check_layout, find_images, layout_of
 from fastload.device.resample import resample
 from fastload.nested.device_tree import map_movable
 from fastload.rng.batch_draws import draw_uniforms
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
-
-_NUMS_CHANNELS = (1, 3, 4)  # by which layout="auto" finds C
 
 
 class RandomResizedCrop(nn.Module):
@@ -103,11 +101,11 @@ class RandomResizedCrop(nn.Module):
                 f"RandomResizedCrop expects images of uint8 or floats at {where}, but got {images.dtype} of "
                 f"shape {tuple(images.shape)}"
             )
-        cropped = self._crop(images, flip)
+        is_hwc = layout_of(images, where, self.layout, "RandomResizedCrop") == "HWC"
+        cropped = self._crop(images, flip, is_hwc=is_hwc)
         return map_movable(batch, lambda leaf: cropped if leaf is images else leaf)
 
-    def _crop(self, images: torch.Tensor, flip: RandomHorizontalFlip | None) -> torch.Tensor:
-        is_hwc = _layout_of(images, self.layout, "RandomResizedCrop") == "HWC"
+    def _crop(self, images: torch.Tensor, flip: RandomHorizontalFlip | None, *, is_hwc: bool) -> torch.Tensor:
         pixels = images if is_hwc else images.permute(0, 2, 3, 1)
         num_images, height, width, _ = pixels.shape
         if not height or not width:
@@ -156,8 +154,8 @@ class RandomHorizontalFlip(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Flip some images of a batch; see the class."""
-        _, images = find_images(batch, self.key, "RandomHorizontalFlip")
-        is_hwc = _layout_of(images, self.layout, "RandomHorizontalFlip") == "HWC"
+        where, images = find_images(batch, self.key, "RandomHorizontalFlip")
+        is_hwc = layout_of(images, where, self.layout, "RandomHorizontalFlip") == "HWC"
         flips = torch.from_numpy(self._draw(len(images)))
         is_flipped = copy_parameters(flips, images.device)[:, None, None, None]
         flipped = torch.where(is_flipped, images.flip(2 if is_hwc else 3), images)
@@ -171,23 +169,6 @@ class RandomHorizontalFlip(nn.Module):
         """``(num_images,)``: which images are flipped."""
         is_flipped: NDArray[np.bool_] = draw_uniforms(num_images, 1)[0] < self.p
         return is_flipped
-
-
-def _layout_of(images: torch.Tensor, layout: str, asker: str) -> str:
-    shape = tuple(images.shape)
-    if len(shape) != 4:
-        raise ValueError(f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W), but got {shape}")
-    if layout != "auto":
-        return layout
-    fits = {"HWC": shape[3] in _NUMS_CHANNELS, "CHW": shape[1] in _NUMS_CHANNELS}
-    layouts = [name for name, does_fit in fits.items() if does_fit]
-    if len(layouts) != 1:
-        found = "can be (B, H, W, C) or (B, C, H, W)" if layouts else "have 1, 3 or 4 channels in no layout"
-        raise ValueError(
-            f'{asker} has layout="auto", but images of shape {shape} {found}; give layout="HWC" or '
-            'layout="CHW"'
-        )
-    return layouts[0]
 
 
 def _height_and_width(size: Any) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
+
 LAYOUTS = ("auto", "HWC", "CHW")
 
 _IMAGE_KEYS = ("image", "images")
@@ -70,3 +72,35 @@ def check_layout(layout: str) -> str:
     if layout not in LAYOUTS:
         raise ValueError(f"layout should be one of {', '.join(LAYOUTS)}, but got {layout!r}")
     return layout
+
+
+def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_channels: int = 0) -> str:
+    """The layout of a batch of images: "HWC" or "CHW".
+
+    Args:
+        images: The batch.
+        where: Its place, for messages.
+        layout: What the user says, one of `LAYOUTS`.
+        asker: The subject of messages.
+        num_channels: How many channels images have; 0: "auto" means 1, 3 or 4, a named layout any number.
+
+    Raises:
+        ValueError: There are not four dimensions, or the shape fits no layout or both.
+    """
+    shape = tuple(images.shape)
+    if len(shape) != 4:
+        raise ValueError(
+            f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}"
+        )
+    if layout != "auto" and not num_channels:
+        return layout
+    fitting = fitting_layouts(shape, (num_channels,) if num_channels else IMAGE_CHANNELS)
+    named = [found for found in fitting if layout in (found, "auto")]
+    if len(named) == 1:
+        return named[0]
+    channels = f"{num_channels or '1, 3 or 4'} channels"
+    found = f"can be (B, H, W, C) or (B, C, H, W) with {channels}"
+    if not named:
+        found = f"do not have {channels} in the layout {layout!r}"
+    advice = "" if num_channels and not named else '; give layout="HWC" or layout="CHW"'
+    raise ValueError(f"{asker} found images of shape {shape} at {where}, which {found}{advice}")

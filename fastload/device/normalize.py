@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.device.images import check_layout, find_images
+from fastload.device.images import check_layout, find_images, layout_of
 from fastload.nested.device_tree import map_movable
 
 if TYPE_CHECKING:
@@ -112,8 +112,9 @@ class Normalize(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Normalise the images of a batch; see the class."""
-        images = self._find_images(batch)
-        normalized = self._normalize(images)
+        where, images = self._find_images(batch)
+        is_hwc = layout_of(images, where, self.layout, "Normalize", len(self.mean)) == "HWC"
+        normalized = self._normalize(images.permute(0, 3, 1, 2) if is_hwc else images)
         return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
@@ -122,19 +123,18 @@ class Normalize(nn.Module):
 
     # --- the images -------------------------------------------------------------------------------------
 
-    def _find_images(self, batch: Any) -> torch.Tensor:
+    def _find_images(self, batch: Any) -> tuple[str, torch.Tensor]:
         where, found = find_images(batch, self.key, "Normalize", "a uint8 tensor")
         if found.dtype != torch.uint8:
             raise TypeError(
                 f"Normalize expects uint8 images at {where}, but got {found.dtype} of shape "
                 f"{tuple(found.shape)}; leave out ToTensor, Normalize and other conversions before it"
             )
-        return found
+        return where, found
 
     # --- the arithmetic ---------------------------------------------------------------------------------
 
     def _normalize(self, images: torch.Tensor) -> torch.Tensor:
-        images = self._channels_second(images)
         if images.device != self._scale.device:
             self._make_constants(images.device)
         if images.device.type == "cpu":
@@ -144,29 +144,6 @@ class Normalize(nn.Module):
             images.shape, dtype=self.dtype, device=images.device, memory_format=self.memory_format
         )
         return torch.addcmul(self._bias, images, self._scale, out=out)
-
-    def _channels_second(self, images: torch.Tensor) -> torch.Tensor:
-        num_channels = len(self.mean)
-        shape = tuple(images.shape)
-        if len(shape) != 4:
-            raise ValueError(
-                f"Normalize expects images of shape (B, H, W, C) or (B, C, H, W), but got {shape}"
-            )
-        fits = {"HWC": shape[3] == num_channels, "CHW": shape[1] == num_channels}
-        layouts = [
-            layout for layout, does_fit in fits.items() if does_fit and self.layout in (layout, "auto")
-        ]
-        if not layouts:
-            raise ValueError(
-                f"Normalize has {num_channels} means, but images of shape {shape} do not have "
-                f"{num_channels} channels in the layout {self.layout!r}"
-            )
-        if len(layouts) > 1:
-            raise ValueError(
-                f"images of shape {shape} can be (B, H, W, C) or (B, C, H, W) with {num_channels} channels; "
-                'give layout="HWC" or layout="CHW"'
-            )
-        return images.permute(0, 3, 1, 2) if layouts[0] == "HWC" else images
 
     def _make_constants(self, device: torch.device) -> None:
         dtype = torch.promote_types(self.dtype, torch.float32)

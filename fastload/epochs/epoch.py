@@ -142,10 +142,9 @@ class Epoch:
         set_generators(loader, self.generators)
         set_samplers(loader, self.samplers)
         indices: Iterator[Any] = iter(loader._index_sampler)
-        if self.iterator_kind != "again":
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            if self.iterator_kind == "workers":
-                indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
+        self._draw_base_seed(loader)
+        if self.iterator_kind == "workers":
+            indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
         self._skip(loader, indices, state)
         if self._default_state is not None:
             has_drawn = state.num_yielded or self.is_iterable
@@ -155,6 +154,24 @@ class Epoch:
                 indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
         return indices
+
+    def _draw_base_seed(self, loader: DataLoader[Any]) -> None:
+        """Draw the base seed as torch did when the epoch began; persistent workers kept the one before.
+
+        Raises:
+            ResumeError: The base seed of the state was not drawn so.
+        """
+        generator = torch.default_generator if loader.generator is None else loader.generator
+        is_drawn = self.iterator_kind != "again"
+        if not is_drawn:
+            generator = generator.clone_state()
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        if (seed == self.base_seed) is not is_drawn:
+            raise ResumeError(
+                f"the state contradicts itself, or another loader saved it: with {self.iterator_kind!r} as "
+                "'beginning', its generators do not give its 'base_seed': load another checkpoint, or give "
+                "the loader the same sampler and generator as before"
+            )
 
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], state: SavedState) -> None:
         count = state.num_yielded

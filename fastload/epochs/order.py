@@ -15,7 +15,6 @@ import torch
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.epochs.sampler_state import initial_seed_of
-from fastload.errors import ResumeError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,23 +50,6 @@ class Order:
     def to_plain(self) -> dict[str, Any]:
         """A dict of plain types."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Position:
-    """The facts of a state that decide on which loaders it is valid.
-
-    Attributes:
-        num_yielded: How many batches were received of the epoch that is resumed; 0 between epochs.
-        rank: The rank that saved the state; None if unknown.
-        order: The order of its loader; None in states of older releases.
-        needs_batch_size: Whether the batches in the state can only be skipped with the same batch size.
-    """
-
-    num_yielded: int
-    rank: int | None
-    order: Order | None
-    needs_batch_size: bool
 
 
 def rank_and_order(
@@ -120,52 +102,6 @@ def process_group() -> Any | None:
 def _rank_of_process() -> int | None:
     group = process_group()
     return None if group is None else int(group.get_rank())
-
-
-def check(position: Position, rank: int | None, order: Order) -> bool:
-    """Check that a state is valid for a loader of this rank and order.
-
-    Returns:
-        Whether another rank saved the state.
-
-    Raises:
-        ResumeError: The state is valid neither for this loader nor for this rank.
-    """
-    theirs = position.order
-    if theirs is None:
-        return False
-    is_other = position.rank is not None and rank is not None and position.rank != rank
-    if position.num_yielded:
-        if position.needs_batch_size:
-            _compare(position, "batch_size", theirs.batch_size, order.batch_size)
-        _compare(position, "number of ranks", theirs.num_ranks, order.num_ranks)
-    if not is_other:
-        return False
-    if position.num_yielded:
-        _compare(position, "length of the dataset", theirs.num_samples, order.num_samples)
-        _compare(position, "kind of sampler", theirs.sampler, order.sampler)
-    if theirs.num_ranks is None and order.num_ranks is None and _differ(theirs.seed, order.seed):
-        raise ResumeError(
-            f"rank {position.rank} saved the state, and its sampler draws from a generator with the seed "
-            f"{theirs.seed}, but that of rank {rank} has the seed {order.seed}: seed the generators of all "
-            "ranks alike, use a DistributedSampler, or save and load a state for each rank"
-        )
-    if position.num_yielded and order.num_ranks is not None:
-        _compare(position, "seed of the sampler", theirs.seed, order.seed)
-    return True
-
-
-def _compare(position: Position, name: str, theirs: Any, ours: Any) -> None:
-    if _differ(theirs, ours):
-        raise ResumeError(
-            f"this epoch cannot be resumed after {position.num_yielded} batches: the state was saved with "
-            f"{name} {theirs}, but this loader has {name} {ours}: give it {theirs}, or load a state that was "
-            "saved between two epochs"
-        )
-
-
-def _differ(theirs: Any, ours: Any) -> bool:
-    return theirs is not None and ours is not None and theirs != ours
 
 
 def nested_samplers(loader: DataLoader[Any]) -> list[Any]:

@@ -30,12 +30,14 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
 from fastload.epochs.epoch import Epoch
-from fastload.epochs.order import Position, check, rank_and_order, rank_of
+from fastload.epochs.order import rank_and_order, rank_of
 from fastload.epochs.sampler_state import (
     DEFAULT,
+    LOADER,
     check_generators,
     fitting,
     generators_of,
+    sampler_keys,
     samplers_by_place,
     samplers_of,
     set_generators,
@@ -286,9 +288,9 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None
         )
     epoch.number = state.epoch
     reason = state.obstacle or epoch.obstacle
-    if reason is not None:
-        if state.num_yielded:
-            raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
+    if reason is not None and state.num_yielded:
+        raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
+    if epoch.obstacle is not None:
         # Without received batches no replay is needed. torch's default generator is the user's: not set.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
@@ -305,8 +307,7 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState
     theirs, ours = state.dataset_states, epoch.dataset_states
     num_theirs, num_ours = (0 if states is None else len(states) for states in (theirs, ours))
     if num_theirs != num_ours:
-        # Older releases saved no states of map-style datasets.
-        if state.num_yielded and (theirs is not None or epoch.is_iterable):
+        if state.num_yielded:
             raise ResumeError(
                 f"the state was saved with copies of the dataset, which have a state each, in {num_theirs} "
                 f"workers, but this loader has {num_ours}: give it the same dataset and num_workers as before"
@@ -350,14 +351,9 @@ def _check(loader: DataLoader[Any], state: SavedState) -> bool:
     Raises:
         ResumeError: The state is not valid for this loader or for this rank.
     """
-    position = Position(
-        num_yielded=state.num_yielded if state.is_within_epoch else 0,
-        rank=state.rank,
-        order=state.order,
-        needs_batch_size=loader._dataset_kind == _DatasetKind.Map
-        or any(copy.num_to_read_again for copy in state.dataset_states or ()),
-    )
-    return check(position, *rank_and_order(loader))
+    reads_again = any(copy.num_to_read_again for copy in state.dataset_states or ())
+    needs_batch_size = loader._dataset_kind == _DatasetKind.Map or reads_again
+    return state.is_of_other_rank(*rank_and_order(loader), needs_batch_size=needs_batch_size)
 
 
 def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -430,6 +426,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """
     saved = SavedState.parse(state)
     check_generators(loader, saved.generators)
+    _check_nothing_is_missing(loader, saved)
     if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
         _check(loader, saved)
         with unchanged_on_error(loader):
@@ -441,6 +438,36 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     progress.other_iterator = None
     progress.sample_seed = saved.sample_seed
     progress.next_number = saved.epoch + saved.is_finished
+
+
+def _check_nothing_is_missing(loader: DataLoader[Any], state: SavedState) -> None:
+    """Check that the state has each part that determines the loader's batches.
+
+    A loader can have a different kind of sampler than the one that saved the state: that one's parts are
+    no business of its.
+
+    Raises:
+        ResumeError: One is missing: the loader would go on from where that one happens to be.
+    """
+    held = samplers_by_place(loader)
+    generators, samplers = set(generators_of(loader, held)), sampler_keys(held)
+    if rank_and_order(loader)[1].sampler != state.order.sampler:
+        generators, samplers = generators & {LOADER}, set()
+    missing = [f"the generator of the {place}" for place in generators - state.generators.keys() - {DEFAULT}]
+    missing += [repr(key) for key in samplers - state.samplers.keys()]
+    if loader._dataset_kind == _DatasetKind.Map and has_dataset_states(loader):
+        copies = state.dataset_states or []
+        missing += [
+            f"the dataset's state in dataset_states[{number}]"
+            for number, copy in enumerate(copies)
+            if copy is ENDED or (copy.progress == "begun" and not copy.data)
+        ]
+    if missing:
+        raise ResumeError(
+            f"the state lacks {', '.join(sorted(missing))}, which decides on the batches of this loader: "
+            "give the loader the dataset, sampler and generator with which the state was saved, or load "
+            "another checkpoint"
+        )
 
 
 def _set_own_dataset(loader: DataLoader[Any], state: SavedState) -> None:

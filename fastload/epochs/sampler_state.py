@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 DEFAULT = "default"  # the place of torch's own generator
+LOADER = "loader"  # the place of the loader's generator
+_EPOCH = ".epoch"  # ends the key of a sampler's epoch
 
 
 def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def samplers_by_place(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _held_generators(loader: DataLoader[Any], samplers: dict[str, Any]) -> dict[str, torch.Generator]:
     found = {DEFAULT: torch.default_generator}
-    for place, owner in (("loader", loader), *samplers.items()):
+    for place, owner in ((LOADER, loader), *samplers.items()):
         generator = getattr(owner, "generator", None)
         if generator is None or any(generator is other for other in found.values()):
             continue
@@ -113,12 +115,17 @@ def samplers_of(samplers: dict[str, Any]) -> dict[str, bytes]:
     unpickle them.
     """
     states = {}
-    for place, sampler in samplers.items():
-        if keeps_state(sampler):
-            states[place] = pickle.dumps(sampler.state_dict())
-        if _counts_epochs(sampler):  # DistributedSampler's order depends on the epoch
-            states[f"{place}.epoch"] = pickle.dumps(int(sampler.epoch))
+    for key in sampler_keys(samplers):
+        sampler = samplers[key.removesuffix(_EPOCH)]
+        states[key] = pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
     return states
+
+
+def sampler_keys(samplers: Mapping[str, Any]) -> set[str]:
+    """The keys of `samplers_of`, without calling a `state_dict()`."""
+    keys = {place for place, sampler in samplers.items() if keeps_state(sampler)}
+    # DistributedSampler's order depends on the epoch.
+    return keys | {place + _EPOCH for place, sampler in samplers.items() if _counts_epochs(sampler)}
 
 
 def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
@@ -135,8 +142,8 @@ def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
         )
     for place, sampler in held.items():
         try:
-            if f"{place}.epoch" in states:
-                sampler.set_epoch(pickle.loads(states[f"{place}.epoch"]))
+            if place + _EPOCH in states:
+                sampler.set_epoch(pickle.loads(states[place + _EPOCH]))
             if place in states:
                 sampler.load_state_dict(pickle.loads(states[place]))
         except Exception as error:
@@ -146,13 +153,8 @@ def set_samplers(loader: DataLoader[Any], states: dict[str, bytes]) -> None:
 
 def fitting(loader: DataLoader[Any], states: dict[str, bytes]) -> dict[str, bytes]:
     """The samplers' states for which the loader has a sampler."""
-    held = samplers_by_place(loader)
-    return {
-        key: state
-        for key, state in states.items()
-        if (key in held and keeps_state(held[key]))
-        or (key.endswith(".epoch") and _counts_epochs(held.get(key.removesuffix(".epoch"))))
-    }
+    keys = sampler_keys(samplers_by_place(loader))
+    return {key: state for key, state in states.items() if key in keys}
 
 
 def _counts_epochs(sampler: Any) -> bool:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 VERSION = 3
-_READABLE = (2, 3)  # version 2 says neither its rank nor its order
 
 T = TypeVar("T")
 
@@ -40,8 +39,9 @@ _KEYS = {
     "obstacle",
     "dataset_states",
     "next_worker",
+    "rank",
+    "order",
 }
-_KEYS_OF_3 = {"rank", "order"}
 _ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
 
@@ -65,7 +65,7 @@ class SavedState:
             of each worker's copy.
         next_worker: The worker whose batch is due next.
         rank: The rank that saved the state; None if unknown.
-        order: The facts about the order that are the same on every rank; None in version 2.
+        order: The facts about the order that are the same on every rank.
     """
 
     epoch: int
@@ -80,8 +80,8 @@ class SavedState:
     obstacle: str | None
     dataset_states: list[IterableState] | None
     next_worker: int
-    rank: int | None = None
-    order: Order | None = None
+    rank: int | None
+    order: Order
 
     @property
     def is_within_epoch(self) -> bool:
@@ -109,7 +109,7 @@ class SavedState:
             "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
             "next_worker": self.next_worker,
             "rank": self.rank,
-            "order": None if self.order is None else self.order.to_plain(),
+            "order": self.order.to_plain(),
         }
 
     @classmethod
@@ -117,16 +117,16 @@ class SavedState:
         """Read a dict of `to_plain`, also after a round trip through JSON.
 
         Raises:
-            ResumeError: This is not such a dict, or a value in it is not valid.
+            ResumeError: This is not such a dict, or a value in it is not valid, or two values contradict each
+                other.
         """
         version = state.get("version") if isinstance(state, dict) else None
-        if type(version) is int and version not in _READABLE:
+        if type(version) is int and version != VERSION:
             raise ResumeError(
-                f"the state has version {_shown(version)}, but this release reads version "
-                f"{' and '.join(map(str, _READABLE))}"
+                f"the state has version {_shown(version)}, but this release reads version {VERSION}: load it "
+                "with the release of fastload that saved it, or start without a state"
             )
-        needed = _KEYS | _KEYS_OF_3 if version == VERSION else _KEYS
-        missing = sorted(needed - set(state)) if isinstance(state, dict) else sorted(needed)
+        missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
         if missing:
             raise ResumeError(f"this is not a state of a fastload.DataLoader: it lacks {', '.join(missing)}")
         if type(state["version"]) is not int:
@@ -153,18 +153,107 @@ class SavedState:
             ),
             dataset_states=_dataset_states(state["dataset_states"]),
             next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
+            rank=_optional_integer("rank", state["rank"], 0, _INT64),
+            order=_order(state["order"]),
         )
-        if version == VERSION:
-            found.rank = _optional_integer("rank", state["rank"], 0, _INT64)
-            found.order = _order(state["order"])
-        num_copies = 1 if found.dataset_states is None else len(found.dataset_states)
-        if found.next_worker >= num_copies:
-            raise _wrong(
-                "next_worker", f"below {num_copies}, the number of dataset_states", found.next_worker
-            )
-        if found.is_within_epoch and DEFAULT not in found.generators:
-            raise _wrong("generators", f"a dict with the key {DEFAULT!r}", sorted(found.generators))
+        found._check_consistency()
         return found
+
+    def _check_consistency(self) -> None:
+        """Raise a ResumeError if two values cannot have been saved together."""
+        if self.iterator_kind is None:
+            for key, is_set, value in (
+                ("_num_yielded", self.num_yielded > 0, self.num_yielded),
+                ("_iterator_finished", self.is_finished, True),
+                ("index_checksum", self.checksum != (0, 0), self.checksum),
+                ("base_seed", self.base_seed != 0, self.base_seed),
+                ("obstacle", self.obstacle is not None, self.obstacle),
+                ("dataset_states", self.dataset_states is not None, self.dataset_states),
+            ):
+                if is_set:
+                    raise _contradiction("'beginning' says that no epoch has begun", key, value)
+        if self.is_within_epoch and DEFAULT not in self.generators:
+            where = "the epoch has begun and not ended, which needs the state of torch's default generator"
+            raise _contradiction(where, "generators", sorted(self.generators))
+        if not self.is_within_epoch and DEFAULT in self.generators:
+            where = "the state stands between two epochs, which has no state of torch's default generator"
+            raise _contradiction(where, "generators", sorted(self.generators))
+        if self.num_yielded > self.checksum[0]:
+            where = f"the indices of {self.checksum[0]} batches were counted"
+            raise _contradiction(where, "_num_yielded", self.num_yielded)
+        if self.rank is not None and self.order.num_ranks is not None and self.rank >= self.order.num_ranks:
+            raise _contradiction(f"the order is that of {self.order.num_ranks} ranks", "rank", self.rank)
+        self._check_copies()
+
+    def _check_copies(self) -> None:
+        copies = self.dataset_states or []
+        num_copies = len(copies) or 1
+        if self.next_worker >= num_copies:
+            where = f"'dataset_states' has {num_copies} workers"
+            raise _contradiction(where, "next_worker", self.next_worker)
+        where = f"{self.num_yielded} batches were delivered"
+        for number, copy in enumerate(copies[: self.num_yielded]):  # batches are dealt round robin
+            if copy is NOT_BEGUN:
+                raise _contradiction(where, f"dataset_states[{number}]", "not begun")
+        is_counted = not any(copy.has_state or copy is ENDED for copy in copies)
+        num_read = sum(copy.num_batches for copy in copies)
+        if copies and is_counted and num_read < self.num_yielded:
+            raise _contradiction(where, "dataset_states", f"{num_read} batches read")
+
+    def is_of_other_rank(self, rank: int | None, order: Order, *, needs_batch_size: bool) -> bool:
+        """Check that this state is valid for a loader of this rank and order, and compare the ranks.
+
+        Args:
+            rank: The loader's, as `rank_and_order` finds it.
+            order: The loader's.
+            needs_batch_size: Whether batches can only be skipped with the same batch size.
+
+        Returns:
+            Whether another rank saved the state.
+
+        Raises:
+            ResumeError: The state is valid neither for this loader nor for this rank.
+        """
+        theirs = self.order
+        num_yielded = self.num_yielded if self.is_within_epoch else 0
+        is_other = self.rank is not None and rank is not None and self.rank != rank
+        if num_yielded:
+            if needs_batch_size:
+                self._compare("batch_size", theirs.batch_size, order.batch_size)
+            self._compare("number of ranks", theirs.num_ranks, order.num_ranks)
+        if not is_other:
+            return False
+        if num_yielded:
+            self._compare("length of the dataset", theirs.num_samples, order.num_samples)
+            self._compare("kind of sampler", theirs.sampler, order.sampler)
+        if theirs.num_ranks is None and order.num_ranks is None and _differ(theirs.seed, order.seed):
+            raise ResumeError(
+                f"rank {self.rank} saved the state, and its sampler draws from a generator with the seed "
+                f"{theirs.seed}, but that of rank {rank} has the seed {order.seed}: seed the generators of "
+                "all ranks alike, use a DistributedSampler, or save and load a state for each rank"
+            )
+        if num_yielded and order.num_ranks is not None:
+            self._compare("seed of the sampler", theirs.seed, order.seed)
+        return True
+
+    def _compare(self, name: str, theirs: Any, ours: Any) -> None:
+        if _differ(theirs, ours):
+            raise ResumeError(
+                f"this epoch cannot be resumed after {self.num_yielded} batches: the state was saved with "
+                f"{name} {theirs}, but this loader has {name} {ours}: give it {theirs}, or load a state that "
+                "was saved between two epochs"
+            )
+
+
+def _differ(theirs: Any, ours: Any) -> bool:
+    return theirs is not None and ours is not None and theirs != ours
+
+
+def _contradiction(where: str, key: str, value: Any) -> ResumeError:
+    return ResumeError(
+        f"the state of a fastload.DataLoader contradicts itself: {where}, but {key!r} is {_shown(value)}. "
+        "Load another checkpoint, or start without a state"
+    )
 
 
 def _wrong(key: str, expected: str, value: Any) -> ResumeError:
@@ -198,12 +287,10 @@ def _optional_integer(key: str, value: Any, start: int, stop: int) -> int | None
     return None if value is None else _integer(key, value, start, stop)
 
 
-def _order(value: Any) -> Order | None:
-    if value is None:
-        return None
+def _order(value: Any) -> Order:
     names = set(Order.__annotations__)
     if not isinstance(value, dict) or set(value) != names:
-        raise _wrong("order", f"None or a dict with the keys {sorted(names)}", value)
+        raise _wrong("order", f"a dict with the keys {sorted(names)}", value)
     return Order(
         num_samples=_optional_integer("order['num_samples']", value["num_samples"], 0, _INT64),
         batch_size=_optional_integer("order['batch_size']", value["batch_size"], -_INT64, _INT64),

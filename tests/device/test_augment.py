@@ -309,9 +309,9 @@ def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((2, 3, 6, 4), r"can be \(B, H, W, C\) or \(B, C, H, W\); give layout="),
-        ((2, 5, 6, 7), "have 1, 3 or 4 channels in no layout; give layout="),
-        ((5, 6, 3), r"images of shape \(B, H, W, C\) or \(B, C, H, W\), but got"),
+        ((2, 3, 6, 4), r"at \$, which can be \(B, H, W, C\) or \(B, C, H, W\) .*; give layout="),
+        ((2, 5, 6, 7), "do not have 1, 3 or 4 channels in the layout 'auto'; give layout="),
+        ((5, 6, 3), r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(transform: Any, shape: tuple[int, ...], message: str) -> None:

@@ -110,10 +110,10 @@ def test_a_shape_that_fits_both_layouts_has_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("shape", "layout", "message"),
     [
-        ((2, 5, 6, 4), "auto", "3 means, but .* 3 channels in the layout 'auto'"),
-        ((2, 3, 6, 4), "HWC", "3 means, but .* 3 channels in the layout 'HWC'"),
-        ((2, 5, 6, 3), "CHW", "3 means, but .* 3 channels in the layout 'CHW'"),
-        ((5, 6, 3), "auto", r"images of shape \(B, H, W, C\) or \(B, C, H, W\), but got"),
+        ((2, 5, 6, 4), "auto", "do not have 3 channels in the layout 'auto'"),
+        ((2, 3, 6, 4), "HWC", "do not have 3 channels in the layout 'HWC'"),
+        ((2, 5, 6, 3), "CHW", "do not have 3 channels in the layout 'CHW'"),
+        ((5, 6, 3), "auto", r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...], layout: str, message: str) -> None:

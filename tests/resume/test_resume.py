@@ -218,8 +218,8 @@ def test_a_foreign_sampler_is_found_out() -> None:
         iter(resumed)
 
 
-@pytest.mark.parametrize("num_yielded", [2, 6])
-def test_a_number_of_batches_that_a_framework_has_changed_counts(num_yielded: int) -> None:
+@pytest.mark.parametrize("num_yielded", [0, 2])
+def test_a_number_of_batches_that_a_framework_has_lowered_counts(num_yielded: int) -> None:
     """Accelerate takes off the batches that it has prefetched: the checksum does not fit any more."""
     expected = uninterrupted("shuffle, generator", 1)[0]
     loader = make("shuffle, generator")
@@ -308,20 +308,11 @@ def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
     assert (state["epoch"], state["_num_yielded"], state["_iterator_finished"]) == (1, 1, False)
 
 
-@pytest.mark.parametrize("state", [{}, {"version": 2}, None, 3])
+@pytest.mark.parametrize("state", [{}, {"version": 3}, None, 3])
 def test_other_dicts_are_refused(state: Any) -> None:
     """What is no state of this loader is refused when it is loaded."""
     with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
         make("in order").load_state_dict(state)
-
-
-def test_later_versions_are_refused() -> None:
-    """A state of another version is refused by name."""
-    loader = make("in order")
-    state = loader.state_dict() | {"version": 99}
-
-    with pytest.raises(ResumeError, match="version 99, but this release reads version 2 and 3"):
-        loader.load_state_dict(state)
 
 
 def test_three_ranks() -> None:
@@ -398,7 +389,7 @@ def test_a_million_samples_are_passed_over() -> None:
     loader = DataLoader(dataset, 4, shuffle=True, generator=seeded())
     iterator = iter(loader)
     next(iterator)
-    state = loader.state_dict() | {"_num_yielded": 250_000}
+    state = loader.state_dict() | {"_num_yielded": 250_000, "index_checksum": [250_001, 0]}
     resumed = DataLoader(dataset, 4, shuffle=True, generator=seeded())
     resumed.load_state_dict(state)
     dataset.reads = 0

@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_CHANNELS = (1, 3, 4)
-
 
 class SoakError(AssertionError):
     """The library has broken a promise; the message says what was expected, what came, and where."""
@@ -69,7 +67,7 @@ def _shown(expected: Any, got: Any) -> str:
 def with_channels_last(batch: Any) -> Any:
     """The batch in the shapes that `memory_format=torch.channels_last` gives it; strides are not set."""
     if isinstance(batch, torch.Tensor):
-        return batch.permute(0, 3, 1, 2) if batch.dim() == 4 and batch.shape[3] in _CHANNELS else batch
+        return batch.permute(0, 3, 1, 2) if _is_image(batch, channels=3, sides=(1, 2)) else batch
     if type(batch) is dict:
         return {key: with_channels_last(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
@@ -82,11 +80,21 @@ def with_channels_last(batch: Any) -> Any:
 def wrong_strides(batch: Any) -> str | None:
     """A message about the first images whose strides are not channels-last; None if there are none."""
     for leaf in leaves(batch):
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() != 4 or leaf.shape[1] not in _CHANNELS:
+        if not isinstance(leaf, torch.Tensor) or not _is_image(leaf, channels=1, sides=(2, 3)):
             continue
         if leaf.numel() and not leaf.is_contiguous(memory_format=torch.channels_last):
             return f"images of shape {tuple(leaf.shape)} have strides {leaf.stride()}, not channels-last ones"
     return None
+
+
+def _is_image(tensor: torch.Tensor, channels: int, sides: tuple[int, int]) -> bool:
+    is_pixels = tensor.dtype is torch.uint8 or tensor.is_floating_point()
+    return (
+        is_pixels
+        and tensor.dim() == 4
+        and tensor.shape[channels] in (1, 3, 4)
+        and all(tensor.shape[side] >= 8 for side in sides)
+    )
 
 
 def leaves(nest: Any) -> Iterator[Any]:
