@@ -63,9 +63,6 @@ class DecodedAndEncodedCache(TieredCache):
         lacking = self.slow.missing()
         return np.array([index for index in lacking.tolist() if index not in self.fast], np.intp)
 
-    def __contains__(self, index: object) -> bool:
-        return index in self.fast or index in self.slow
-
     def get(self, index: int) -> Any | None:
         """The sample from the cache that holds it, or None; images of the slow one are not decoded."""
         sample = self.fast.get(index)
@@ -73,6 +70,8 @@ class DecodedAndEncodedCache(TieredCache):
 
     def put(self, index: int, sample: Any) -> bool:
         """Decode the sample and store it, or store it with undecoded images if there is no room."""
+        if index in self:
+            return True
         if not getattr(self.fast, "is_retained", _always)(index):
             return False
         generation = getattr(self.fast, "generation", 0)
