@@ -14,7 +14,7 @@ import pytest
 
 from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.on_cluster import MayPassError, Outcome, build_on
+from fastload.cache.build.on_cluster import MayPassError, Outcome, Task, build_on
 from fastload.cache.build.sharded import build_shard
 from fastload.errors import (
     CacheError,
@@ -30,8 +30,6 @@ from tests.cache.zoo import Images, RandomImages
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
-
-    from fastload.cache.build.on_cluster import Task
 
 
 class Engine:
@@ -100,6 +98,43 @@ def test_shards_are_built_and_joined(tmp_path: Path) -> None:
 def test_a_cluster_without_cpus_yet_gets_one_shard(tmp_path: Path) -> None:
     """An autoscaled cluster may start with none."""
     assert build_on(Engine(num_cpus=0), images(), tmp_path / "cache").num_shards == 1
+
+
+def test_a_large_cluster_gets_shards_that_a_process_can_open(tmp_path: Path) -> None:
+    """Each open shard takes two descriptors, of which a process may have 1024."""
+    asked: list[int] = []
+
+    class Large(Engine):
+        def run(self, task: Task, shards: Sequence[int]) -> Generator[Outcome, None, None]:
+            asked.append(len(shards))
+            raise KeyboardInterrupt
+            yield
+
+    with pytest.raises(KeyboardInterrupt):
+        build_on(Large(num_cpus=4096), images(2000), tmp_path / "cache", progress=False)
+
+    assert asked == [128]
+
+
+def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
+    """A worker of a cluster runs other tasks later; the dataset keeps its directory while it is read."""
+    (tmp_path / "elsewhere").mkdir()
+    before, during = os.getcwd(), []
+
+    class Elsewhere(Images):
+        def sample(self, index: int) -> Any:
+            during.append(os.getcwd())
+            return super().sample(index)
+
+    def opened() -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        return Elsewhere(8)
+
+    task = Task(opened, os.fspath(tmp_path / "cache"), 1, None, None, "raise", 1.0)
+    assert task(0).failure is None
+
+    assert set(during) == {os.fspath(tmp_path / "elsewhere")}
+    assert os.getcwd() == before
 
 
 def test_a_finished_cache_is_opened(tmp_path: Path) -> None:

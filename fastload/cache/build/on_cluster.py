@@ -15,6 +15,7 @@ software. Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARDS_A_CPU = 4  # so that machines of different speed finish at about the same time
+# An open shard takes two descriptors, one of them for its mapping. Many systems give a process 1024.
+_MOST_SHARDS = 128
 _MOST_FAILURES = 10  # that an error lists
 _MOST_LETTERS = 500  # of a failure
 
@@ -110,21 +113,23 @@ class Task:
         """
         node = socket.gethostname()
         try:
-            dataset = self.open_dataset()
-            fingerprint = fingerprint_of(dataset)
-            built = build_shard(
-                dataset if self.codec == SOURCE else decoded_source(dataset),
-                self.path,
-                shard,
-                self.num_shards,
-                num_workers=0,
-                progress=False,
-                codec=self.codec,
-                quality=self.quality,
-                on_error=self.on_error,
-                error_budget=self.error_budget,
-                fingerprint=fingerprint,
-            )
+            # `open_dataset` may change the working directory; the process goes on to other tasks.
+            with contextlib.chdir(os.curdir):
+                dataset = self.open_dataset()
+                fingerprint = fingerprint_of(dataset)
+                built = build_shard(
+                    dataset if self.codec == SOURCE else decoded_source(dataset),
+                    self.path,
+                    shard,
+                    self.num_shards,
+                    num_workers=0,
+                    progress=False,
+                    codec=self.codec,
+                    quality=self.quality,
+                    on_error=self.on_error,
+                    error_budget=self.error_budget,
+                    fingerprint=fingerprint,
+                )
         except CacheError as error:
             if type(error) is CacheError:  # the file system has refused
                 raise MayPassError(f"on {node}: {_told(error)}") from None
@@ -161,7 +166,8 @@ def build_on(
         engine: Runs the tasks.
         open_dataset: As in `Task`.
         path: The path of the cache, on a file system that all machines share.
-        shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU.
+        shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU, at
+            most 128.
         codec: As in `build_lmdb`.
         quality: As in `build_lmdb`.
         on_error: As in `build_lmdb`.
@@ -179,7 +185,7 @@ def build_on(
         refuse_random(dataset)
     fingerprint = fingerprint_of(dataset)
     if shards is None and not os.path.lexists(path):
-        shards = _shards_of_unfinished(path) or max(1, SHARDS_A_CPU * engine.num_cpus())
+        shards = _shards_of_unfinished(path) or max(1, min(_MOST_SHARDS, SHARDS_A_CPU * engine.num_cpus()))
     with started(
         dataset if codec == SOURCE else decoded_source(dataset),
         path,
