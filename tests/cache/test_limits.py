@@ -28,6 +28,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import CacheError, SegmentError
 from fastload.memory import segment
+from tests.cache.test_shared import TEN_ROWS
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
@@ -363,7 +364,7 @@ def test_rows_that_do_not_all_fit_are_those_of_the_first_samples_without_a_lock(
     """Rows cannot be claimed there, so each row belongs to one index; a log line says so."""
     dataset = Images(30)
     with caplog.at_level(logging.INFO, "fastload"):
-        cache = SharedMemoryCache(30, [dataset.sample(0)], budget=8192 + 128 + 10 * (32 * 24 * 3 + 8))
+        cache = SharedMemoryCache(30, [dataset.sample(0)], budget=TEN_ROWS)
     stored = [index for index in reversed(range(30)) if cache.put(index, dataset.sample(index))]
 
     assert stored == list(reversed(range(10)))
