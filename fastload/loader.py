@@ -23,6 +23,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from fastload.batch.failures import check_error_budget, report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
+from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.epochs import agreement, resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
@@ -208,7 +209,8 @@ class DataLoader(LoaderSettings):
         if rng not in ("worker", "sample"):
             raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
         if rng == "sample":
-            check_dataset(dataset, auto_collation=self._auto_collation)
+            # The samples of a dataset that reads ahead are fetched one by one.
+            check_dataset(dataset, auto_collation=self._auto_collation and not reads_ahead(dataset))
         if worker_method not in ("process", "thread"):
             raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
         if worker_method == "thread":

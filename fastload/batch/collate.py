@@ -35,7 +35,7 @@ from fastload.batch.packing import is_plain
 from fastload.batch.stacking import rows_for
 from fastload.images.layout import image_layout
 from fastload.nested.tensors import tensor_array, tensor_over
-from fastload.nested.tree import map_leaves
+from fastload.nested.tree import map_leaves, private_copy
 
 if TYPE_CHECKING:
     from fastload.images.layout import Layout
@@ -69,6 +69,7 @@ class _Batch:
         self.channels_last = channels_last
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
+        self.is_lent = False
         self._stack = functools.partial(_stack, arena)
 
     def collate(self, values: Any) -> Any:
@@ -274,14 +275,17 @@ class RowCollate:
         self.keeps = False
         self.kept: Any = []
 
-    def begin(self, count: int, *, keeps: bool = False) -> None:
+    def begin(self, count: int, *, keeps: bool = False, is_lent: bool = False) -> None:
         """Start a batch of at most ``count`` samples.
 
         Args:
             count: The number of rows.
             keeps: Whether all samples are kept, for `take`.
+            is_lent: Whether arrays may be read-only views of a cache. torch warns of such arrays, so it gets
+                copies of those that are not written to rows.
         """
         self._batch.count = count
+        self._batch.is_lent = is_lent
         self._num_rows = 0
         self.keeps = keeps
         self.kept = []
@@ -365,7 +369,7 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
         path: The place of the values in a sample.
     """
     try:
-        return batch.collate(values)
+        return batch.collate(private_copy(values) if batch.is_lent else values)
     except Exception as error:
         explain(values, path, error)
         raise

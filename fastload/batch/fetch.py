@@ -326,7 +326,7 @@ class Fetcher:
         if dataset.transform is not None:
             get = self._seeded(dataset.__getitem__, indices, origin)
         rows = self._rows
-        rows.begin(len(positions))
+        rows.begin(len(positions), is_lent=dataset.transform is None)
         self._indices, self._left = indices, iter(positions)
         for position in self._left:
             rows.add(get(position))

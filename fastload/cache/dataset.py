@@ -171,7 +171,8 @@ class CachedDataset(Dataset[Any]):
         self.cache = opener.open(cache)
         self._source = opener.source
         self._holds_images = opener.holds_images
-        self._parts = None if opener.fingerprint is None else dict(opener.fingerprint.parts)
+        fingerprint = None if cache is None else opener.fingerprint  # that of a folder takes a stat per file
+        self._parts = None if fingerprint is None else dict(fingerprint.parts)
         self.decode = decode
 
     @classmethod

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.encoded import decode_images
+from fastload.cache.record import ALIGNMENT_BYTES
 from fastload.cache.sample_cache import retain
 from fastload.cache.tiered import TieredCache
 from fastload.nested.tree import read_only
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 # A cache without room for one sample may have room for a smaller one, but decoding costs time.
 _MOST_REFUSED = 16
+_EMPTY_BYTES = 32 << 10  # a cache takes these at most beside its samples and 8 bytes for each of them
 
 
 class DecodedAndEncodedCache(TieredCache):
@@ -63,9 +65,6 @@ class DecodedAndEncodedCache(TieredCache):
         lacking = self.slow.missing()
         return np.array([index for index in lacking.tolist() if index not in self.fast], np.intp)
 
-    def __contains__(self, index: object) -> bool:
-        return index in self.fast or index in self.slow
-
     def get(self, index: int) -> Any | None:
         """The sample from the cache that holds it, or None; images of the slow one are not decoded."""
         sample = self.fast.get(index)
@@ -73,6 +72,8 @@ class DecodedAndEncodedCache(TieredCache):
 
     def put(self, index: int, sample: Any) -> bool:
         """Decode the sample and store it, or store it with undecoded images if there is no room."""
+        if index in self:
+            return True
         if not getattr(self.fast, "is_retained", _always)(index):
             return False
         generation = getattr(self.fast, "generation", 0)
@@ -106,10 +107,12 @@ def split_budget(
         decoded_bytes: The mean size of a decoded sample.
         encoded_bytes: The mean size of a sample with undecoded images.
     """
+    empty_bytes = min(budget_bytes // 2, _EMPTY_BYTES + 8 * num_samples)
+    encoded_bytes += 2 * ALIGNMENT_BYTES  # the frame of a record, and the gap behind it
+    budget_bytes -= 2 * empty_bytes
     saved_bytes = decoded_bytes - encoded_bytes
-    spare_bytes = budget_bytes - num_samples * encoded_bytes
-    if saved_bytes <= 0 or num_samples * decoded_bytes <= budget_bytes:
-        return max(1, budget_bytes - 1), 1
-    num_decoded = max(0, int(spare_bytes / saved_bytes))
-    fast_bytes = max(1, int(num_decoded * decoded_bytes))
-    return fast_bytes, max(1, budget_bytes - fast_bytes)
+    fast_bytes = budget_bytes
+    if saved_bytes > 0 and num_samples * decoded_bytes > budget_bytes:
+        num_decoded = max(0, (budget_bytes - num_samples * encoded_bytes) // saved_bytes)
+        fast_bytes = int(num_decoded * decoded_bytes)
+    return max(1, fast_bytes + empty_bytes), max(1, budget_bytes - fast_bytes + empty_bytes)

@@ -68,10 +68,7 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
         TypeError: `key` is not a str, or a `fingerprint()` does not return a str or a dict of str.
         ValueError: `key` is empty.
     """
-    if key is not None and not isinstance(key, str):
-        raise TypeError(f"key should be a str, but got {key!r}")
-    if key == "":
-        raise ValueError("key is empty: give a name that always means these samples, such as 'photos-v1'")
+    check_key(key)
     own = _source_parts(dataset)
     prepared = {} if prepare is None else _prepare_parts(prepare)
     if key is None and (own is None or prepared is None):
@@ -80,6 +77,19 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
         prepared = {"prepare": _qualified_name(prepare)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
     return Fingerprint(parts, key)
+
+
+def check_key(key: object) -> None:
+    """Check the user's name for the samples.
+
+    Raises:
+        TypeError: It is neither a str nor None.
+        ValueError: It is empty.
+    """
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"key should be a str, but got {key!r}")
+    if key == "":
+        raise ValueError("key is empty: give a name that always means these samples, such as 'photos-v1'")
 
 
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +24,7 @@ from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
 from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
-from fastload.cache.fingerprint import fingerprint_of, without_fingerprint
+from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, without_fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import registry
@@ -75,7 +76,6 @@ class Opener:
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
         holds_images: Whether these samples may hold images that are not decoded.
-        fingerprint: Of these samples; None without a fingerprint() and a key.
         examples: Samples that were already read from the source, by index.
     """
 
@@ -85,10 +85,16 @@ class Opener:
         self._allowed_bytes = parse_budget(request.budget)
         self.holds_images = False
         self.source = decoded_source(dataset, request.prepare)
-        self.fingerprint = fingerprint_of(dataset, key=request.key, prepare=request.prepare)
+        check_key(request.key)
         self.examples: dict[int, Any] = {}
         self._num_samples = len(dataset)
         self._is_examined = False
+
+    @functools.cached_property
+    def fingerprint(self) -> Fingerprint | None:
+        """Identifies the samples, or None; asked for when it is needed: a folder calls stat for each file."""
+        request = self._request
+        return fingerprint_of(request.dataset, key=request.key, prepare=request.prepare)
 
     def _use_encoded_source(self, asked: str) -> None:
         """Let the source give undecoded images.
@@ -180,6 +186,7 @@ class Opener:
     def _open_decoded_and_encoded(self) -> SampleCache:
         """The tiers of `["ram", "ram-encoded"]`."""
         decoded = Opener(self._request)
+        decoded.fingerprint = self.fingerprint
         self._use_encoded_source('cache=["ram", "ram-encoded"]')
         self._examine()
         if self._num_samples:

@@ -71,7 +71,7 @@ class TieredCache(BaseCache):
         return self.fast.missing()
 
     def __contains__(self, index: object) -> bool:
-        return index in self.fast
+        return index in self.fast or index in self.slow
 
     def get(self, index: int) -> Any | None:
         """The sample from the first cache that holds it, or None."""

@@ -45,7 +45,7 @@ def build(
         path: The cache, a directory; with one shard, a file.
         address: As in ``ray.init``; not used if Ray is connected already.
         shards: Number of shards; None for the number of an unfinished build at ``path``, or else for four per
-            CPU.
+            CPU, at most 128.
         codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"`` or ``"source"``; None for
             raw.
         quality: Quality of jpeg and webp, 1 to 100; None for 95.

@@ -138,7 +138,7 @@ def test_same_as_the_dataset(kind: type[Images], cache: str, tmp_path: Any) -> N
 def test_small_budget_falls_through(kind: type[Images]) -> None:
     """Samples that do not fit are read from the dataset at every access, and are right."""
     dataset = kind(40)
-    ds = CachedDataset(dataset, budget=20_000)
+    ds = CachedDataset(dataset, budget=28_000)
     for _ in range(2):
         for index in range(40):
             assert_same_samples(ds[index], dataset.sample(index))
@@ -564,7 +564,7 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
 
     (record,) = caplog.records
     assert record.getMessage().startswith(
-        "cache: uniform layout, 499 of 2,000 samples fit, about 60.3 MB needed, budget 15.0 MB; shared memory"
+        "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, budget 15.0 MB; shared memory"
     )
 
 

@@ -327,7 +327,7 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     assert 0 < kinds.count(np.ndarray) < NUM_IMAGES
     assert info.layout.endswith("over encoded")
     assert info.budget_bytes is not None
-    assert info.budget_bytes <= SMALL_BUDGET
+    assert info.nbytes <= info.budget_bytes <= SMALL_BUDGET
 
 
 def test_without_a_cache(tmp_path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import Subset
 
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
+from fastload.images.folder import ImageFolder
 from tests.cache.zoo import Images, KnownImages
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TEXTS = st.dictionaries(st.text(), st.text(), max_size=5)
 
@@ -160,3 +165,38 @@ def test_a_cache_without_a_fingerprint_asks_the_dataset_once() -> None:
     CachedDataset(Counting(4), prepare=lambda sample: sample)
 
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("cache", "times"),
+    [
+        (None, 0),
+        ("ram", 1),
+        ("ram-encoded", 1),
+        (["ram", "ram-encoded"], 1),
+        ("lmdb", 1),
+        ("ram, lmdb", 1),
+    ],
+)
+def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
+    cache: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
+) -> None:
+    """Each time takes a stat of every file: none without a cache, one for every other."""
+    (tmp_path / "photos/cat").mkdir(parents=True)
+    Image.fromarray(np.zeros((5, 6, 3), np.uint8)).save(tmp_path / "photos/cat/0.png")
+    asked = []
+    digest = ImageFolder._local_digest
+    monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
+    path = f"lmdb:{tmp_path / 'cache'}"
+    cache = {"lmdb": path, "ram, lmdb": ["ram", path]}.get(str(cache), cache)
+
+    dataset = CachedDataset(ImageFolder(tmp_path / "photos"), cache=cache, budget=1 << 20, progress=False)
+    assert dataset[0][1] == 0
+
+    assert len(asked) == times
+
+
+def test_a_key_is_checked_without_a_cache_too() -> None:
+    """A mistake does not wait until the day on which a cache is used."""
+    with pytest.raises(TypeError, match="key should be a str"):
+        CachedDataset(Images(4), cache=None, key=7)  # type: ignore[arg-type]

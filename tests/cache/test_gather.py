@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+import fastload
 from fastload.cache.dataset import CachedDataset
 from tests.cache.zoo import (
     COLLATES_NUMPY_BOOLS,
@@ -206,3 +207,35 @@ def test_everything() -> None:
     order = np.random.RandomState(0).permutation(20)
 
     assert_same_samples(ds.gather(order, np.empty), default_collate([ds[int(i)] for i in order]))
+
+
+def odd_number(index: int) -> Any:
+    """A number beyond 64 bits makes a batch ragged that torch can collate."""
+    return np.full((4, 4), index, np.uint8), np.zeros((0, 2)), float(index) if index % 3 else index
+
+
+@pytest.mark.parametrize(
+    ("make", "is_refused"),
+    [
+        (odd_number, False),
+        (lambda i: {"large": np.full((400, 400), i, np.uint8), "text": "x" * (i * 20)}, False),
+        (RaggedImages(20).sample, True),
+    ],
+)
+@pytest.mark.parametrize("cached", [True, False])
+def test_torch_is_not_given_read_only_arrays(make: Any, *, is_refused: bool, cached: bool) -> None:
+    """It would warn that they are not writable, which the user cannot change; hits and misses alike."""
+    dataset = Made(make)
+    ds = warmed(dataset) if cached else CachedDataset(dataset, budget=1)
+    loader = fastload.DataLoader(ds, 5)
+    torch.set_warn_always(True)
+    try:
+        if is_refused:
+            with pytest.raises(RuntimeError, match="equal size"):
+                list(loader)
+        else:
+            assert_same_samples(
+                list(loader), [default_collate([make(i) for i in range(k, k + 5)]) for k in (0, 5, 10, 15)]
+            )
+    finally:
+        torch.set_warn_always(False)

@@ -19,13 +19,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
-from fastload.errors import SegmentError
+from fastload.errors import CacheError, SegmentError
 from fastload.memory import segment
+from tests.cache.test_shared import TEN_ROWS
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
@@ -361,7 +364,7 @@ def test_rows_that_do_not_all_fit_are_those_of_the_first_samples_without_a_lock(
     """Rows cannot be claimed there, so each row belongs to one index; a log line says so."""
     dataset = Images(30)
     with caplog.at_level(logging.INFO, "fastload"):
-        cache = SharedMemoryCache(30, [dataset.sample(0)], budget=8192 + 128 + 10 * (32 * 24 * 3 + 8))
+        cache = SharedMemoryCache(30, [dataset.sample(0)], budget=TEN_ROWS)
     stored = [index for index in reversed(range(30)) if cache.put(index, dataset.sample(index))]
 
     assert stored == list(reversed(range(10)))
@@ -496,3 +499,15 @@ def test_without_proc(interpreter: Interpreter) -> None:
 
     assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
     assert sum("no registry of shared caches" in line for line in lines) == 1
+
+
+def test_shards_beyond_the_limit_of_descriptors(tmp_path: Path) -> None:
+    """The error says how many files the cache takes, and what to do."""
+    build_lmdb(Images(40), tmp_path / "cache", shards=40, num_workers=0).close()
+    used = len(os.listdir("/proc/self/fd"))
+
+    with limited(resource.RLIMIT_NOFILE, used + 20), pytest.raises((OSError, CacheError)) as caught:
+        LMDBCache(tmp_path / "cache")
+
+    assert "two files open for each of the 40 shards" in caught.value.__notes__[-1]
+    assert "ulimit -n" in caught.value.__notes__[-1]

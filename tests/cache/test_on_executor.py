@@ -20,7 +20,8 @@ import pytest
 
 from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb, build_shard
-from fastload.cache.build.on_executor import TransientTaskError, build_on
+from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
+from fastload.cache.build.unfinished import Unfinished
 from fastload.errors import (
     CacheError,
     CacheMismatchError,
@@ -114,6 +115,43 @@ def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
         cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2)
 
     assert (cache.num_shards, cache.verify()) == (8, [])
+
+
+def test_a_large_cluster_gets_shards_that_a_process_can_open(
+    executors: Callable[..., OneByOne], tmp_path: Path
+) -> None:
+    """Each open shard takes two descriptors, of which a process may have 1024."""
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_on(executors(before=stop), images(2000), tmp_path / "cache", num_cpus=4096, progress=False)
+
+    with contextlib.closing(Unfinished(os.fspath(tmp_path / "cache"))) as files:
+        assert files.open()
+        assert files.plan.num_shards == 128
+
+
+def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
+    """A worker of a cluster runs other tasks later; the dataset keeps its directory while it is read."""
+    (tmp_path / "elsewhere").mkdir()
+    before, during = os.getcwd(), []
+
+    class Elsewhere(Images):
+        def sample(self, index: int) -> Any:
+            during.append(os.getcwd())
+            return super().sample(index)
+
+    def opened() -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        return Elsewhere(8)
+
+    task = Task(opened, os.fspath(tmp_path / "cache"), 1, None, None, "raise", 1.0)
+    assert task(0).failure is None
+
+    assert set(during) == {os.fspath(tmp_path / "elsewhere")}
+    assert os.getcwd() == before
 
 
 def test_a_finished_cache_is_opened(executors: Callable[..., OneByOne], tmp_path: Path) -> None:

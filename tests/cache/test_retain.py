@@ -28,6 +28,7 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import Segment
+from tests.cache.test_shared import OVERHEAD
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import something_else
@@ -40,7 +41,7 @@ MB = 1 << 20
 FORK = multiprocessing.get_context("fork")
 KINDS = [Images, RaggedImages, MixedImages]
 ROW_BYTES = 32 * 24 * 3 + 8
-TEN_ROWS = 8192 + 128 + 10 * ROW_BYTES
+TEN_ROWS = OVERHEAD + 10 * ROW_BYTES
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -688,7 +689,7 @@ def test_processes_that_store_at_once_stay_within_the_budget(
 ) -> None:
     """Before and after retain(), what they store together is right, and is no more than fits."""
     dataset = kind(200)
-    budget = 8192 + 128 + 50 * ROW_BYTES
+    budget = OVERHEAD + 50 * ROW_BYTES
     cache = make(dataset, budget)
     children = [start(cache, dataset) for _ in range(num_writers)]
     for part in (None, range(0, 200, 2), range(100, 200)):
@@ -793,7 +794,7 @@ def test_other_samples_are_read_from_the_source() -> None:
 def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Path) -> None:
     """They drop and store samples as the parts change, and all batches are right."""
     dataset = Images(40, log=tmp_path / "reads")
-    ds = CachedDataset(dataset, budget=8192 + 128 + 20 * ROW_BYTES)
+    ds = CachedDataset(dataset, budget=OVERHEAD + 20 * ROW_BYTES)
     loader = make_loader(
         ds, 4, num_workers=2, persistent_workers=True, multiprocessing_context=method, shuffle=True
     )
@@ -865,7 +866,7 @@ def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
     paths = [tmp_path / f"{index:02}.png" for index in range(40)]
     for index, path in enumerate(paths):
         PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
-    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget=200_000)
+    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget=240_000)
     fast, slow = ds.cache.fast, ds.cache.slow  # type: ignore[union-attr]
     for index in range(40):
         _ = ds[index]

@@ -18,6 +18,7 @@ from torch.utils.data import Subset
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import owners, registry
+from fastload.cache.ram.layout import DESCRIPTION_AT
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment
@@ -336,7 +337,7 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
     elif fault == "open to others":
         os.fchmod(segment.fd, 0o644)
     elif fault == "damaged":
-        os.pwrite(segment.fd, b"?", cache._plan.ragged_at + cache._plan.ragged_bytes + 5)
+        os.pwrite(segment.fd, b"?", DESCRIPTION_AT + 5)
     else:
         name = "0" * 32
         fingerprint = type(fingerprint)({"any": "thing"}, None)

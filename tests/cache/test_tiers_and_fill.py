@@ -100,6 +100,18 @@ def test_fill_stops_at_the_budget(kind: type[Images]) -> None:
     assert_same_samples(ds.view(1999), dataset.sample(1999))
 
 
+@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages, Everything])
+@pytest.mark.parametrize("budget", ["10kB", "50kB", "200kB"])
+def test_a_budget_in_words_is_kept(kind: type[Images], budget: str) -> None:
+    """Headers, tables and partly used pages count, too."""
+    ds = CachedDataset(kind(480), budget=budget)
+    info = ds.fill(0, progress=False)
+
+    assert info.budget_bytes is not None
+    assert info.nbytes <= info.budget_bytes
+    assert info.num_cached > 0 or budget != "200kB"
+
+
 def test_fill_twice_reads_nothing() -> None:
     """A full cache is left as it is."""
     dataset = Images(30)

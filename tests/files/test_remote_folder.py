@@ -341,6 +341,19 @@ def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str) -> None:
     assert values(loader) == [[number // 2 for number in range(SIZE)]]
 
 
+@pytest.mark.parametrize("is_subset", [False, True])
+def test_rng_sample_takes_it(local: Path, url: str, *, is_subset: bool) -> None:
+    """Its own bulk read, which only torch's loader calls, is no reason to refuse it."""
+
+    def batches(root: Any) -> list[list[int]]:
+        folder: Any = fastload.ImageFolder(root)
+        dataset = Subset(folder, range(SIZE)) if is_subset else folder
+        generator = torch.Generator().manual_seed(1)
+        return values(fastload.DataLoader(dataset, 5, shuffle=True, generator=generator, rng="sample"))
+
+    assert batches(url) == batches(local)
+
+
 def test_a_folder_on_disk_has_no_bulk_reads(local: Path) -> None:
     """Torch's loader reads it as before, and `read_ahead` does nothing."""
     folder = fastload.ImageFolder(local)

@@ -37,17 +37,16 @@ class _Chunks(Dataset[int]):
         self.chunks = chunks
 
     def __getitem__(self, number: int) -> int:
-        chunk = self.chunks[number]
+        num_stored = 0
         read_tasks_ahead(self.dataset, self.chunks, number)
-        for index in chunk:
+        for index in self.chunks[number]:
             try:
-                sample = self.dataset.view(index)
-                if index not in self.cache:  # `view` may have deferred storing (see `pace`)
-                    self.cache.put(index, sample)
+                # `view` may have deferred storing (see `pace`), or found the sample in a slower cache.
+                num_stored += bool(self.cache.put(index, self.dataset.view(index)))
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")
                 raise
-        return sum(index in self.cache for index in chunk)
+        return num_stored
 
 
 def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:

@@ -15,6 +15,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from concurrent.futures import as_completed
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARDS_PER_CPU = 4  # so that machines of different speed finish at about the same time
+# An open shard takes two descriptors, one of them for its mapping. Many systems give a process 1024.
+_MAX_SHARDS = 128
 _MAX_FAILURES = 10  # that an error lists
 _MAX_LETTERS = 500  # of a failure
 
@@ -97,20 +100,22 @@ class Task:
         """
         node = socket.gethostname()
         try:
-            dataset = self.open_dataset()
-            built = build_shard(
-                dataset if self.codec == SOURCE else decoded_source(dataset),
-                self.path,
-                shard,
-                self.num_shards,
-                num_workers=0,
-                progress=False,
-                codec=self.codec,
-                quality=self.quality,
-                on_error=self.on_error,
-                error_budget=self.error_budget,
-                fingerprint=fingerprint_of(dataset),
-            )
+            # `open_dataset` may change the working directory; the process goes on to other tasks.
+            with contextlib.chdir(os.curdir):
+                dataset = self.open_dataset()
+                built = build_shard(
+                    dataset if self.codec == SOURCE else decoded_source(dataset),
+                    self.path,
+                    shard,
+                    self.num_shards,
+                    num_workers=0,
+                    progress=False,
+                    codec=self.codec,
+                    quality=self.quality,
+                    on_error=self.on_error,
+                    error_budget=self.error_budget,
+                    fingerprint=fingerprint_of(dataset),
+                )
         except CacheError as error:
             if type(error) is CacheError:  # the file system has refused
                 raise TransientTaskError(f"on {node}: {_in_one_line(error)}") from None
@@ -149,7 +154,8 @@ def build_on(
         open_dataset: As in `Task`.
         path: The path of the cache, on a file system that all machines share.
         num_cpus: How many tasks run at the same time.
-        shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU.
+        shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU, at
+            most 128.
         codec: As in `build_lmdb`.
         quality: As in `build_lmdb`.
         on_error: As in `build_lmdb`.
@@ -166,7 +172,7 @@ def build_on(
     if not isinstance(dataset, ImageFolder):
         refuse_random(dataset)
     if shards is None and not os.path.lexists(path):
-        shards = _shards_of_unfinished(path) or max(1, SHARDS_PER_CPU * num_cpus)
+        shards = _shards_of_unfinished(path) or max(1, min(_MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     with started(
         dataset if codec == SOURCE else decoded_source(dataset),
         path,

@@ -6,6 +6,7 @@ files of a local copy (see `copies`) hold a shared lock, so that the copy is not
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import weakref
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastload.cache.lmdb.open_file import OpenFile
 from fastload.cache.locks import share_lock
-from fastload.errors import CacheCorruptError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, add_note
 
 if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
@@ -55,7 +56,17 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
     is_copy = os.path.exists(os.path.join(path, MANIFEST_NAME))
     shards: dict[int, OpenFile] = {}
     for name in names:
-        file = _open_file(os.path.join(path, name), is_copy=is_copy)
+        try:
+            file = _open_file(os.path.join(path, name), is_copy=is_copy)
+        except (OSError, CacheError) as error:
+            cause = error.__cause__ if isinstance(error, CacheError) else error
+            if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
+                add_note(
+                    error,
+                    f"A process keeps two files open for each of the {len(names):,} shards of {path}: raise "
+                    "the limit (ulimit -n), or build the cache with fewer shards",
+                )
+            raise
         number = file.description.shard
         first = next(iter(shards.values()), file)
         _check_same_cache(file, first)

@@ -264,6 +264,8 @@ class Generation:
         plan = self.plan
         rows = plan.rows - cursor.rows
         free_bytes = plan.spare_bytes + rows * plan.row_bytes - cursor.ragged_bytes
+        if cursor.ragged_bytes:
+            free_bytes -= plan.shared_bytes
         return max(0, min(rows, free_bytes // max(1, plan.row_bytes)))
 
     def _claim_row(self, index: int) -> int | None:
@@ -285,10 +287,10 @@ class Generation:
             end = cursor.ragged_bytes + nbytes
             if plan.is_packed:
                 given_up = 0
-                free_bytes = plan.spare_bytes + (plan.rows - cursor.rows) * plan.row_bytes
+                free_bytes = plan.spare_bytes + (plan.rows - cursor.rows) * plan.row_bytes - plan.shared_bytes
             else:
                 given_up = cursor.given_up + (index < plan.rows)
-                free_bytes = plan.spare_bytes + given_up * plan.row_bytes
+                free_bytes = plan.spare_bytes + given_up * plan.untouched_bytes
             if end > free_bytes:
                 return None
             if end > plan.ragged_bytes:

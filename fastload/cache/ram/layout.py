@@ -6,12 +6,12 @@ The process that creates the segment plans the layout; other processes read it f
     stamp        at byte 32: which generation of which cache this is, and which samples it retains
     cursor       at byte 64: how much of the rows and of the ragged area is used (see `generation`)
     successor    at byte 128: the number of the next generation and a process that holds it (see `successor`)
+    description  at byte 1024: JSON, ASCII; in pages of its own at the end if it is too long
     table        from the second page on, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number
                  2 * row + 1 = a uniform row, else the offset of a ragged record
     columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
                  given out one after another, so that any subset of the samples can be stored
     ragged       records (see `record`), each after a frame that names its sample
-    description  JSON, ASCII
 
 Rows that are given out one after another fill whole pages. If each sample had a row of its own in a larger,
 sparse segment, small rows of a random subset would touch nearly all pages, and so take much more memory than
@@ -48,6 +48,7 @@ SEGMENT_NAME = "fastload-cache"
 STAMP_AT = 32
 CURSOR_AT = 64
 SUCCESSOR_AT = 128
+DESCRIPTION_AT = 1024
 TABLE_AT = PAGE_BYTES
 ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
@@ -168,7 +169,7 @@ class Layout:
         specs = {spec.node: spec for spec, _ in flat}
         spec = next(iter(specs.values())) if len(specs) == 1 else None
         columns_at = round_up(TABLE_AT + num_samples * ENTRY_BYTES, PAGE_BYTES)
-        left = max(0, budget_bytes - columns_at)
+        left = max(0, budget_bytes - columns_at - _overhead_bytes(spec, origin))
         columns: tuple[Column, ...] = ()
         rows, end = 0, columns_at
         if spec is not None and any(leaf.kind == IMAGE for leaf in spec.leaves):
@@ -201,6 +202,16 @@ class Layout:
         """Bytes of one uniform sample."""
         return sum(column.row_bytes for column in self.columns)
 
+    @property
+    def shared_bytes(self) -> int:
+        """An upper bound of what pages at the ends of columns hold in vain while not all rows are used."""
+        return 2 * PAGE_BYTES * len(self.columns)
+
+    @property
+    def untouched_bytes(self) -> int:
+        """Bytes of the pages that no sample touches if its row, one of a full column, is never written."""
+        return sum(PAGE_BYTES * max(0, column.row_bytes // PAGE_BYTES - 1) for column in self.columns)
+
     def create_segment(self, stamp: Stamp | None = None) -> tuple[Segment, mmap.mmap]:
         """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
 
@@ -211,8 +222,9 @@ class Layout:
             SegmentError: The system refused the memory.
         """
         text = json.dumps(self._description()).encode("ascii")
-        text_at = self.ragged_at + self.ragged_bytes
-        segment = Segment.create(text_at + len(text), name=SEGMENT_NAME, sealed=True)
+        end = self.ragged_at + self.ragged_bytes
+        text_at = DESCRIPTION_AT if DESCRIPTION_AT + len(text) <= TABLE_AT else end
+        segment = Segment.create(max(end, text_at + len(text)), name=SEGMENT_NAME, sealed=True)
         try:
             mapping = segment.map(writable=False)
             segment.write(text, text_at)
@@ -292,7 +304,7 @@ def create(
     example_bytes = [_ragged_bytes(*flatten(example)) for example in examples]
     least_bytes = TABLE_AT + num_samples * ENTRY_BYTES + sum(example_bytes)
     ragged_bytes = 0 if planned.rows else num_samples * max(example_bytes, default=0)
-    padding_bytes = COLUMN_ALIGNMENT_BYTES * len(planned.columns) + PAGE_BYTES
+    padding_bytes = COLUMN_ALIGNMENT_BYTES * len(planned.columns) + _overhead_bytes(planned.spec, origin)
     needed_bytes = planned.ragged_at + padding_bytes + ragged_bytes
     segment_bytes = planned.ragged_at + planned.ragged_bytes
     refusal: SegmentError | None = None
@@ -329,6 +341,17 @@ def create(
             str(refusal),  # the error itself would keep this frame alive in a log handler
         )
     return layout, segment, mapping
+
+
+def _overhead_bytes(spec: Spec | None, origin: Origin) -> int:
+    """An upper bound of the bytes of a description at the end, and of pages that are used in part."""
+    fingerprint = origin.fingerprint
+    texts = [] if fingerprint is None else [*fingerprint.parts, *fingerprint.parts.values(), fingerprint.key]
+    num_columns = 0 if spec is None else len(spec.leaves)
+    spec_bytes = 0 if spec is None else 3 * len(spec.text)  # in quotes, and the columns repeat it
+    described_bytes = 512 + 64 * num_columns + spec_bytes + len(json.dumps(texts)) + 8 * len(texts)
+    is_apart = described_bytes > TABLE_AT - DESCRIPTION_AT
+    return is_apart * round_up(described_bytes, PAGE_BYTES) + 2 * PAGE_BYTES
 
 
 def _ragged_bytes(spec: Spec, values: list[Any]) -> int:
