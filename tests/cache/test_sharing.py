@@ -21,6 +21,7 @@ from fastload.cache.ram import owners, registry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment
+from fastload.system.logs import say_once
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
@@ -186,6 +187,7 @@ def test_without_a_key_nothing_is_shared(start: Callable[..., Job]) -> None:
 
 LAUNCHERS = [
     {"LOCAL_WORLD_SIZE": "8"},
+    {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # Lightning
     {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     {"MPI_LOCALNRANKS": "4"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
@@ -193,6 +195,7 @@ LAUNCHERS = [
 ]
 ALONE = [
     {},
+    {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # a rank on each of two hosts
     {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
     {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
@@ -202,6 +205,7 @@ ALONE = [
 def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
         monkeypatch.delenv(name, raising=False)
+    say_once.cache_clear()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -210,12 +214,14 @@ def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_are_warned_of_private_caches(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Where a launcher started several ranks on a host, a private cache in each is worth a warning."""
+    """Where a launcher started several ranks on a host, private caches in each are worth one warning."""
     set_launcher(variables, monkeypatch)
     with caplog.at_level(logging.WARNING, "fastload"):
         CachedDataset(Images(30))
+        CachedDataset(Images(30))
 
-    assert "private to this process and its workers" in caplog.text
+    (record,) = caplog.records
+    assert "private to this process and its workers" in record.getMessage()
 
 
 def _halved(sample: Any) -> Any:
