@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import stat
@@ -27,64 +26,15 @@ from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
     from pathlib import Path
 
-FORK = multiprocessing.get_context("fork")
+    from tests.kit.jobs import Job
+
 MB = 1 << 20
 
 
 pytestmark = pytest.mark.usefixtures("registry")
-
-
-class Job:
-    """Another job: a process that runs a function, sends its result, and then waits to be ended."""
-
-    def __init__(self, work: Callable[..., Any], *args: Any) -> None:
-        self._pipe, other = FORK.Pipe()
-        self._process = FORK.Process(target=self._run, args=(work, args, other))
-        self._process.start()
-        other.close()
-
-    @staticmethod
-    def _run(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-        kept, answer = work(*args)
-        pipe.send(answer)
-        pipe.recv()  # EOF when the parent is gone
-        del kept
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def answer(self) -> Any:
-        return self._pipe.recv()
-
-    def kill(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-
-    def end(self) -> None:
-        self.kill()
-        self._pipe.close()
-        self._process.close()
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Starts jobs, which are ended with the test."""
-    jobs: list[Job] = []
-
-    def start(work: Callable[..., Any], *args: Any) -> Job:
-        jobs.append(Job(work, *args))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
 
 
 def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
