@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -45,7 +46,9 @@ def train(dataset: fastload.CachedDataset, folder: Path) -> None:
     """Four epochs; notes how the cache is shared, and whether all samples were right."""
     rank = dist.get_rank()
     sampler: Any = DistributedSampler(dataset)
-    loader = fastload.DataLoader(dataset, 4, sampler=sampler, num_workers=1, persistent_workers=True)
+    # The workers of a spawned rank are spawned too, which takes seconds.
+    num_workers = 0 if multiprocessing.get_start_method() == "spawn" else 1
+    loader = fastload.DataLoader(dataset, 4, sampler=sampler, num_workers=num_workers)
     is_right = True
     for epoch in range(4):
         loader.set_epoch(epoch)

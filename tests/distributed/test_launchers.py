@@ -112,9 +112,6 @@ def test_ranks_that_torch_multiprocessing_spawns_share(interpreter: Interpreter,
     """Once they have joined their process group: nothing else tells that they are ranks."""
     script = tmp_path / "script.py"
     script.write_text(SPAWN)
-    program = (
-        "import runpy, sys\nsys.argv[:] = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    )
     done = interpreter.run(EXEC, str(script), str(tmp_path), environment=environment(tmp_path), limit_s=110)
 
     assert_shared(done, tmp_path)
