@@ -6,7 +6,8 @@ A wrong match would put wrong images into a training, so a fingerprint exists on
    means that the dataset cannot say what its samples are.
 2. The user passes `key=`, which promises that this key always means these samples.
 
-torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and its cache is private.
+torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and only ranks that were
+started together share its cache (see `launch`).
 A fingerprint does not cover the code of a user's own `__getitem__`: it stays the same when that code changes.
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastload.cache.ram import owners
-from fastload.cache.ranks import are_several_in
+from fastload.cache.ranks import are_several, are_several_in
 from fastload.system.cgroups import read_text
 from fastload.system.logs import log
 from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
@@ -61,7 +61,8 @@ def current() -> Launch | None:
     variables, parent = _started_with(os.getpid()), os.getppid()
     local_rank = variables.get("LOCAL_RANK")
     if local_rank is None:
-        return Launch([_led_by(os.getpid())], None) if any(map(sys.modules.get, _LIGHTNING)) else None
+        may_lead = any(map(sys.modules.get, _LIGHTNING)) and not are_several()
+        return Launch([_led_by(os.getpid())], None) if may_lead else None
     if "MASTER_PORT" not in variables or not are_several_in(variables):
         return None
     job = ", ".join(f"{name}={variables[name]}" for name in _JOB if name in variables)

@@ -4,6 +4,8 @@ Rules:
 
 1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
    structure of its samples? A dataset with a fingerprint is examined by the process that makes its cache.
+   Ranks that were started together also compare datasets without fingerprint and key (see `likeness`), and
+   share the n-th cache of this kind that each of them makes. Other such caches are private.
 2. A process that attaches to a cache that other processes filled reads sample 0 from the source and compares
    it. Only this check can detect a key that is used twice or a fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
@@ -242,7 +244,7 @@ class Opener:
         self._examine()
         launched = launch.current() if self._num_samples else None
         if launched is None:
-            return self._private_ram()
+            return self._private_ram("before init_process_group() it is not known which processes these are")
         parts = likeness(self._request.dataset, self._request.prepare, self._probed())
         if parts is None:
             return self._private_ram("the samples that the ranks would compare are all alike")
@@ -273,13 +275,13 @@ class Opener:
                 probed[index] = error
         return probed
 
-    def _private_ram(self, why_not_of_launch: str = "") -> SharedMemoryCache:
+    def _private_ram(self, why_not_of_launch: str) -> SharedMemoryCache:
         cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
         why = without_fingerprint(self._request.dataset, self._request.prepare)
         cache.reason = (
             f"private to this process and its workers, because {why}, to share with other ranks and jobs"
         )
-        if why_not_of_launch:
+        if ranks.are_several():
             cache.reason += f". Ranks that start together share equal datasets, but {why_not_of_launch}"
         self._warn_ranks(cache.reason)
         return cache

@@ -359,6 +359,7 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
 
 def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Where /proc refuses, this process makes its own cache, and one line says so."""
+    say_once.cache_clear()
     first = CachedDataset(KnownImages(3))
 
     def refuse(self: owners.Entry) -> Segment:
