@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fastload.cache import pace
+from fastload.cache import launch, pace
 from tests.kit import accelerator, leaks
 from tests.kit.processes import Gate, Interpreter
 
@@ -80,6 +80,12 @@ def imports_out_of_collections() -> None:
 def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches store each sample at its first access, however long that takes: no timing decides a test."""
     monkeypatch.setattr(pace, "CHEAP_S", float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process does not become Lightning's rank 0, although a test may have imported Lightning."""
+    monkeypatch.setattr(launch, "_LIGHTNING", ())
 
 
 @pytest.fixture(autouse=True)

@@ -110,7 +110,8 @@ class CachedDataset(Dataset[Any]):
             way as `transform`.
         key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that give
             the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
-            torch's Subset of one) is shared without a key.
+            torch's Subset of one) is shared without a key. Any other dataset is shared by the ranks of one
+            job on a host, if their datasets are equal.
         budget: The most memory that a cache in RAM may take: `"auto"` (80% of free memory), bytes, `"40GB"`,
             or a share of free memory. Samples that do not fit are read from the dataset at every access. The
             process that creates a shared cache sets its budget.

@@ -6,7 +6,8 @@ A wrong match would put wrong images into a training, so a fingerprint exists on
    means that the dataset cannot say what its samples are.
 2. The user passes `key=`, which promises that this key always means these samples.
 
-torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and its cache is private.
+torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and only ranks that were
+started together share its cache (see `launch`).
 A fingerprint does not cover the code of a user's own `__getitem__`: it stays the same when that code changes.
 """
 
@@ -70,11 +71,11 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     """
     check_key(key)
     own = _source_parts(dataset)
-    prepared = {} if prepare is None else _prepare_parts(prepare)
+    prepared = {} if prepare is None else prepare_parts(prepare)
     if key is None and (own is None or prepared is None):
         return None
     if prepared is None:
-        prepared = {"prepare": _qualified_name(prepare)}
+        prepared = {"prepare": qualified_name(prepare)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
     return Fingerprint(parts, key)
 
@@ -120,7 +121,7 @@ def _source_parts(dataset: Any) -> dict[str, str] | None:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
     given = _given_parts(dataset, "fingerprint") if callable(getattr(dataset, "fingerprint", None)) else None
-    return None if given is None else {"dataset": _qualified_name(type(dataset)), **given}
+    return None if given is None else {"dataset": qualified_name(type(dataset)), **given}
 
 
 def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
@@ -145,7 +146,8 @@ def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
     return parts
 
 
-def _prepare_parts(prepare: Any) -> dict[str, str] | None:
+def prepare_parts(prepare: Any) -> dict[str, str] | None:
+    """The parts of a fingerprint for the deterministic part; None if it cannot say what it is."""
     if callable(getattr(prepare, "fingerprint", None)):
         given = _given_parts(prepare, "fingerprint")
         return None if given is None else {f"prepare {part}": value for part, value in given.items()}
@@ -154,7 +156,7 @@ def _prepare_parts(prepare: Any) -> dict[str, str] | None:
 
         try:
             description = albumentations.to_dict(prepare)
-            return {"prepare": f"{_qualified_name(type(prepare))}, digest {digest_of(description)}"}
+            return {"prepare": f"{qualified_name(type(prepare))}, digest {digest_of(description)}"}
         except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
             return None
     return None
@@ -165,7 +167,8 @@ def is_albumentations(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
 
 
-def _qualified_name(kind: Any) -> str:
+def qualified_name(kind: Any) -> str:
+    """The module and name of a class or function, or of the class of any other object."""
     named = kind if hasattr(kind, "__qualname__") else type(kind)
     # multiprocessing imports the main script under another name in spawned workers.
     module = "__main__" if named.__module__ == "__mp_main__" else named.__module__

@@ -4,6 +4,8 @@ Rules:
 
 1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
    structure of its samples? A dataset with a fingerprint is examined by the process that makes its cache.
+   Ranks that were started together also compare datasets without fingerprint and key (see `likeness`), and
+   share the n-th cache of this kind that each of them makes. Other such caches are private.
 2. A process that attaches to a cache that other processes filled reads sample 0 from the source and compares
    it. Only this check can detect a key that is used twice or a fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
@@ -12,19 +14,21 @@ Rules:
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache import random_check, ranks
+from fastload.cache import launch, random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
 from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, without_fingerprint
+from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import registry
@@ -39,7 +43,7 @@ from fastload.files.remote import is_url
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_budget
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -53,6 +57,7 @@ _USAGE = (
     "object"
 )
 _ENCODED = "ram-encoded"
+_numbers = itertools.count(1)  # of the caches in RAM without a fingerprint that this process makes
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 
 
@@ -221,31 +226,79 @@ class Opener:
 
     def _open_shared(self) -> SharedMemoryCache:
         if self.fingerprint is None:
-            self._examine()
-            return self._private_ram()
-        cache = registry.find(self.fingerprint, self._num_samples)
-        if cache is None:
-            self._examine()
-            examples = list(self.examples.values())
-            cache = registry.create(self.fingerprint, self._num_samples, examples, self._ram_bytes())
-            if cache.unregister is None:
-                self._warn_ranks(cache.reason)
+            return self._open_of_launch()
+        try:
+            cache = registry.find(self.fingerprint, self._num_samples)
+            if cache is None:
+                self._examine()
+                cache = self._create(self.fingerprint)
+        except CacheMismatchError as error:
+            raise CacheMismatchError(
+                f"{error}. If the cache is right, change the dataset. If the dataset is right, give another "
+                "key, or end the processes that hold the cache"
+            ) from None
         self._compare_first(cache)
         return cache
 
-    def _private_ram(self) -> SharedMemoryCache:
+    def _create(self, fingerprint: Fingerprint) -> SharedMemoryCache:
+        examples = list(self.examples.values())
+        cache = registry.create(fingerprint, self._num_samples, examples, self._ram_bytes())
+        if cache.unregister is None:
+            self._warn_ranks(cache.reason)
+        return cache
+
+    def _open_of_launch(self) -> SharedMemoryCache:
+        """The n-th cache that each rank of this launch makes, for the n-th call; private if they differ."""
+        number = next(_numbers)
+        self._examine()
+        launched = launch.current() if self._num_samples else None
+        if launched is None:
+            return self._private_ram("before init_process_group() it is not known which processes these are")
+        parts = likeness(self._request.dataset, self._request.prepare, self._probed())
+        if parts is None:
+            return self._private_ram("the samples that the ranks would compare are all alike")
+        names = [Fingerprint(parts, f"cache {number} of {name}") for name in launched.names]
+        try:
+            found = (registry.find(name, self._num_samples) for name in names)
+            cache = next(filter(None, found), None) or self._create(names[-1])
+        except CacheMismatchError as error:
+            return self._private_ram(str(error))
+        origin = cache.origin.fingerprint
+        if origin is not None and launched.is_rank_taken(origin.name):
+            cache.close()
+            return self._private_ram("another process has the LOCAL_RANK of this one")
+        if cache.unregister is not None and origin is not None:
+            why = without_fingerprint(self._request.dataset, self._request.prepare)
+            cache.reason = f"shared as {origin.key}: {cache.reason}. Other jobs do not find it, because {why}"
+        return cache
+
+    def _probed(self) -> dict[int, Any]:
+        """The samples that ranks compare; an exception stands for a sample that cannot be read."""
+        probed: dict[int, Any] = {}
+        for index in probed_indices(self._num_samples):
+            try:
+                if index not in self.examples:
+                    self.examples |= random_check.probe(self.source, [index], rechecked=[])
+                probed[index] = self.examples[index]
+            except Exception as error:  # noqa: BLE001  # whoever reads this sample later gets the error
+                probed[index] = error
+        return probed
+
+    def _private_ram(self, why_not_of_launch: str) -> SharedMemoryCache:
         cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
         why = without_fingerprint(self._request.dataset, self._request.prepare)
         cache.reason = (
             f"private to this process and its workers, because {why}, to share with other ranks and jobs"
         )
+        if ranks.are_several():
+            cache.reason += f". Ranks that start together share equal datasets, but {why_not_of_launch}"
         self._warn_ranks(cache.reason)
         return cache
 
     def _warn_ranks(self, reason: str) -> None:
         """Warn that a cache is private, if several ranks would each decode all samples and keep a copy."""
         if ranks.are_several():
-            log.warning("cache: %s", reason)
+            say_once(f"cache: {reason}")
 
     def _ram_bytes(self) -> int:
         return max(1, min(self._allowed_bytes, available_bytes()))

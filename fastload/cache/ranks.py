@@ -7,29 +7,38 @@ causes a wrong sample.
 from __future__ import annotations
 
 import os
-import sys
+from typing import TYPE_CHECKING
 
-# Number of ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
-_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+from fastload.system.process_group import process_group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Number of ranks on this host: Open MPI, MPICH and Intel MPI.
+_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def are_several() -> bool:
-    """Whether torchrun, mpirun, srun or the script itself started several ranks.
+    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks.
 
     SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
     there.
     """
-    if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
+    if are_several_in(os.environ) or any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
         return True
     local_id = os.environ.get("SLURM_LOCALID", "")
     tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
     if local_id and (local_id != "0" or tasks_per_node not in ("", "1")):
         return True
-    # If the script never imported torch.distributed, this process is not in a process group.
-    distributed = sys.modules.get("torch.distributed")
-    return (
-        distributed is not None
-        and distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
+    group = process_group()
+    return group is not None and group.get_world_size() > 1
+
+
+def are_several_in(environment: Mapping[str, str]) -> bool:
+    """Whether the variables of PyTorch's launchers name several ranks.
+
+    torchrun tells how many are on this host. Lightning and DeepSpeed give a rank its number on the host, and
+    tell how many there are on all hosts.
+    """
+    total = environment.get("WORLD_SIZE") if environment.get("LOCAL_RANK") else None
+    return (environment.get("LOCAL_WORLD_SIZE") or total or "1") != "1"

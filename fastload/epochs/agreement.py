@@ -20,7 +20,6 @@ through the store of the process group. A wrong alarm would be worse than none. 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import operator
@@ -31,13 +30,13 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import torch.utils.data
 from torch.utils.data import DistributedSampler, Subset
 
 from fastload.epochs.node_partition import NodePartitionSampler
-from fastload.epochs.order import nested_samplers, process_group
+from fastload.epochs.order import nested_samplers
 from fastload.errors import RanksDisagreeError
 from fastload.system.logs import log
+from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -71,7 +70,6 @@ class _Ledger:
         counts: How many loaders were made with the same key before.
         made: Digests of the facts of all loaders.
         num_joined: How many processes of this rank have used the store, with this one; None: not asked yet.
-        is_forked: Whether this process was forked from a rank, and must not use that rank's store.
     """
 
     def __init__(self) -> None:
@@ -79,7 +77,6 @@ class _Ledger:
         self.counts: Counter[str] = Counter()
         self.made: dict[str, None] = {}
         self.num_joined: int | None = None
-        self.is_forked = False
 
 
 _ledger = _Ledger()
@@ -87,7 +84,7 @@ _ledger = _Ledger()
 
 def note(loader: DataLoader[Any]) -> None:
     """Record a loader that was just made, if its sampler splits the dataset among ranks."""
-    _watch_forks()
+    watch_forks()
     sampler = _splitting_sampler(loader)
     if sampler is None:
         return
@@ -116,7 +113,7 @@ def check(loader: DataLoader[Any]) -> None:
     if key is None:
         return
     group, sampler = process_group(), _splitting_sampler(loader)
-    if group is None or sampler is None or _is_worker():
+    if group is None or sampler is None or is_worker():
         return
     if _num_replicas(sampler) != group.get_world_size():
         return
@@ -205,7 +202,7 @@ def _first(group: Any, rank: int, key: str, ours: dict[str, Any]) -> dict[str, A
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
     run = _digest([group.get_world_size(), *(os.environ.get(name) for name in names)])
     try:
-        store = group.distributed_c10d._get_default_store()  # torch 2.6 to 2.13 have it
+        store = store_of(group)
         if _ledger.num_joined is None:
             # After a change of the nodes, torchrun may give the same names: a new process counts on.
             _ledger.num_joined = int(store.add(f"fastload/joined/{run}/{rank}", 1))
@@ -249,18 +246,3 @@ def _compare_caches(group: Any, rank: int, key: str, loader: DataLoader[Any]) ->
             "rank %d, there: rank %d). Give all ranks of a host the same dataset",
             *(rank, first["rank"], platform.node(), "; ".join(differences), rank, first["rank"]),
         )
-
-
-def _is_worker() -> bool:
-    """Whether this process only works for a rank; it may have inherited the connection of that rank."""
-    return _ledger.is_forked or torch.utils.data.get_worker_info() is not None
-
-
-@functools.cache
-def _watch_forks() -> None:
-    if hasattr(os, "register_at_fork"):  # Windows does not fork
-        os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    _ledger.is_forked = _ledger.is_forked or process_group() is not None

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, Subset
 
-from fastload.epochs.order import process_group
 from fastload.errors import ResumeError
+from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,6 @@ checksum of indices says nothing about another rank's state; these facts are com
 from __future__ import annotations
 
 import operator
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ import torch
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.epochs.sampler_state import initial_seed_of
+from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,15 +88,6 @@ def _split(loader: DataLoader[Any], samplers: list[Any]) -> tuple[int | None, in
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     split = _split_of([loader.dataset] if is_iterable else samplers)
     return (_rank_of_process(), None) if split is None else split
-
-
-def process_group() -> Any | None:
-    """The module torch.distributed if this process is in a process group, else None."""
-    # If the script never imported torch.distributed, this process is not in a process group.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return distributed
-    return None
 
 
 def _rank_of_process() -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 import stat
@@ -22,69 +21,21 @@ from fastload.cache.ram.layout import DESCRIPTION_AT
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment
+from fastload.system.logs import say_once
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.connection import Connection
+    from collections.abc import Callable
     from pathlib import Path
 
-FORK = multiprocessing.get_context("fork")
+    from tests.kit.jobs import Job
+
 MB = 1 << 20
 
 
 pytestmark = pytest.mark.usefixtures("registry")
-
-
-class Job:
-    """Another job: a process that runs a function, sends its result, and then waits to be ended."""
-
-    def __init__(self, work: Callable[..., Any], *args: Any) -> None:
-        self._pipe, other = FORK.Pipe()
-        self._process = FORK.Process(target=self._run, args=(work, args, other))
-        self._process.start()
-        other.close()
-
-    @staticmethod
-    def _run(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
-        kept, answer = work(*args)
-        pipe.send(answer)
-        pipe.recv()  # EOF when the parent is gone
-        del kept
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def answer(self) -> Any:
-        return self._pipe.recv()
-
-    def kill(self) -> None:
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-
-    def end(self) -> None:
-        self.kill()
-        self._pipe.close()
-        self._process.close()
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Starts jobs, which are ended with the test."""
-    jobs: list[Job] = []
-
-    def start(work: Callable[..., Any], *args: Any) -> Job:
-        jobs.append(Job(work, *args))
-        return jobs[-1]
-
-    yield start
-    for job in jobs:
-        job.end()
 
 
 def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
@@ -187,6 +138,7 @@ def test_without_a_key_nothing_is_shared(start: Callable[..., Job]) -> None:
 
 LAUNCHERS = [
     {"LOCAL_WORLD_SIZE": "8"},
+    {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # Lightning
     {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
     {"MPI_LOCALNRANKS": "4"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
@@ -194,6 +146,7 @@ LAUNCHERS = [
 ]
 ALONE = [
     {},
+    {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # a rank on each of two hosts
     {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
     {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
@@ -203,6 +156,7 @@ ALONE = [
 def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
         monkeypatch.delenv(name, raising=False)
+    say_once.cache_clear()
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
@@ -211,12 +165,14 @@ def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_are_warned_of_private_caches(
     variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Where a launcher started several ranks on a host, a private cache in each is worth a warning."""
+    """Where a launcher started several ranks on a host, private caches in each are worth one warning."""
     set_launcher(variables, monkeypatch)
     with caplog.at_level(logging.WARNING, "fastload"):
         CachedDataset(Images(30))
+        CachedDataset(Images(30))
 
-    assert "private to this process and its workers" in caplog.text
+    (record,) = caplog.records
+    assert "private to this process and its workers" in record.getMessage()
 
 
 def _halved(sample: Any) -> Any:
@@ -404,6 +360,7 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
 
 def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Where /proc refuses, this process makes its own cache, and one line says so."""
+    say_once.cache_clear()
     first = CachedDataset(KnownImages(3))
 
     def refuse(self: owners.Entry) -> Segment:

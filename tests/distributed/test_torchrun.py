@@ -41,13 +41,24 @@ sys.exit(max(codes))
 """
 
 
-def torchrun(
-    interpreter: Interpreter, folder: Path, mode: str, *, num_nodes: int = 1, max_restarts: int = 0
-) -> subprocess.CompletedProcess[str]:
-    """Run a mode of the zoo with two ranks on each node."""
+def free_port() -> int:
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
-        port = some.getsockname()[1]
+        port: int = some.getsockname()[1]
+        return port
+
+
+def torchrun(
+    interpreter: Interpreter,
+    folder: Path,
+    mode: str,
+    *,
+    num_nodes: int = 1,
+    max_restarts: int = 0,
+    script: str = rank_zoo.__file__,
+) -> subprocess.CompletedProcess[str]:
+    """Run a mode of a zoo with two ranks on each node."""
+    port = free_port()
     rendezvous = ["--master-addr=127.0.0.1", f"--master-port={port}"]
     if max_restarts:
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
@@ -58,7 +69,7 @@ def torchrun(
         *rendezvous,
         f"--max-restarts={max_restarts}",
         "--monitor-interval=0.1",
-        rank_zoo.__file__,
+        script,
         mode,
         str(folder),
         environment={

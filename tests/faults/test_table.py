@@ -22,16 +22,24 @@ import signal
 from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
 import fastload
+from fastload.cache.ram import owners
+from fastload.cache.ram.generation import Generation
 from fastload.workers import pool
 from fastload.workers.process import wait_for_all
 from tests.faults import table_zoo as zoo
 from tests.kit import leaks
+from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
+
+    from tests.kit.processes import Gate
 
 FORKSERVER = pytest.param("forkserver", marks=pytest.mark.slow)
 METHODS = ["fork", FORKSERVER]
@@ -449,3 +457,77 @@ def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
     with pytest.raises(fastload.LoaderClosedError):
         next(iterator)
     assert take(held) == (BEFORE, None)
+
+
+# --- a rank ----------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Numbered samples of a class without a fingerprint."""
+
+    def __len__(self) -> int:
+        return zoo.SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((4, 4), index)
+
+
+def end_self_at(stage: str, number: signal.Signals) -> None:
+    """Have this process get a signal while it fetches the faulty sample, or when it has half stored it."""
+    place: Any = Plain if stage == "fetch" else Generation
+    name = "__getitem__" if stage == "fetch" else "publish"
+    original = getattr(place, name)
+
+    def fault(self: Any, index: int, *args: Any) -> Any:
+        if index == zoo.FAULTY:
+            os.kill(os.getpid(), number)
+        return original(self, index, *args)
+
+    setattr(place, name, fault)
+
+
+def fill_together(
+    rank: int, store: Path, victim: int, stage: str, number: signal.Signals, gate: Gate
+) -> tuple[Any, Any]:
+    """Open the cache of both ranks; the victim fills it until its fault, and the other one after that."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for turn in range(2):
+        if turn == rank:
+            cached = fastload.CachedDataset(Plain())
+        dist.barrier()
+    if rank == victim:
+        end_self_at(stage, number)
+    else:
+        gate.wait()
+    stored = [index for index in range(zoo.SIZE) if index in cached.cache]
+    cached.fill(num_workers=0)
+    right = [index for index in range(zoo.SIZE) if (cached[index] == index).all()]
+    return cached, (stored, cached.cache_info().num_cached, right)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("stage", ["fetch", "half stored"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_while_it_fills_the_cache_of_all_ranks_costs_the_others_nothing(
+    number: signal.Signals,
+    stage: str,
+    victim: int,
+    gate: Gate,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it has stored stays, the rest is stored by another rank, and no sample is wrong."""
+    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+    ranks = [Job(fill_together, rank, tmp_path / "store", victim, stage, number, gate) for rank in range(2)]
+    try:
+        os.waitid(os.P_PID, ranks[victim].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        gate.open()
+        stored, num_cached, right = ranks[1 - victim].answer()
+    finally:
+        for rank in ranks:
+            rank.end()
+
+    assert [index for index in stored if index <= zoo.FAULTY] == list(range(zoo.FAULTY))
+    assert num_cached == zoo.SIZE
+    assert right == list(range(zoo.SIZE))

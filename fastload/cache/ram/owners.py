@@ -94,7 +94,7 @@ class Entry:
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs; True for another PID namespace, where this cannot be checked."""
-        return self.namespace != _own_namespace() or _start_time(self.pid) == self.started
+        return self.namespace != _own_namespace() or start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
         """The memory behind the entry; the caller owns it, and must check it.
@@ -169,7 +169,7 @@ def entries(name: str | None = None) -> list[Entry]:
 def entry_of(name: str, fd: int) -> Entry | None:
     """The entry that names a descriptor of this process; None without /proc."""
     namespace, pid = _own_namespace(), os.getpid()
-    return None if namespace is None else Entry(name, pid, _start_time(pid) or 0, fd, namespace)
+    return None if namespace is None else Entry(name, pid, start_time(pid) or 0, fd, namespace)
 
 
 def register(name: str, fd: int) -> Entry | None:
@@ -237,7 +237,7 @@ def _own_namespace() -> int | None:
         return None
 
 
-def _start_time(pid: int) -> int | None:
+def start_time(pid: int) -> int | None:
     """The start of a process in clock ticks since boot; None if there is no process with that number."""
     fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])

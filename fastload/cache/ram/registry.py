@@ -11,15 +11,17 @@ Rules:
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache import ranks
 from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,8 +68,9 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
         try:
             cache = _attach(entry)
         except owners.UnreachableOwnerError as error:
-            # The error itself would keep this frame alive in a log handler.
-            log.info("cache: %s already exists, but %s: this process makes its own", name, str(error))
+            # Text, because the error itself would keep this frame alive in a log handler.
+            text = f"cache: {name} already exists, but {error}: this process makes its own"
+            say_once(text, logging.WARNING if ranks.are_several() else logging.INFO)
             continue
         if cache is None:
             continue
@@ -167,9 +170,7 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
     if differences:
         raise CacheMismatchError(
             f"the shared cache with key {fingerprint.key!r}, held by process {pid}, was made from other "
-            f"samples: {'; '.join(differences)} (here: the dataset, there: the cache). If the cache is "
-            "right, change the dataset. If the dataset is right, give another key, or end the processes that "
-            "hold the cache"
+            f"samples: {'; '.join(differences)} (here: the dataset, there: the cache)"
         )
 
 

@@ -1,0 +1,455 @@
+"""Ranks of one launch share caches that have neither a fingerprint nor a key, if their datasets are equal.
+
+tests/distributed/test_launchers.py does the same with real launchers. Here ranks are forks of the test, in a
+process group of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Subset
+
+from fastload.cache import launch
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.likeness import likeness, probed_indices
+from fastload.cache.ram import owners
+from fastload.nested.tree import first_difference
+from tests.cache.zoo import BareImages, Images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.kit.jobs import Job
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+LENGTH = 30
+UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
+
+
+class Lines(logging.Handler):
+    """Keeps the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def join(rank: int, store: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def open_in_turn(rank: int, store: Path, make: Any) -> tuple[Any, Any]:
+    """Open a cache, rank 0 first, and fill it; gives who made it, why, the warnings, and wrong samples."""
+    lines = Lines()
+    logging.getLogger("fastload").addHandler(lines)
+    join(rank, store)
+    dataset, options = make(rank)
+    for turn in range(2):
+        if turn == rank:
+            ds = CachedDataset(dataset, **options)
+            ds.fill(num_workers=0)
+        dist.barrier()
+    wrong = [i for i in range(len(ds)) if first_difference(ds.view(i), ds._source[i]) is not None]
+    return ds, (ds.cache.origin.pid, ds.explain(), lines.texts, wrong)
+
+
+def run_ranks(start: Callable[..., Job], folder: Path, make: Any) -> list[tuple[int, str, list[str]]]:
+    """Open a cache in two ranks; gives which rank made it, why it is used, and the warnings."""
+    ranks = [start(open_in_turn, rank, folder / "store", make) for rank in range(2)]
+    pids = [rank.pid for rank in ranks]
+    found = []
+    for rank in ranks:
+        maker, why, warnings, wrong = rank.answer()
+        assert wrong == []
+        found.append((pids.index(maker), why, warnings))
+    return found
+
+
+# --- datasets that are equal ------------------------------------------------------------------------------
+
+
+class Holding(Images):
+    """Images with one more attribute."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(LENGTH)
+        self.held = held
+
+
+class Broken(Images):
+    """A sample that ranks compare cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == probed_indices(LENGTH)[-1]:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+EQUAL: dict[str, Any] = {
+    "a class": lambda rank: Images(LENGTH),
+    "a list": lambda rank: [np.full((4, 4, 3), index, np.uint8) for index in range(LENGTH)],
+    "a subset": lambda rank: Subset(Images(40), range(5, 35)),
+    "one sample": lambda rank: Images(1),
+    "a function": lambda rank: Holding([lambda: rank]),
+    "generators": lambda rank: Holding((random.Random(rank), np.random.default_rng(rank), torch.Generator())),
+    "a pipeline": lambda rank: Holding(A.Compose([A.Normalize(), A.HorizontalFlip()])),
+    "a lock": lambda rank: Holding({"lock": threading.Lock(), "local": threading.local()}),
+    "a file": lambda rank: Holding(open(f"/proc/{os.getpid()}/stat")),  # noqa: SIM115  # ends with the rank
+    "tensors": lambda rank: Holding([torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)[::2]]),
+    "an array of objects": lambda rank: Holding(np.array(["a", None, {1}], dtype=object)),
+    "a name twice or two equal names": lambda rank: Holding([name := "ab" * 9, name if rank else "ab" * 9]),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_ranks_with_equal_datasets_share(kind: str, start: Callable[..., Job], tmp_path: Path) -> None:
+    """Nobody need name the samples; both ranks say how they share, and warn of nothing."""
+    first, second = run_ranks(start, tmp_path, lambda rank: (EQUAL[kind](rank), {}))
+
+    for maker, why, warnings in (first, second):
+        assert maker == 0
+        assert "shared as cache" in why
+        assert "of the ranks of process group" in why
+        assert warnings == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"prepare": A.Resize(8, 8)}, {"prepare": lambda sample: sample}], ids=["pipeline", "function"]
+)
+def test_ranks_with_equal_preparation_share(
+    options: dict[str, Any], start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Of a function, its name and what it gives for the compared samples are equal."""
+    assert [maker for maker, *_ in run_ranks(start, tmp_path, lambda rank: (Images(LENGTH), options))] == [
+        0,
+        0,
+    ]
+
+
+def test_a_compared_sample_that_cannot_be_read_is_no_error_when_a_cache_is_made(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is an error for whoever reads it; the ranks share the others."""
+
+    def look(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        ds = CachedDataset(Broken(LENGTH))
+        return ds, ds.cache.origin.pid
+
+    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
+
+    assert len({rank.answer() for rank in ranks}) == 1
+
+
+def test_each_sample_is_read_once_but_those_that_are_compared(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The second rank reads what it compares, and nothing else."""
+    images = Images(LENGTH, log=tmp_path / "reads")
+
+    def fill(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        ds = CachedDataset(images)
+        dist.barrier()
+        if rank == 0:
+            ds.fill(num_workers=0)
+        dist.barrier()
+        return ds, ds.fill(num_workers=0).num_cached
+
+    ranks = [start(fill, rank, tmp_path / "store") for rank in range(2)]
+
+    assert [rank.answer() for rank in ranks] == [LENGTH, LENGTH]
+    probed = probed_indices(LENGTH)
+    assert {i for i, count in enumerate(images.reads) if count != 1} == set(probed)
+    assert sum(images.reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
+
+
+def test_the_nth_caches_belong_together(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Two equal datasets of a rank keep a cache each; the other rank finds both."""
+
+    def open_two(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        both = [CachedDataset(Images(LENGTH)), CachedDataset(Images(LENGTH), cache="ram")]
+        return both, [(ds.cache.origin.pid, ds.cache.origin.created_s) for ds in both]
+
+    ranks = [start(open_two, rank, tmp_path / "store") for rank in range(2)]
+    first, second = (rank.answer() for rank in ranks)
+
+    assert first == second
+    assert first[0] != first[1]
+
+
+# --- datasets that differ ---------------------------------------------------------------------------------
+
+
+class Globals(Images):
+    """What it gives depends on what no attribute tells."""
+
+    offset = 0
+
+    def sample(self, index: int) -> Any:
+        return super().sample(index + Globals.offset)
+
+
+class Blank(Globals):
+    """The samples that are compared are all alike; others depend on what no attribute tells."""
+
+    def sample(self, index: int) -> Any:
+        return super().sample(index) if index == UNPROBED else np.zeros((4, 4, 3), np.uint8)
+
+
+def with_offset(kind: type[Globals], rank: int) -> Globals:
+    Globals.offset = rank
+    return kind(LENGTH)
+
+
+def swapped(rank: int) -> list[int]:
+    """The same indices, but for one that is not compared."""
+    return [35 if rank and index == UNPROBED else index for index in range(LENGTH)]
+
+
+DIFFERENT: dict[str, tuple[Any, str]] = {
+    "classes": (lambda rank: [Images, BareImages][rank](LENGTH), 'class is "tests.cache.zoo.BareImages in'),
+    "lengths": (lambda rank: Images(LENGTH + rank), "num_samples is"),
+    "indices": (lambda rank: Subset(Images(40), swapped(rank)), "attribute indices is"),
+    "folds": (lambda rank: Holding(swapped(rank)), "attribute held is"),
+    "folds below a lock": (lambda rank: Holding([threading.Lock(), swapped(rank)]), "attribute held is"),
+    "arrays": (lambda rank: Holding(np.array(swapped(rank))), "attribute held is"),
+    "tensors": (lambda rank: Holding(torch.tensor(swapped(rank))), "attribute held is"),
+    "an attribute more": (lambda rank: [Images(LENGTH), Holding(0)][rank], "class is"),
+    "samples": (lambda rank: with_offset(Globals, rank), "samples 0, 15, 29"),
+    "samples that are alike": (lambda rank: with_offset(Blank, rank), "are all alike"),
+    "elements": (lambda rank: [np.full(4, i) for i in swapped(rank)], "attribute content is"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_with_different_datasets_keep_a_cache_each(
+    kind: str, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """All samples of both are right, and one warning of the second rank names the part that differs."""
+    make, text = DIFFERENT[kind]
+    first, second = run_ranks(start, tmp_path, lambda rank: (make(rank), {}))
+
+    assert (first[0], second[0]) == (0, 1)
+    (warning,) = second[2]
+    assert "private to this process and its workers" in warning
+    assert text in warning
+    assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+
+
+def test_ranks_with_different_preparation_keep_a_cache_each(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Its name and its attributes are compared."""
+    found = run_ranks(start, tmp_path, lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}))
+
+    assert [maker for maker, *_ in found] == [0, 1]
+
+
+def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """The n-th caches are then of different datasets, and each rank keeps its own."""
+
+    def open_more(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        if rank == 0:
+            extra = CachedDataset(Images(7))
+            dist.barrier()
+        else:
+            dist.barrier()
+            extra = None
+        ds = CachedDataset(Images(LENGTH))
+        ds.fill(num_workers=0)
+        return (ds, extra), (ds.cache.origin.pid, first_difference(ds[4], Images(LENGTH).sample(4)))
+
+    ranks = [start(open_more, rank, tmp_path / "store") for rank in range(2)]
+
+    assert [rank.answer() for rank in ranks] == [(rank.pid, None) for rank in ranks]
+
+
+# --- launches ---------------------------------------------------------------------------------------------
+
+
+def test_two_process_groups_share_nothing(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Two jobs that are equal in everything, at the same time, from the same parent."""
+
+    def look(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        ds = CachedDataset(Images(LENGTH))
+        return ds, ds.cache.origin.pid
+
+    ranks = [start(look, rank, tmp_path / job) for job in ("one", "other") for rank in range(2)]
+    makers = [rank.answer() for rank in ranks]
+
+    assert makers[0] == makers[1] != makers[2] == makers[3]
+
+
+TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_one"),
+    [
+        ({}, {"LOCAL_RANK": "1"}, True),
+        ({}, {"LOCAL_RANK": "1", "MASTER_PORT": "2"}, False),
+        ({}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "again"}, False),
+        ({}, {"LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
+        ({}, {"LOCAL_RANK": "0"}, False),  # both were started by a rank, as evaluation scripts are
+        ({"LOCAL_WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, False),
+        ({"MASTER_PORT": None}, {"MASTER_PORT": None, "LOCAL_RANK": "1"}, False),
+        ({"LOCAL_RANK": None}, {"LOCAL_RANK": None}, False),  # two scripts of a shell
+        ({"LOCAL_WORLD_SIZE": None}, {"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": "1"}, True),
+    ],
+)
+def test_the_launcher_s_variables_tell_ranks_from_other_processes(
+    one: dict[str, str | None],
+    other: dict[str, str | None],
+    is_one: bool,
+    start: Callable[..., Job],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two children of one process are ranks of one launch only if it numbered them, in one job."""
+    started_with: dict[int, dict[str, str]] = {}
+    monkeypatch.setattr(launch, "_started_with", lambda pid: started_with.get(pid, {}))
+
+    def look(variables: dict[str, str | None], first: int | None) -> tuple[Any, Any]:
+        if first is not None:
+            started_with[first] = {k: v for k, v in (TORCHRUN | one).items() if v is not None}
+        started_with[os.getpid()] = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
+        ds = CachedDataset(Images(LENGTH))
+        return ds, ds.cache.origin.pid
+
+    first = start(look, one, None)
+    maker = first.answer()
+    second = start(look, other, first.pid)
+
+    assert maker == first.pid
+    assert second.answer() == (first.pid if is_one else second.pid)
+
+
+def test_children_of_two_processes_are_two_launches(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers with equal variables, as two nodes on one host."""
+
+    def look(parent: int, local_rank: str) -> tuple[Any, Any]:
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        monkeypatch.setattr(launch, "_started_with", lambda _: TORCHRUN | {"LOCAL_RANK": local_rank})
+        ds = CachedDataset(Images(LENGTH))
+        return ds, ds.cache.origin.pid
+
+    first = start(look, os.getpid(), "0")
+    first.answer()
+    second = start(look, os.getppid(), "1")
+
+    assert second.answer() == second.pid
+
+
+@pytest.mark.parametrize("kind", ["fork", "worker"])
+def test_a_process_that_works_for_a_rank_is_no_rank(
+    kind: str, start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has inherited the connection to the store, which two processes must not use."""
+
+    def look(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        ds = CachedDataset(Images(LENGTH))
+        if kind == "fork":
+            receiver, sender = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.write(sender, str(launch.current()).encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            found = os.read(receiver, 1000).decode()
+        else:
+            monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+            found = str(launch.current())
+        return ds, found
+
+    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
+
+    assert [rank.answer() for rank in ranks] == ["None", "None"]
+
+
+def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks then share nothing."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+
+    assert "private to this process" in CachedDataset(Images(LENGTH)).explain()
+    assert owners.entries() == []
+
+
+# --- what is compared -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda held: held, lambda held: [{"held": frozenset(held)}]])
+def test_the_order_of_a_set_does_not_count(wrap: Callable[[Any], Any]) -> None:
+    """Sets of strings have another order in each process."""
+    one, other = {0, 8}, {8, 0}
+    samples = {0: Images().sample(0)}
+
+    assert list(one) != list(other)
+    assert likeness(Holding(wrap(one)), None, samples) == likeness(Holding(wrap(other)), None, samples)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "other"),
+    [
+        (np.zeros(40 << 20, np.float32), np.ones(40 << 20, np.float32)),
+        (["x" * 1000] * 200_000, ["y" * 1000] + ["x" * 1000] * 199_999),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int32)),
+        ({"a": 1}, {"a": 2}),
+        ({"a", "b"}, {"a", "c"}),
+        (np.array(["a", None], dtype=object), np.array(["a", "b"], dtype=object)),
+        (max, min),
+        (Images, BareImages),
+    ],
+    ids=["large arrays", "long lists", "dtypes", "dicts", "sets", "objects", "functions", "classes"],
+)
+def test_attributes_are_compared(attribute: Any, other: Any) -> None:
+    """Of values above 128 MiB, a part of their elements."""
+    samples = {0: Images().sample(0)}
+
+    assert likeness(Holding(attribute), None, samples) != likeness(Holding(other), None, samples)
+
+
+def test_an_attribute_that_contains_itself_is_compared_by_its_class() -> None:
+    """It is no error."""
+    held: list[Any] = []
+    held.append(held)
+    samples = {0: Images().sample(0)}
+    found = likeness(Holding(held), None, samples)
+
+    assert found is not None
+    assert found["attribute held"] == "a builtins.list"
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 10**9])
+def test_first_middle_last_and_other_samples_are_compared(length: int) -> None:
+    """The choice depends on the length alone."""
+    probed = probed_indices(length)
+
+    assert {0, length // 2, length - 1} <= set(probed)
+    assert all(0 <= index < length for index in probed)
+    assert len(probed) >= min(length, 5)
+    assert probed == probed_indices(length)

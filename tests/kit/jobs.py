@@ -1,0 +1,47 @@
+"""Other jobs of the user: processes that open a cache, and hold it until the test ends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Job:
+    """Another job: a process that runs a function, sends its result, and then waits to be ended."""
+
+    def __init__(self, work: Callable[..., Any], *args: Any) -> None:
+        self._pipe, other = FORK.Pipe()
+        self._process = FORK.Process(target=self._run, args=(work, args, other))
+        self._process.start()
+        other.close()
+
+    @staticmethod
+    def _run(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
+        kept, answer = work(*args)
+        pipe.send(answer)
+        pipe.recv()  # EOF when the parent is gone
+        del kept
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def answer(self) -> Any:
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+
+    def end(self) -> None:
+        self.kill()
+        self._pipe.close()
+        self._process.close()
