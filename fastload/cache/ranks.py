@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-# Number of ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
-_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+from fastload.system.cpus import RANKS_OF_HOST
 
 
 def are_several() -> bool:
@@ -19,7 +18,7 @@ def are_several() -> bool:
     SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
     there.
     """
-    if any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
+    if any(os.environ.get(name, "1") not in ("", "1") for name in RANKS_OF_HOST):
         return True
     local_id = os.environ.get("SLURM_LOCALID", "")
     tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
