@@ -10,11 +10,11 @@ After each epoch, the measured times correct the model. Rules:
    longer.
 3. CPU time is shared by the CPUs of this rank, and waiting by all workers. The number exceeds the CPUs only
    if batches wait for more than a third of their time. Time in which other processes have the CPU is neither.
-4. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
-   uses the number with the best worst case.
+4. Before the first epoch, the time that the consumer computes between two batches is unknown; see `safest`.
 5. The model proposes each number once. If epochs then take longer than with an earlier number, the loader
    returns to that number.
-6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
+6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. A trial
+   whose first sample came too late is repeated after an epoch, with a tenth of its time.
 7. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
 """
 
@@ -66,7 +66,7 @@ class Cost(NamedTuple):
 
     Attributes:
         make_s: Seconds from its start to its end, without those in which other processes had the CPU.
-        busy_s: Seconds of CPU time.
+        busy_s: Seconds of CPU time, of all threads.
     """
 
     make_s: float
@@ -87,21 +87,19 @@ class Model(NamedTuple):
         cost: What a batch costs.
         num_batches: Of an epoch; at least 2.
         num_cpus: Of this rank.
-        fork_s: What the start of each worker costs the consumer.
-        start_s: From there until the worker makes its first batch.
+        start_s: How long a worker takes to start.
     """
 
     cost: Cost
     num_batches: int
     num_cpus: int
-    fork_s: float = 0.0
     start_s: float = 0.0
 
     def numbers(self, least: int) -> range:
         """The numbers of workers that may be the best."""
         make_s, busy_s = self.cost
         most = math.ceil(self.num_cpus * make_s / busy_s) if make_s > _WAITS * busy_s else self.num_cpus
-        return range(least, max(1, least, min(most, self.num_batches, _MOST_WORKERS)) + 1)
+        return range(least, max(1, min(most, self.num_batches, _MOST_WORKERS)) + 1)
 
     def batch_s(self, number: int) -> float:
         """From one batch to the next, if the consumer computes nothing."""
@@ -113,37 +111,31 @@ class Model(NamedTuple):
 
     def epoch_s(self, number: int, step_s: float) -> float:
         """Seconds of an epoch whose consumer computes for ``step_s`` after each batch."""
+        make_s, busy_s = self.cost
         if number == 0:
-            return self.num_batches * (self.cost.make_s + step_s)
-        share = max(1.0, number / self.num_cpus)  # the workers that start on one CPU
-        first_s = number * self.fork_s + share * (self.start_s + self.cost.busy_s)
-        first_s += max(0.0, self.cost.make_s - self.cost.busy_s)
+            return self.num_batches * (make_s + step_s)
+        share = max(1.0, number / self.num_cpus)  # the workers that share a CPU
+        first_s = share * (self.start_s + busy_s) + max(0.0, make_s - busy_s)
         between_s = max(step_s + _RECEIVE_S, self.batch_s(number))
         return first_s + step_s + (self.num_batches - 1) * between_s
 
-    def fastest(self, least: int, step_s: float, current: int) -> int:
+    def fastest(self, least: int, step_s: float, current: int = -1) -> int:
         """The number of workers with the shortest epochs; the current number if it is as good."""
-        epochs_s = {number: self.epoch_s(number, step_s) for number in {*self.numbers(least), current}}
-        alike = _alike(epochs_s)
+        epochs_s = {number: self.epoch_s(number, step_s) for number in self.numbers(least)}
+        best_s = min(epochs_s.values())
+        alike = [number for number, epoch_s in epochs_s.items() if epoch_s <= _ALIKE * best_s]
         return current if current in alike else min(alike)
 
     def safest(self, least: int) -> int:
-        """The number of workers whose worst case, over all times of a step, is closest to the best.
+        """The number of workers before the consumer's step is known.
 
-        With workers, the consumer computes while batches are made; without workers, batches need no
-        transport. So the best number depends on how long the consumer computes. For each number this method
-        takes the step time at which the number loses the most against the best one. Of several equal numbers
-        it chooses the smallest, but not 0.
+        It is the fastest number with workers for a consumer that computes nothing; or 0, if workers would
+        lose more there than they save where they save the most, which is with steps as long as a batch.
         """
-        numbers = self.numbers(least)
-        worst = dict.fromkeys(numbers, 1.0)
-        for step_s in {0.0, self.cost.make_s, *map(self.batch_s, numbers)}:
-            epochs_s = {number: self.epoch_s(number, step_s) for number in numbers}
-            least_s = min(epochs_s.values())
-            for number, seconds in epochs_s.items():
-                worst[number] = max(worst[number], seconds / least_s)
-        alike = _alike(worst)
-        return min((number for number in alike if number), default=0)
+        number, make_s = self.fastest(1, 0.0), self.cost.make_s
+        lost = self.epoch_s(number, 0.0) / self.epoch_s(0, 0.0)
+        saved = self.epoch_s(0, make_s) / self.epoch_s(number, make_s)
+        return number if least or lost <= saved else 0
 
     def corrected(self, number: int, step_s: float, wait_s: float) -> Model:
         """This model after an epoch: if batches came later or earlier than predicted, all cost as much more.
@@ -154,22 +146,20 @@ class Model(NamedTuple):
             wait_s: How long it waited for a batch, not counting the first.
         """
         seen_s = wait_s if number == 0 else step_s + wait_s
-        is_bound = number == 0 or wait_s > 2 * _RECEIVE_S  # else batches were ready early
-        if not is_bound and seen_s > self.batch_s(number):
+        was_ready = number > 0 and wait_s <= 2 * _RECEIVE_S  # who knows how early
+        if was_ready and seen_s > self.batch_s(number):
             return self
         return self._replace(cost=self.cost.times(seen_s / self.batch_s(number)))
 
     def rule(self, number: int, step_s: float | None) -> str:
         """Why this number is the best, as a clause."""
-        make_s, busy_s = self.cost
         if number == 0:
             return "workers would cost more time than they save"
         if number == self.num_cpus:
-            return "one for each CPU of this rank" if number > 1 else "this rank has one CPU"
+            return "one for each CPU of this rank"
         if number > self.num_cpus:
-            return (
-                f"more than this rank's {self.num_cpus} CPUs, because batches wait {_time(make_s - busy_s)}"
-            )
+            wait_s = self.cost.make_s - self.cost.busy_s
+            return f"more than this rank's {self.num_cpus} CPUs, because batches wait {_time(wait_s)}"
         if step_s is None:
             return f"enough for epochs of {self.num_batches} batches"
         return f"enough for steps of {_time(step_s)}"
@@ -189,7 +179,8 @@ class AutoWorkers:
         self.number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
         self._least = least
         self._model: Model | None = None
-        self._has_tried = False
+        self._is_due = True  # whether the next epoch begins with a trial
+        self._was_slow = False
         self._was_filling = False
         self._step_s: float | None = None
         self._epochs_s: dict[int, float] = {}  # the last epoch with each number
@@ -197,7 +188,7 @@ class AutoWorkers:
 
     def keep(self, number: int) -> None:
         """Take this number from now on: a saved state needs it."""
-        self.number, self._has_tried, self._model = max(self._least, number), True, None
+        self.number, self._is_due, self._model = max(self._least, number), False, None
         self._say("as many as the state has copies of the dataset")
 
     def choose(self, loader: Any) -> int:
@@ -207,17 +198,18 @@ class AutoWorkers:
             WorkerStartError: This process is itself being started.
         """
         is_filling = _is_filling(loader.dataset)
-        if not self._has_tried or (self._was_filling and not is_filling):
+        if self._is_due or (self._was_filling and not is_filling):
             self._measure(loader)
             self._was_filling = is_filling
-        elif self._model is not None and self._step_s is not None and not keeps_state(loader.dataset):
-            self._improve(self._model, self._step_s)
+        elif self._model is not None and self._epochs_s and not keeps_state(loader.dataset):
+            self._improve(self._model, self._step_s or 0.0)
         return self.number
 
     def note_epoch(self, number: int, step_s: float, wait_s: float, epoch_s: float) -> None:
         """Record an epoch: its number of workers, the means of `Model.corrected`, and all its seconds."""
         self._step_s = step_s
         self._epochs_s[number] = epoch_s
+        self._is_due, self._was_slow = self._is_due or self._was_slow, False
         if self._model is not None:
             self._model = self._model.corrected(number, step_s, wait_s)
 
@@ -242,14 +234,14 @@ class AutoWorkers:
             self._say(f"an epoch has {length} batch{'' if length == 1 else 'es'}")
             return
         if process.current_process().daemon:
-            self._has_tried = True
+            self._is_due = False
             if loader.worker_method == "process":
                 self.number = self._least
             self._say("not measured, because this process is a daemon and may not start another one")
             return
         began_s = time.perf_counter()
         found = self._try(loader, length)
-        self._has_tried = True
+        self._is_due = False
         self._epochs_s.clear()
         if isinstance(found, str):
             self._model = None
@@ -284,17 +276,14 @@ class AutoWorkers:
                 child.start()
             except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
                 return f"its process could not be started: {error!r}"
-            fork_s = time.perf_counter() - began_s
             sender.close()
             try:
                 if not receiver.poll(_START_LIMIT_S):
                     return f"its process took more than {_START_LIMIT_S:.0f} s to start"
                 receiver.recv()
-                start_s = time.perf_counter() - began_s - fork_s
-                if loader.worker_method == "thread" or loader.persistent_workers:
-                    fork_s = start_s = 0.0  # threads start at once, and persistent workers only once
-                model = Model(Cost(0.0, 0.0), length, rank_cpus(), fork_s, start_s)
-                return self._follow(receiver, model)
+                is_free = loader.worker_method == "thread" or loader.persistent_workers
+                start_s = 0.0 if is_free else time.perf_counter() - began_s
+                return self._follow(receiver, Model(Cost(0.0, 0.0), length, rank_cpus(), start_s))
             except EOFError:
                 child.join()
                 return f"its process ended with exit code {child.exitcode}"
@@ -307,7 +296,8 @@ class AutoWorkers:
 
     def _follow(self, receiver: Connection, model: Model) -> Model | str:
         """The model with the last cost that the trial sends in its time."""
-        began_s, limit_s = time.perf_counter(), _LEAST_LIMIT_S
+        began_s = time.perf_counter()
+        limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * max(self._epochs_s.values(), default=0.0))
         found: Model | None = None
         while receiver.poll(max(0.0, began_s + limit_s - time.perf_counter())):
             message = receiver.recv()
@@ -316,6 +306,7 @@ class AutoWorkers:
             found = model._replace(cost=message)
             epoch_s = min(found.epoch_s(number, 0.0) for number in found.numbers(self._least))
             limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * epoch_s)
+        self._was_slow = found is None and not self._epochs_s
         return found or f"the first sample took more than {limit_s:.0f} s"
 
 
@@ -331,12 +322,6 @@ def check_countable(dataset: Any) -> None:
             "the samples that each worker reads from an iterable dataset depend on the number of workers; "
             "give num_workers as a number"
         )
-
-
-def _alike(costs: dict[int, float]) -> list[int]:
-    """The numbers whose costs are the lowest, or within the factor `_ALIKE` of it."""
-    least = min(costs.values())
-    return [number for number, cost in costs.items() if cost <= _ALIKE * least]
 
 
 def _is_filling(dataset: Any) -> bool:
@@ -441,14 +426,12 @@ def costs(loader: Any) -> Iterator[Cost]:
 def _next_cost(iterator: Iterator[Any]) -> Cost:
     before_s = _clocks()
     next(iterator)
-    passed_s, thread_s, process_s = (
-        after - before for after, before in zip(_clocks(), before_s, strict=True)
-    )
-    return Cost(max(passed_s, thread_s, 1e-9), max(process_s, 1e-9))
+    passed_s, thread_s, busy_s = (after - before for after, before in zip(_clocks(), before_s, strict=True))
+    return Cost(max(passed_s, thread_s, 1e-9), max(busy_s, 1e-9))
 
 
 def _clocks() -> tuple[float, float, float]:
-    """Seconds in which this thread ran or waited; CPU seconds of this thread; of this process and children."""
+    """Seconds in which this thread ran or waited, its CPU seconds, those of this process and its children."""
     # CPU time, time in which others had the CPU, number of turns; empty outside Linux
     scheduled = read_text(Path("/proc/thread-self/schedstat")).split()
     queued_s = int(scheduled[1]) / 1e9 if scheduled else 0.0
