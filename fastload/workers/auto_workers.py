@@ -13,8 +13,8 @@ After each epoch, the measured times correct the model. Rules:
 4. Before the first epoch, the time that the consumer computes between two batches is unknown; see `safest`.
 5. The model proposes each number once. If epochs then take longer than with an earlier number, the loader
    returns to that number.
-6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. A trial
-   whose first sample came too late is repeated after an epoch, with a tenth of its time.
+6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. If the
+   first sample came too late, the trial is repeated after an epoch, with a tenth of its time.
 7. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
 """
 
