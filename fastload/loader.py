@@ -32,7 +32,7 @@ from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.sample_streams import check_dataset
-from fastload.system import budget
+from fastload.system import budget, cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import starting
 from fastload.workers.auto_workers import AutoWorkers, check_countable
@@ -70,12 +70,13 @@ class DataLoader(LoaderSettings):
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
-        num_workers: As in torch, or ``"auto"``: the number of workers with the shortest epochs. When the
-            loader is made, a separate process measures several numbers for a few seconds; it reads the
-            samples of the first epoch. The loader chooses again when an epoch has shown how long the
-            consumer computes, and when the cache of a `CachedDataset` is full. The attribute is always an
-            int; one log line explains each choice. Needs a map-style dataset. With ``rng="worker"`` the
-            random streams depend on the number.
+        num_workers: As in torch, or ``"auto"``: the number of workers with the shortest epochs. The first
+            `iter(loader)` measures some batches in a separate process: for 2 s, or a tenth of the epoch if
+            that is longer, at most. The loader chooses again when an epoch has shown how long the consumer
+            computes, and when the cache of a `CachedDataset` is full. The attribute is always an int:
+            before the first `iter(loader)`, this rank's share of the CPUs, at most 16. One log line explains
+            each choice. Needs a map-style dataset. With ``rng="worker"`` the random streams depend on the
+            number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with
             channels-last strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or
             floating leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay as they
@@ -240,40 +241,29 @@ class DataLoader(LoaderSettings):
         agreement.note(self)  # before any process is forked
         if num_workers == "auto":
             check_countable(dataset)
-            make_loader = functools.partial(
-                _make_trial_loader,
-                dataset,
-                prefetch_factor,
-                batch_size=batch_size,
-                shuffle=shuffle,
-                sampler=sampler,
-                batch_sampler=batch_sampler,
-                collate_fn=collate_fn,
-                drop_last=drop_last,
-                worker_init_fn=worker_init_fn,
-                multiprocessing_context=multiprocessing_context,
-                persistent_workers=persistent_workers,
-                in_order=in_order,
-                memory_format=memory_format,
-                ring_bytes=ring_bytes,
-                seed_pipelines=seed_pipelines,
-                rng=rng,
-                worker_method=worker_method,
-                on_error=on_error,
-                error_budget=error_budget,
-            )
             has_context = multiprocessing_context is not None
-            needs_workers = prefetch_factor is not None or timeout or has_context or persistent_workers
-            least = 1 if needs_workers else 0
-            self._auto_workers = AutoWorkers(make_loader, self.multiprocessing_context, least)
-            self._choose_workers(self._auto_workers)
+            is_for_workers = prefetch_factor is not None or timeout or persistent_workers
+            needs_workers = is_for_workers or has_context or worker_init_fn is not None
+            self._auto_workers = AutoWorkers(1 if needs_workers else 0)
+            self._set_num_workers(self._auto_workers.number)
 
-    def _choose_workers(self, auto_workers: AutoWorkers) -> None:
-        self.num_workers = auto_workers.choose(self.dataset)
-        if self.num_workers == 0:
+    def _set_num_workers(self, number: int) -> None:
+        """Use this number of workers from the next `iter(loader)` on; other persistent workers end."""
+        if number != self.num_workers and self._iterator is not None:
+            workers: Any = self._iterator
+            workers.close()
+            self._iterator = None
+        self.num_workers = number
+        if number == 0:
             self.prefetch_factor = None
         elif self.prefetch_factor is None:
             self.prefetch_factor = 2  # torch's default
+
+    def check_worker_number_rationality(self) -> None:
+        """Warn, as torch does, if there are more workers than CPUs; a measured number needs no warning."""
+        if vars(self).get("_auto_workers") is None:
+            super().check_worker_number_rationality()
+            _warn_of_workers(self.num_workers)
 
     def _check_failures(self) -> None:
         on_error, restarts = self.on_error, self.restart_workers
@@ -342,18 +332,13 @@ class DataLoader(LoaderSettings):
         self.__dict__["collate_fn"] = own_collate(collate_fn)
 
     def __iter__(self) -> Any:
-        began_ns = time.perf_counter_ns()
         agreement.check(self)
         workers = getattr(self._iterator, "source", self._iterator)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
-        persistent: Any = self._iterator
-        if self._auto_workers is not None and persistent is not None:
-            before = self.num_workers
-            self._choose_workers(self._auto_workers)
-            if self.num_workers != before:
-                persistent.close()
-                self._iterator = None
+        if self._auto_workers is not None:
+            self._set_num_workers(self._auto_workers.choose(self))
+        began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass may make iterators of its own, as LitData's loader does; they are not measured.
         if isinstance(iterator, MeasuredIterator):
@@ -362,8 +347,6 @@ class DataLoader(LoaderSettings):
         return resume.noted(self, iterator)
 
     def _get_iterator(self) -> Any:
-        if self._auto_workers is not None:
-            self._choose_workers(self._auto_workers)
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
@@ -389,8 +372,7 @@ class DataLoader(LoaderSettings):
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
         else:
-            if self._auto_workers is None:  # a measured number needs no warning
-                self.check_worker_number_rationality()
+            self.check_worker_number_rationality()
             iterator = WorkerIterator(self)
         _live[iterator] = None
         return iterator
@@ -548,12 +530,16 @@ def _outline(dataset: Any) -> str:
         return type(dataset).__name__
 
 
-def _make_trial_loader(
-    dataset: Any, prefetch_factor: int | None, num_workers: int, **settings: Any
-) -> DataLoader:
-    """Make a loader for the trial of `num_workers="auto"`, with batches on the host in pageable memory."""
-    ahead = prefetch_factor if num_workers else None
-    return DataLoader(dataset, num_workers=num_workers, prefetch_factor=ahead, **settings)
+@functools.cache
+def _warn_of_workers(num_workers: int) -> None:
+    """Warn once of more workers than CPUs of this rank, if torch, which knows only the host, does not."""
+    all_cpus = cpus.usable_cpus()
+    if 1 < num_workers <= all_cpus and num_workers > cpus.rank_cpus():
+        say_once(
+            f"a DataLoader has more workers than CPUs: this rank's share is {cpus.rank_cpus()} of {all_cpus} "
+            "CPUs, because of the host's other ranks or a CPU quota. Workers then compete for CPUs, unless "
+            'samples wait for storage or a network. Use fewer workers, or num_workers="auto"'
+        )
 
 
 @functools.cache

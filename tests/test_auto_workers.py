@@ -6,6 +6,8 @@ import copy
 import errno
 import itertools
 import logging
+import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -22,32 +24,35 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import fastload
+from fastload import loader as loader_module
 from fastload.system.logs import say_once
 from fastload.workers import auto_workers, starting
-from fastload.workers.auto_workers import AutoWorkers, Timing, fastest, safest
+from fastload.workers.auto_workers import AutoWorkers, Cost, Model, costs
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SECONDS = st.floats(1e-5, 10.0)
-
-
-@st.composite
-def some_timings(draw: Any) -> dict[int, Timing]:
-    """Of several numbers of workers."""
-    num_batches = draw(st.integers(1, 1000))
-    numbers = draw(st.sets(st.sampled_from([0, 1, 2, 4, 8, 64]), min_size=1))
-    return {
-        number: Timing(draw(SECONDS), draw(SECONDS), draw(SECONDS), num_batches, number > 0)
-        for number in numbers
-    }
+MODELS = st.builds(
+    Model,
+    st.builds(Cost, SECONDS, SECONDS),
+    num_batches=st.integers(2, 1000),
+    num_cpus=st.integers(1, 64),
+    start_s=SECONDS,
+)
+LEAST = st.integers(0, 1)
+# 10 ms of computing, or of waiting, for each of 100 batches, on four CPUs.
+COMPUTES = Model(Cost(0.01, 0.01), num_batches=100, num_cpus=4)
+WAITS = Model(Cost(0.01, 0.0001), num_batches=100, num_cpus=4)
+WAITING = "more than this rank's 4 CPUs, because batches wait 9.9 ms"
 
 
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured decides nothing here, so that little is measured."""
-    monkeypatch.setattr(auto_workers, "_EFFORT", auto_workers.Effort(0.001, 0.0, 0.0, 0.0))
+    """What is measured decides nothing here, so that little is measured, and slow machines have time."""
+    monkeypatch.setattr(auto_workers, "_ENOUGH_S", 0.001)
+    monkeypatch.setattr(auto_workers, "_LEAST_LIMIT_S", 60.0)
 
 
 class Counted:
@@ -93,6 +98,44 @@ class Hangs(Counted):
         select.select([], [], [])
 
 
+class Opened(Counted):
+    """Can be read only where `opened` was called, as the documentation of worker_init_fn shows it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.file  # type: ignore[attr-defined]
+
+
+def opened(worker_id: int) -> None:
+    torch.utils.data.get_worker_info().dataset.file = 7  # type: ignore[union-attr]
+
+
+class Random(Counted):
+    """Draws from every generator that the loader seeds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), torch.rand(1)
+
+
+class Remembers(Counted):
+    """A map-style dataset with a state: how many samples this copy has read."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        return self.num_read
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+
+class Unsendable(Counted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = lambda index: index
+
+
 @pytest.fixture
 def forget() -> Iterator[None]:
     """What the system answered, and what was logged once, is forgotten before the test and after it."""
@@ -101,6 +144,18 @@ def forget() -> Iterator[None]:
     yield
     for known in (starting.why_no_processes, say_once):
         known.cache_clear()
+
+
+@pytest.fixture
+def chosen(caplog: pytest.LogCaptureFixture) -> Any:
+    """The numbers and rules in the log, in their order."""
+    caplog.set_level(logging.INFO, "fastload")
+
+    def read() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        return [line.removeprefix('num_workers="auto": ') for line in lines if line.startswith("num_workers")]
+
+    return read
 
 
 def _refuse(pid: int) -> int:
@@ -112,130 +167,336 @@ class Stream(IterableDataset[int]):
         return iter(range(8))
 
 
-def after_a_trial() -> auto_workers.AutoWorkers:
-    """Batches take 10 ms without workers, and 20 ms with two."""
-    auto = auto_workers.AutoWorkers(lambda _: None, None, 0)
-    auto._has_tried = True
-    auto._timings = {
-        0: Timing(0.01, 0.01, 0.0, 100, has_workers=False),
-        2: Timing(0.02, 0.02, 0.001, 100, has_workers=True),
-    }
-    return auto
-
-
 # --- the choice -------------------------------------------------------------------------------------------
 
 
-@given(timings=some_timings(), step_s=st.floats(0.0, 10.0), current=st.sampled_from([0, 1, 2, 4, 8, 64]))
+@pytest.mark.parametrize(
+    ("model", "least", "step_s", "number", "rule"),
+    [
+        (COMPUTES, 0, None, 4, "one for each CPU of this rank"),
+        (COMPUTES._replace(num_cpus=1), 0, None, 1, "one for each CPU of this rank"),
+        (COMPUTES._replace(num_batches=3), 0, None, 3, "enough for epochs of 3 batches"),
+        (COMPUTES._replace(start_s=2.0), 0, None, 0, "workers would cost more time than they save"),
+        (COMPUTES._replace(start_s=2.0, num_batches=2), 1, None, 1, "enough for epochs of 2 batches"),
+        (COMPUTES, 0, 0.005, 2, "enough for steps of 5 ms"),
+        (COMPUTES._replace(cost=Cost(0.01, 0.02)), 0, None, 2, "enough for epochs of 100 batches"),
+        (COMPUTES._replace(cost=Cost(0.013, 0.01)), 0, None, 4, "one for each CPU of this rank"),
+        (WAITS, 0, None, 25, WAITING),
+        (WAITS, 0, 0.001, 8, WAITING),
+        (WAITS._replace(num_batches=5), 0, None, 5, WAITING),
+    ],
+)  # fmt: skip
+def test_the_choice_and_the_rule_that_decided(
+    model: Model, least: int, step_s: float | None, number: int, rule: str
+) -> None:
+    """CPU time, waiting, the length and start of an epoch, and the consumer's step each decide somewhere."""
+    found = model.safest(least) if step_s is None else model.fastest(least, step_s, current=least)
+    assert (found, model.rule(found, step_s)) == (number, rule)
+
+
+@given(MODELS, LEAST)
+def test_only_batches_that_wait_get_more_workers_than_cpus(model: Model, least: int) -> None:
+    """More than twice as many only if more than half of their time is not CPU time."""
+    numbers = model.numbers(least)
+    make_s, busy_s = model.cost
+    assert numbers[-1] <= max(1, min(model.num_batches, 64))
+    if make_s <= 2 * busy_s:
+        assert numbers[-1] <= 2 * model.num_cpus
+    if make_s <= 1.5 * busy_s:
+        assert numbers[-1] <= model.num_cpus
+
+
+@given(MODELS, LEAST, st.floats(0.0, 10.0), st.sampled_from([0, 1, 2, 4, 8, 64]))
 def test_the_choice_for_a_known_step_is_at_most_3_percent_slower_than_the_best(
-    timings: dict[int, Timing], step_s: float, current: int
+    model: Model, least: int, step_s: float, current: int
 ) -> None:
     """Whatever was measured."""
-    chosen = fastest(timings, step_s, current)
-    least_s = min(timing.epoch_s(step_s) for timing in timings.values())
-    assert timings[chosen].epoch_s(step_s) <= 1.03 * least_s * (1 + 1e-9)
+    chosen = model.fastest(least, step_s, current)
+    least_s = min(model.epoch_s(number, step_s) for number in model.numbers(least))
+    assert model.epoch_s(chosen, step_s) <= 1.03 * least_s * (1 + 1e-9)
 
 
-@given(timings=some_timings())
-def test_the_first_choice_has_the_best_worst_case(timings: dict[int, Timing]) -> None:
-    """Over steps from none to the longest batch it is never so much slower as the others are somewhere."""
-    steps_s = [0.0, *(timing.batch_s for timing in timings.values())]
-
-    def worst(number: int) -> float:
-        return max(
-            timings[number].epoch_s(step_s) / min(other.epoch_s(step_s) for other in timings.values())
-            for step_s in steps_s
-        )
-
-    assert worst(safest(timings)) <= 1.03 * min(map(worst, timings)) * (1 + 1e-9)
+@given(MODELS, LEAST)
+def test_the_first_choice_has_the_better_worst_case(model: Model, least: int) -> None:
+    """Of no workers and the best number of them, with steps of no time and of that of a batch."""
+    number, workers = model.safest(least), model.fastest(1, 0.0)
+    loses = [model.epoch_s(workers, step_s) / model.epoch_s(0, step_s) for step_s in (0.0, model.cost.make_s)]
+    assert number == (workers if least or max(loses) * min(loses) <= 1 else 0)
 
 
-def test_a_number_that_is_as_good_stays() -> None:
-    """Epochs do not flicker between two numbers."""
-    timings = {number: Timing(0.1, 0.1, 0.001, 100, has_workers=True) for number in (1, 2, 4)}
-    assert [fastest(timings, 0.0, current) for current in (1, 2, 4, 8)] == [1, 2, 4, 1]
+@given(MODELS, st.integers(0, 64), st.floats(0.0, 10.0))
+def test_an_epoch_as_predicted_corrects_nothing(model: Model, number: int, step_s: float) -> None:
+    """The waits that the model predicts for a number leave it as it is."""
+    between_s = model.batch_s(number)
+    wait_s = between_s if number == 0 else max(0.0, between_s - step_s)
+    after = model.corrected(number, step_s, wait_s)
+    assert after.cost == pytest.approx(model.cost)
 
 
-def test_batches_that_workers_make_in_the_meantime_count_for_nothing() -> None:
-    """Without workers a step waits for its batch; with them it waits for what the consumer does not hide."""
-    alone = Timing(0.01, 0.01, 0.0, 101, has_workers=False)
-    helped = Timing(0.02, 0.02, 0.001, 101, has_workers=True)
-    assert alone.epoch_s(0.0) == pytest.approx(1.01)
-    assert helped.epoch_s(0.0) == pytest.approx(2.02)
-    assert alone.epoch_s(0.03) == pytest.approx(4.04)
-    assert helped.epoch_s(0.03) == pytest.approx(0.02 + 0.03 + 100 * 0.031)
+@pytest.mark.parametrize(
+    ("number", "step_s", "wait_s", "make_s"),
+    [
+        (0, 0.0, 0.03, 0.03),  # each batch is waited for
+        (2, 0.001, 0.014, 0.03),  # two workers made a batch every 15 ms
+        (2, 0.002, 0.0001, 0.0042),  # they made one every 2.1 ms, or faster
+        (2, 0.5, 0.0001, 0.01),  # batches were ready: how early is unknown
+    ],
+)
+def test_an_epoch_corrects_what_was_measured_badly(
+    number: int, step_s: float, wait_s: float, make_s: float
+) -> None:
+    """By the factor between the predicted and the measured batches; CPU time by the same factor."""
+    found = COMPUTES._replace(num_batches=101, num_cpus=2).corrected(number, step_s, wait_s)
+    assert found.cost == pytest.approx(Cost(make_s, make_s), rel=0.01)
 
 
-def test_a_later_epoch_is_chosen_by_what_the_consumer_does() -> None:
-    """A consumer that computes gets workers, for one that does not the trial's fastest number is right."""
-    auto = after_a_trial()
-    chosen = []
-    for step_s in (0.0, 0.03, 0.0):
-        auto._step_s = step_s
-        chosen.append(auto.choose(None))
-    assert chosen == [0, 2, 0]
+def without_workers() -> AutoWorkers:
+    """After a trial that found that workers, which take 0.3 s to start, would not pay."""
+    auto = AutoWorkers(0)
+    auto._is_due, auto._model, auto.number = False, COMPUTES._replace(start_s=0.3), 0
+    return auto
+
+
+def test_a_later_epoch_is_chosen_by_what_the_consumer_does(chosen: Any) -> None:
+    """A consumer that computes gets workers; a number that is as good as the best stays."""
+    loader = fastload.DataLoader(Counted())
+    auto = without_workers()
+    numbers = [auto.choose(loader)]
+    for step_s in (0.02, 0.02, 0.03):
+        auto.note_epoch(auto.number, step_s, 0.01 if auto.number == 0 else 0.0, epoch_s=3.0)
+        numbers.append(auto.choose(loader))
+    assert numbers == [0, 1, 1, 1]
+    assert [line.partition(";")[0] for line in chosen()] == ["1, enough for steps of 20 ms"]
+
+
+def test_a_number_that_makes_epochs_longer_is_left_for_good(chosen: Any) -> None:
+    """Whatever the model says of it: the samples may share a lock."""
+    loader = fastload.DataLoader(Counted())
+    auto = without_workers()
+    numbers = []
+    for epoch_s in (3.0, 5.0, 3.0, 3.0):
+        auto.note_epoch(auto.number, 0.02, 0.01 if auto.number == 0 else 0.0, epoch_s)
+        numbers.append(auto.choose(loader))
+    assert numbers == [1, 0, 0, 0]
+    assert chosen()[-1] == "0, because epochs took 3 s, and 5 s with 1"
 
 
 def test_the_consumer_s_steps_and_waits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between a batch and the next call, and within that call, on average over the epoch."""
+    """Between a batch and the next call, and within that call, on average; and the whole epoch."""
     loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
     noted: list[Any] = []
     assert loader._auto_workers is not None
+    monkeypatch.setattr(loader._auto_workers, "choose", lambda _: 1)
     monkeypatch.setattr(loader._auto_workers, "note_epoch", lambda *epoch: noted.append(epoch))
     clock = itertools.accumulate(
         itertools.cycle([500_000_000, 250_000_000])
     )  # looked at when a call begins, and when it ends
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
     assert len(list(loader)) == 4
-    assert noted == [(loader.num_workers, 0.5, 0.25)]
+    assert noted == [(1, 0.5, 0.25, 0.25 + 5 * 0.75)]
 
 
-def test_an_epoch_corrects_what_was_measured_badly() -> None:
-    """A number that was left or chosen by a disturbed measurement is judged by its own epochs later."""
-    auto = after_a_trial()
-    auto.note_epoch(2, 0.0, 0.005)
-    assert auto.choose(None) == 2
-    auto.note_epoch(2, 0.0, 0.05)
-    assert auto.choose(None) == 0
-    auto.note_epoch(0, 0.0, 0.08)
-    assert auto.choose(None) == 2
-    auto.note_epoch(2, 0.03, 0.001)  # nothing was waited for, which says no more than that
-    assert auto._timings[2].batch_s == pytest.approx(0.031)
+# --- what a batch costs -----------------------------------------------------------------------------------
+
+
+class Timed(Counted):
+    """Takes one second for a sample, 0.5 s of them on a CPU, by a clock of its own."""
+
+    now_s = 0.0
+
+    def __getitem__(self, index: int) -> int:
+        type(self).now_s += 1.0
+        return index
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial looks at the clock of `Timed`."""
+    monkeypatch.setattr(Timed, "now_s", 0.0)
+    monkeypatch.setattr(auto_workers, "_clocks", lambda: (Timed.now_s, 0.0, 0.5 * Timed.now_s))
+    monkeypatch.setattr(time, "perf_counter", lambda: Timed.now_s)
+
+
+def pairs(samples: list[int]) -> list[int]:
+    assert len(samples) == 8
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("options", "parts_s", "enough_s", "read", "batch_s"),
+    [
+        ({"batch_size": 8}, 100.0, 20.0, 8 + 3 * 8, 8.0),  # parts of 1, 2, 4 and 1 samples, three batches
+        ({"batch_size": 8}, 2.5, 20.0, 1 + 2, 8.0),  # no whole batch
+        ({"batch_size": 8, "collate_fn": pairs}, 100.0, 20.0, 8 + 3 * 8, 8.0),  # parts cannot be collated
+        ({"batch_size": None}, 0.0, 20.0, 20, 1.0),
+        ({"batch_size": 8}, 100.0, 1000.0, 64, 8.0),  # a short epoch
+        ({"batch_sampler": [[0, 1], [], [2, 3]], "collate_fn": list}, 100.0, 1000.0, 4, 1.0),
+    ],
+    ids=["batches", "slow samples", "whole batches only", "samples", "whole epoch", "empty batch"],
+)
+def test_the_cost_of_a_batch(
+    options: dict[str, Any],
+    parts_s: float,
+    enough_s: float,
+    read: int,
+    batch_s: float,
+    clock: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is that of whole batches, or, of slow samples, that of a part times the samples of the batch."""
+    monkeypatch.setattr(auto_workers, "_PIECES_S", parts_s)
+    monkeypatch.setattr(auto_workers, "_ENOUGH_S", enough_s)
+    last = list(costs(fastload.DataLoader(Timed(), **options)))[-1]  # type: ignore[arg-type]
+    assert last == pytest.approx(Cost(batch_s, 0.5 * batch_s))
+    assert Timed.now_s == read
+
+
+def test_time_in_which_others_have_the_cpu_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc tells it; the CPU time of this thread is the least that a batch takes."""
+    schedstat = iter(["0 0 0", "9 4000000000 9", "9 4000000000 9", "9 4000000000 9"])
+    monkeypatch.setattr(auto_workers, "read_text", lambda path: next(schedstat))
+    for name, seconds in (("perf_counter", 5.0), ("thread_time", 0.5), ("process_time", 3.0)):
+        ticks = itertools.count(0.0, seconds)
+        monkeypatch.setattr(time, name, ticks.__next__)
+    assert auto_workers._next_cost(iter("ab")) == pytest.approx(Cost(1.0, 3.0), abs=0.1)
+
+
+class Receiver:
+    """A pipe from a trial: each message takes some seconds to come."""
+
+    def __init__(self, *messages: tuple[float, Any]) -> None:
+        self.messages = list(messages)
+        self.now_s = 0.0
+
+    def poll(self, timeout_s: float) -> bool:
+        wait_s = self.messages[0][0] if self.messages else math.inf
+        self.now_s += min(timeout_s, wait_s)
+        return wait_s <= timeout_s
+
+    def recv(self) -> Any:
+        return self.messages.pop(0)[1]
+
+
+@pytest.mark.parametrize(
+    ("messages", "num_batches", "took_s", "found"),
+    [
+        ([(1.5, Cost(1, 1)), (1.0, Cost(2, 2))], 10, 2.0, 1),  # an epoch of 2.5 s: 2 s are allowed
+        (
+            [(1.5, Cost(1, 1)), (1.0, Cost(2, 2)), (9.0, "")],
+            200,
+            10.15,
+            2,
+        ),  # an epoch of 50 s, then of 101.5 s
+        ([(1.5, Cost(1, 1)), (1.0, Cost(2, 2)), (1.0, "")], 200, 3.5, 2),
+        ([(2.5, Cost(1, 1))], 200, 2.0, "the first sample took more than 2 s"),
+        ([(1.0, "KeyError: 3")], 200, 1.0, "KeyError: 3"),
+    ],
+    ids=["short epoch", "long epoch", "done", "nothing", "error"],
+)
+def test_the_trial_takes_2_s_or_a_tenth_of_the_epoch(
+    messages: Any, num_batches: int, took_s: float, found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the epoch as it is known so far; the last cost that came in time counts."""
+    monkeypatch.setattr(auto_workers, "_LEAST_LIMIT_S", 2.0)
+    receiver = Receiver(*messages)
+    monkeypatch.setattr(time, "perf_counter", lambda: receiver.now_s)
+    model = Model(Cost(0, 0), num_batches, 4)
+    answer = AutoWorkers(0)._follow(receiver, model)  # type: ignore[arg-type]
+    assert (answer if isinstance(answer, str) else answer.cost.make_s) == found
+    assert receiver.now_s == pytest.approx(took_s)
 
 
 # --- the trial --------------------------------------------------------------------------------------------
 
 
-def test_the_number_is_an_int_and_the_log_explains_it(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has the choice and an epoch's time for each number that was tried."""
-    caplog.set_level(logging.INFO, "fastload")
-    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+def test_a_new_loader_has_an_int_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This rank's share of the CPUs, at most 16, until the first iter()."""
+    monkeypatch.setattr(auto_workers, "rank_cpus", lambda: 3)
+    loader = fastload.DataLoader(Raises(), 16, num_workers="auto")
     assert type(loader.num_workers) is int
+    assert (loader.num_workers, loader.prefetch_factor) == (3, 2)
+    assert multiprocessing.active_children() == []
+    monkeypatch.setattr(auto_workers, "rank_cpus", lambda: 99)
+    assert fastload.DataLoader(Raises(), 16, num_workers="auto").num_workers == 16
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "reason"),
+    [
+        (range(0), {}, "an epoch has 0 batches"),
+        (range(3), {"drop_last": True}, "an epoch has 0 batches"),
+        (range(30), {"sampler": []}, "an epoch has 0 batches"),
+        (range(1), {}, "an epoch has 1 batch"),
+        (range(4), {}, "an epoch has 1 batch"),
+        (range(1), {"batch_size": None}, "an epoch has 1 batch"),
+        (range(5), {}, ""),
+        (range(3), {"batch_size": None}, ""),
+    ],
+)
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_short_epochs(
+    dataset: Any, options: dict[str, Any], reason: str, persistent_workers: bool, chosen: Any
+) -> None:
+    """They have the batches of a fixed number; fewer than two batches are not measured."""
+    options = {"batch_size": 4, "persistent_workers": persistent_workers} | options
+    with fastload.DataLoader(dataset, num_workers="auto", **options) as loader:
+        first = [torch.as_tensor(batch).tolist() for batch in loader]
+        again = [torch.as_tensor(batch).tolist() for batch in loader]
+    with fastload.DataLoader(dataset, num_workers=1, **options) as fixed:
+        assert first == again == [torch.as_tensor(batch).tolist() for batch in fixed]
+    if reason:
+        assert chosen() == [f"{int(persistent_workers)}, {reason}"]
+    else:
+        assert "measured in" in chosen()[0]
+
+
+def test_the_log_has_the_number_the_rule_and_what_was_measured(chosen: Any) -> None:
+    """In one line, which does not come again while nothing changes."""
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+    for _ in loader:
+        break
+    (line,) = chosen()
+    assert line.startswith(f"{loader.num_workers}, ")
+    assert "; a batch takes " in line
+    assert ", CPU time " in line
     assert loader.prefetch_factor == (2 if loader.num_workers else None)
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f'num_workers="auto": {loader.num_workers}, measured in ')
-    assert "0: " in line
-    assert f"{loader.num_workers}: " in line
-    fixed = fastload.DataLoader(Counted(), 16, num_workers=loader.num_workers)
-    for ours, theirs in zip(loader, fixed, strict=True):
-        assert torch.equal(ours[0], theirs[0])
+
+
+def streams(generator: torch.Generator) -> list[Any]:
+    """The states of the generators of this process."""
+    known = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    return [*known, torch.get_rng_state().tolist(), generator.get_state().tolist()]
 
 
 def test_the_trial_reads_and_draws_nothing_here() -> None:
     """Samples, samplers, generators and torch's, NumPy's and Python's random streams are untouched."""
     dataset, order, generator = Counted(), Order(), torch.Generator()
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
-
-    def states() -> list[Any]:
-        streams = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
-        return [*streams, torch.get_rng_state().tolist(), generator.get_state().tolist()]
-
-    before = states()
+    before = streams(generator)
     loader = fastload.DataLoader(dataset, 16, sampler=order, num_workers="auto", generator=generator)
-    assert loader.sampler is order
-    assert loader.generator is generator
+    assert loader._auto_workers is not None
+    loader._auto_workers.choose(loader)
+    assert loader._auto_workers._model is not None
+    assert multiprocessing.active_children() == []
     assert (dataset.num_read, order.num_begun) == (0, 0)
-    assert states() == before
+    assert streams(generator) == before
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: bool, rng: Any) -> None:
+    """As if it had been given, in the order of a shuffled sampler, with the draws of the dataset."""
+
+    def run(num_workers: Any) -> Any:
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4)
+        options: Any = {"generator": generator, "persistent_workers": persistent_workers, "rng": rng}
+        with fastload.DataLoader(Random(), 16, shuffle=True, num_workers=num_workers, **options) as loader:
+            batches = [[part.tolist() for part in batch] for batch in loader]
+            return batches, streams(generator), loader.num_workers
+
+    auto = run("auto")
+    assert auto == run(auto[-1])
 
 
 @pytest.mark.parametrize(
@@ -245,84 +506,125 @@ def test_the_trial_reads_and_draws_nothing_here() -> None:
         {"prefetch_factor": 3},
         {"timeout": 20},
         {"multiprocessing_context": "fork"},
+        {"worker_init_fn": print},
     ],
     ids=str,
 )
 def test_arguments_of_workers_want_workers(option: dict[str, Any]) -> None:
     """At least one, whatever is faster."""
     with fastload.DataLoader(Counted(), 16, num_workers="auto", **option) as loader:
-        assert loader.num_workers >= 1
         assert len(list(loader)) == 4
+        assert loader.num_workers >= 1
+        assert loader.prefetch_factor == option.get("prefetch_factor", 2)
+
+
+def test_the_trial_prepares_the_dataset_as_a_worker_does(chosen: Any) -> None:
+    """A worker_init_fn is called, with torch's worker info."""
+    with fastload.DataLoader(Opened(), 16, num_workers="auto", worker_init_fn=opened) as loader:
+        assert len(list(loader)) == 4
+    assert "measured in" in chosen()[0]
 
 
 @pytest.mark.slow
-def test_the_trial_starts_its_process_and_workers_as_the_loader_does(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """By spawning them, so that all arguments of the loader are pickled."""
-    caplog.set_level(logging.INFO, "fastload")
-    with fastload.DataLoader(
-        Counted(), 16, num_workers="auto", multiprocessing_context="spawn", persistent_workers=True
-    ) as loader:
-        assert "measured in" in caplog.text
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_trial_starts_its_process_as_the_loader_does(method: str, chosen: Any) -> None:
+    """By spawning it, so that the loader is pickled."""
+    options: Any = {"multiprocessing_context": method, "persistent_workers": True}
+    with fastload.DataLoader(Counted(), 16, num_workers="auto", **options) as loader:
         assert len(list(loader)) == 4
+    assert "measured in" in chosen()[0]
 
 
-def test_threads() -> None:
-    """Threads are tried in the process of the trial, and used here."""
+def test_a_dataset_that_cannot_be_pickled_is_an_error_of_the_epoch(chosen: Any) -> None:
+    """As with a fixed number; before it, one line says that nothing could be measured."""
+    loader = fastload.DataLoader(Unsendable(), 16, num_workers="auto", multiprocessing_context="spawn")
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        iter(loader)
+    assert "its process could not be started" in chosen()[0]
+
+
+def test_a_process_that_is_being_started_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a script without `if __name__ == "__main__"` would run once more in the trial."""
+    monkeypatch.setattr(process.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(fastload.WorkerStartError, match="__main__"):
+        iter(fastload.DataLoader(Counted(), 16, num_workers="auto"))
+
+
+def test_threads(chosen: Any) -> None:
+    """Are used here; what a batch costs is measured in a process."""
     with fastload.DataLoader(
         Counted(), 16, num_workers="auto", worker_method="thread", prefetch_factor=2
     ) as loader:
         assert len(list(loader)) == 4
+    assert "measured in" in chosen()[0]
 
 
 @pytest.mark.parametrize(
     ("dataset", "reason"),
     [
-        (Raises(), "KeyError: KeyError: 'no such photo'"),
-        (Ends(), "WorkerDiedError"),
+        (Raises(), "KeyError: 'no such photo'"),
+        (Ends(), "its process ended with exit code 3"),
     ],
     ids=["raises", "ends"],
 )
 def test_a_trial_that_fails_is_a_warning(dataset: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """There are then as many workers as CPUs, and the first epoch raises what is wrong."""
     loader = fastload.DataLoader(dataset, 16, num_workers="auto")
-    assert loader.num_workers == min(auto_workers.worthwhile_cpus(), 16)
-    assert f'num_workers="auto": {loader.num_workers}, because the trial failed: {reason}' in caplog.text
+    number = loader.num_workers
     for _ in range(2):
         with pytest.raises((KeyError, fastload.WorkerDiedError)):
             list(loader)
-    assert caplog.text.count("the trial failed") == 1
+    assert loader.num_workers == number == min(auto_workers.rank_cpus(), 16)
+    (line,) = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
+    assert line.startswith(f'num_workers="auto": {number}, as many as CPUs of this rank, because the trial')
+    assert reason in line
 
 
-def test_a_trial_that_hangs_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its process and its workers are gone then: see the leak guard."""
-    monkeypatch.setattr(auto_workers, "_LIMIT_S", 0.1)
+def test_a_trial_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, chosen: Any) -> None:
+    """Its process is gone then: see the leak guard."""
+    monkeypatch.setattr(auto_workers, "_LEAST_LIMIT_S", 0.1)
     loader = fastload.DataLoader(Hangs(), 16, num_workers="auto")
-    assert loader.num_workers >= 1
-    assert "because the trial failed: it took more than" in caplog.text
+    auto = loader._auto_workers
+    assert auto is not None
+    assert auto.choose(loader) >= 1
+    assert "because the trial failed: the first sample took more than" in chosen()[0]
+
+
+def test_slow_samples_are_measured_after_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once more, with a tenth of its time."""
+    monkeypatch.setattr(auto_workers, "_LEAST_LIMIT_S", 2.0)
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+    auto = loader._auto_workers
+    assert auto is not None
+    receivers = [Receiver((30.0, Cost(9.0, 0.1))), Receiver((30.0, Cost(9.0, 0.1)))]
+    now = itertools.count(0.0, 1e-6)
+    monkeypatch.setattr(time, "perf_counter", now.__next__)
+    model = Model(Cost(0, 0), 4, 1)
+    monkeypatch.setattr(auto, "_try", lambda *_: auto._follow(receivers.pop(0), model))  # type: ignore[arg-type]
+    numbers = [auto.choose(loader)]
+    numbers.append(auto.choose(loader))
+    auto.note_epoch(numbers[-1], 0.0, 300.0, 1200.0)
+    numbers.append(auto.choose(loader))
+    assert numbers == [auto_workers.rank_cpus()] * 2 + [4]
+    assert receivers == []
 
 
 @pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "refused"])
 def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
     is_missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forget: None
 ) -> None:
-    """One log line has the number and its times; the first epoch's warning has the reason."""
+    """One log line has the number; the warning of the epoch has the reason."""
     if is_missing:
         monkeypatch.delattr(os, "pidfd_open")
     else:
         monkeypatch.setattr(os, "pidfd_open", _refuse)
     caplog.set_level(logging.INFO, "fastload")
     loader = fastload.DataLoader(Counted(), 16, num_workers="auto", prefetch_factor=2)
-    (chosen,) = [record.getMessage() for record in caplog.records]
-    caplog.clear()
     batches = [len(list(loader)) for _ in range(2)]
+    lines = [record.getMessage() for record in caplog.records]
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
-    assert 1 <= loader.num_workers <= 2 * min(auto_workers.worthwhile_cpus(), 16)
-    assert chosen.startswith(f'num_workers="auto": {loader.num_workers}, measured in ')
+    assert "measured in" in lines[0]
     assert batches == [4, 4]
     reason = "this platform has no pidfd_open" if is_missing else "this system refuses pidfd_open: [Errno 1]"
     assert [line.partition(reason)[:2] for line in warnings] == [
@@ -330,29 +632,52 @@ def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
     ]
 
 
-def test_a_process_that_may_start_none_has_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_may_start_none_has_no_workers(monkeypatch: pytest.MonkeyPatch, chosen: Any) -> None:
     """Such as a worker of another loader, which is a daemon."""
 
     class Daemon:
         daemon = True
 
     monkeypatch.setattr(process, "current_process", Daemon)
-    assert fastload.DataLoader(Counted(), 16, num_workers="auto").num_workers == 0
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+    assert len(list(loader)) == 4
+    assert loader.num_workers == 0
+    assert "daemon" in chosen()[0]
 
 
-def test_a_cache_that_is_full_is_measured_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_is_full_is_measured_anew(chosen: Any) -> None:
     """Once: what is read from the cache needs other workers than what fills it."""
-    caplog.set_level(logging.INFO, "fastload.auto")
     dataset = fastload.CachedDataset(Counted(), cache="ram")
     loader = fastload.DataLoader(dataset, 16, num_workers="auto")
+    for _ in loader:
+        break
+    assert sum("measured in" in line for line in chosen()) == 1
     dataset.fill(num_workers=0, progress=False)
-    caplog.set_level(logging.INFO, "fastload")
-    caplog.clear()
+    for _ in range(2):
+        for _ in loader:
+            break
     for _ in range(3):
         assert len(list(loader)) == 4
-    assert caplog.text.count("measured in") <= 1
-    assert loader._auto_workers is not None
-    assert not loader._auto_workers._was_filling
+    assert sum("measured in" in line for line in chosen()) == 2
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_taken", [2, 4])
+def test_a_state_of_the_dataset_decides_the_number(num_workers: int, num_taken: int, chosen: Any) -> None:
+    """A resumed dataset needs as many copies as when its state was saved."""
+    first = fastload.DataLoader(Remembers(), 16, num_workers=num_workers)
+    batches = iter(first)
+    for _ in range(num_taken):
+        next(batches)
+    state = first.state_dict()
+    rest = [batch.tolist() for batch in batches]
+    first.close()
+    resumed = fastload.DataLoader(Remembers(), 16, num_workers="auto")
+    resumed.load_state_dict(state)
+    if num_taken < 4:
+        assert [batch.tolist() for batch in resumed] == rest
+    assert resumed.num_workers == num_workers
+    assert chosen() == [f"{num_workers}, as many as the state has copies of the dataset"]
 
 
 # --- bad input, copies ------------------------------------------------------------------------------------
@@ -373,6 +698,7 @@ def test_other_words_are_refused() -> None:
 def test_loaders_can_be_copied_and_pickled() -> None:
     """With the number that was chosen."""
     loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+    assert len(list(loader)) == 4
     for other in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert other.num_workers == loader.num_workers
         assert len(list(other)) == 4
@@ -380,12 +706,41 @@ def test_loaders_can_be_copied_and_pickled() -> None:
 
 def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next epoch has the new number of workers, and the same batches."""
-    numbers = iter([1, 1, 2, 2, 2, 2])
+    numbers = iter([1, 1, 2])
     monkeypatch.setattr(AutoWorkers, "choose", lambda *_: next(numbers))
     loader = fastload.DataLoader(range(8), 2, num_workers="auto", persistent_workers=True)
     found = [([batch.tolist() for batch in loader], loader.num_workers) for _ in range(3)]
     loader.close()
 
     assert [batches for batches, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 3
-    assert found[0][1] == 1
-    assert found[-1][1] == 2
+    assert [number for _, number in found] == [1, 1, 2]
+
+
+# --- more workers than CPUs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_usable", "num_of_rank", "warns"),
+    [(2, 8, 2, False), (3, 8, 2, True), ("auto", 8, 2, False), (9, 8, 2, False), (0, 8, 2, False)],
+)
+def test_more_workers_than_cpus_of_the_rank_are_warned_of_once(
+    num_workers: Any,
+    num_usable: int,
+    num_of_rank: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    forget: None,
+) -> None:
+    """Unless torch warns, which knows the host's CPUs alone."""
+    loader_module._warn_of_workers.cache_clear()
+    monkeypatch.setattr(loader_module.cpus, "usable_cpus", lambda: num_usable)
+    monkeypatch.setattr(loader_module.cpus, "rank_cpus", lambda: num_of_rank)
+    monkeypatch.setattr(
+        loader_module.torch.utils.data.DataLoader, "check_worker_number_rationality", lambda _: None
+    )
+    for _ in range(2):
+        fastload.DataLoader(Counted(), 16, num_workers=num_workers)
+    loader_module._warn_of_workers.cache_clear()
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in texts] == ["a DataLoader has more workers than CPUs"] * warns

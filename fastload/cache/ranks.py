@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from fastload.system.cpus import RANKS_OF_HOST
 from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# Number of ranks on this host: Open MPI, MPICH and Intel MPI.
-_COUNTS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def are_several() -> bool:
@@ -24,7 +22,8 @@ def are_several() -> bool:
     SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
     there.
     """
-    if are_several_in(os.environ) or any(os.environ.get(name, "1") not in ("", "1") for name in _COUNTS):
+    counts = (os.environ.get(name, "1") for name in RANKS_OF_HOST)
+    if are_several_in(os.environ) or any(count not in ("", "1") for count in counts):
         return True
     local_id = os.environ.get("SLURM_LOCALID", "")
     tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")

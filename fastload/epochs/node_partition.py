@@ -24,13 +24,11 @@ import torch
 from torch.utils.data import DistributedSampler, Subset
 
 from fastload.errors import ResumeError
+from fastload.system.cpus import RANKS_OF_HOST
 from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-# Number of ranks on this node: torchrun, Open MPI, MPICH and Intel MPI.
-_RANKS_PER_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -332,7 +330,7 @@ def _num_nodes(given: int | None, num_replicas: int, rank: int) -> int:
         return operator.index(given)
     if num_replicas == 1:
         return 1
-    per_node = next((n for n in map(_variable, _RANKS_PER_NODE) if n), None)
+    per_node = next((n for n in map(_variable, RANKS_OF_HOST) if n), None)
     if per_node is None:
         raise RuntimeError(
             "num_nodes is unknown: the environment has no LOCAL_WORLD_SIZE. Start the script with torchrun, "

@@ -427,8 +427,10 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     saved = SavedState.parse(state)
     check_generators(loader, saved.generators)
     _check_nothing_is_missing(loader, saved)
-    if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
+    if not saved.is_within_epoch:
         _check(loader, saved)
+    _keep_num_workers(loader, saved)
+    if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
         with unchanged_on_error(loader):
             set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
             set_samplers(loader, fitting(loader, saved.samplers))
@@ -468,6 +470,14 @@ def _check_nothing_is_missing(loader: DataLoader[Any], state: SavedState) -> Non
             "give the loader the dataset, sampler and generator with which the state was saved, or load "
             "another checkpoint"
         )
+
+
+def _keep_num_workers(loader: DataLoader[Any], state: SavedState) -> None:
+    """Let `num_workers="auto"` choose the number that the state of a dataset needs: one copy for each."""
+    auto_workers = getattr(loader, "_auto_workers", None)
+    if auto_workers is not None and state.dataset_states is not None:
+        auto_workers.keep(0 if state.iterator_kind == "local" else len(state.dataset_states))
+        loader._set_num_workers(auto_workers.number)  # type: ignore[attr-defined]  # a loader of ours
 
 
 def _set_own_dataset(loader: DataLoader[Any], state: SavedState) -> None:

@@ -255,7 +255,7 @@ class Clock:
     Args:
         recorder: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
-        auto_workers: Is told the means of the epoch; None if the number of workers was not measured.
+        auto_workers: Is told the times of the epoch; None if the number of workers was not measured.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
 
     Attributes:
@@ -264,6 +264,7 @@ class Clock:
 
     __slots__ = (
         "_auto_workers",
+        "_epoch_ns",
         "_has_ended",
         "_iter_ns",
         "_num_steps",
@@ -284,6 +285,7 @@ class Clock:
         self._returned_ns = time.perf_counter_ns()
         self._iter_ns: int | None = self._returned_ns - began_ns  # None once the first batch was counted
         self._has_ended = False
+        self._epoch_ns = 0
         self._num_steps = self._step_ns = self._wait_ns = 0  # of this epoch, without its first batch
 
     def count(self, counts: Counts, calls: Iterable[Call]) -> None:
@@ -318,6 +320,7 @@ class Clock:
                 epoch_ns += self._iter_ns
                 self._iter_ns = None
         self._returned_ns = returned_before_ns
+        self._epoch_ns += epoch_ns
         counts.workers_ns += self._num_workers * epoch_ns
 
     def failed(self, called_ns: int) -> None:
@@ -333,9 +336,8 @@ class Clock:
         self.recorder.count()
         if self._auto_workers is not None and self._num_steps:
             per_step_s = _NS_PER_S * self._num_steps
-            self._auto_workers.note_epoch(
-                self._num_workers, self._step_ns / per_step_s, self._wait_ns / per_step_s
-            )
+            means_s = self._step_ns / per_step_s, self._wait_ns / per_step_s
+            self._auto_workers.note_epoch(self._num_workers, *means_s, self._epoch_ns / _NS_PER_S)
 
 
 class MeasuredIterator:

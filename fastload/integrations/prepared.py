@@ -67,7 +67,7 @@ def loader_in_place_of(
     else:
         arguments |= {"batch_size": built.batch_size, "sampler": built.sampler, "drop_last": built.drop_last}
     loader = fastload.loader.DataLoader(built.dataset, **arguments)
-    loader._auto_workers = source._auto_workers  # it has measured already
+    loader._auto_workers = source._auto_workers  # it goes on choosing
     return loader
 
 

@@ -26,7 +26,6 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         with contextlib.suppress(Exception):  # whatever it raises, the loop may never ask for it
             num_samples = len(dataset)
     ours = sys.modules.get("fastload.loader")
-    context = loader.multiprocessing_context or torch.multiprocessing
     return {
         "name": _name_of(loader, frame),
         "dataset": type(dataset).__name__,
@@ -34,17 +33,25 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "is_iterable": is_iterable,
         "num_samples": num_samples,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor,
+        **worker_facts(loader),
         "persistent_workers": loader.persistent_workers,
         "pin_memory": loader.pin_memory,
         "is_fastload": ours is not None and isinstance(loader, ours.DataLoader),
         "worker_method": getattr(loader, "worker_method", "process"),
-        "start_method": context.get_start_method() if loader.num_workers else None,
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,
         "image_shape": None,
+    }
+
+
+def worker_facts(loader: Any) -> dict[str, Any]:
+    """What `num_workers="auto"` chooses only when an epoch begins."""
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return {
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "start_method": context.get_start_method() if loader.num_workers else None,
     }
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_loader
 
-from fastload.profiling.facts import facts_of, facts_of_batch
+from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
 from fastload.profiling.hooks import (
     NO_LOADER,
     OwnWorker,
@@ -187,6 +187,7 @@ class Watch:
                 iterator = original(loader)
             finally:
                 in_use.loader = None
+            watched.facts |= worker_facts(loader)
             watched.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
             self._watch_iterator(iterator, watched, len(watched.epochs) - 1)
         return iterator

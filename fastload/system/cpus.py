@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from typing import TYPE_CHECKING
@@ -12,11 +13,30 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# The environment variables with the number of ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
+RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
 
 def worthwhile_cpus() -> int:
     """How many processes can compute at once: `usable_cpus()`, or the CPU quota, rounded up, if lower."""
     quota = cpu_quota()
     return usable_cpus() if quota is None else max(1, min(usable_cpus(), math.ceil(quota)))
+
+
+def rank_cpus() -> int:
+    """This rank's share of the host's CPUs, at least 1: that of the launcher's CPUs, and of the CPU quota.
+
+    A launcher may also bind ranks to CPUs, each rank to its own or several ranks to the same.
+    """
+    ranks = next((n for n in map(os.environ.get, RANKS_OF_HOST) if n and n.isdigit() and int(n)), "1")
+    if int(ranks) == 1:
+        return worthwhile_cpus()
+    host, quota = usable_cpus(), cpu_quota()
+    with contextlib.suppress(AttributeError, OSError):  # AttributeError: outside Linux
+        host = max(host, len(os.sched_getaffinity(os.getppid())))
+    if quota is not None:
+        host = min(host, math.ceil(quota))
+    return max(1, min(usable_cpus(), host // int(ranks)))
 
 
 def usable_cpus() -> int:

@@ -1,192 +1,289 @@
-"""`num_workers="auto"`: measure which number of workers has the shortest epochs, before the first epoch.
+"""`num_workers="auto"`: choose the number of workers from the time that a batch takes.
 
-The trial runs in its own process. It iterates over a loader with the same arguments and several numbers of
-workers, for a fraction of a second each. Rules:
+At the first `iter(loader)`, a trial makes some batches in its own process, without workers. It measures how
+long they take and how much of that is CPU time. A model of an epoch then gives the best number of workers.
+After each epoch, the measured times correct the model. Rules:
 
 1. The trial reads, draws and changes nothing in the consumer's process. The samples that it reads fill shared
-   caches.
-2. The trial measures each number as the loader will use it: through the transport, and with the start of the
-   workers if these are not persistent.
-3. Before the first epoch, the time that the consumer computes between two batches is unknown. The loader then
-   uses the number with the best worst case. From the first epoch on, the consumer's time is measured.
-4. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
-5. The trial ends when this process ends, and its workers end with it. On a system without pidfd_open, whose
-   workers are torch's, the trial ends when it has measured.
+   caches. It has ended before the epoch begins.
+2. From the start of its process on, the trial takes at most 2 s, or a tenth of the first epoch if that is
+   longer.
+3. CPU time is shared by the CPUs of this rank, and waiting by all workers. The number exceeds the CPUs only
+   if batches wait for more than a third of their time. Time in which other processes have the CPU is neither.
+4. Before the first epoch, the time that the consumer computes between two batches is unknown; see `safest`.
+5. The model proposes each number once. If epochs then take longer than with an earlier number, the loader
+   returns to that number.
+6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. If the
+   first sample came too late, the trial is repeated after an epoch, with a tenth of its time.
+7. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import logging
+import math
+import os
 import time
 import warnings
 from multiprocessing import process
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.data
+from torch.utils.data._utils import worker as torch_worker
 
-from fastload.system.cpus import worthwhile_cpus
+from fastload.batch.iterable_state import keeps_state
+from fastload.system.cgroups import read_text
+from fastload.system.cpus import rank_cpus
 from fastload.system.logs import log
-from fastload.workers.worker import drop_signal_handlers, leave_with
+from fastload.workers.starting import check_not_inheriting, start_helpers
+from fastload.workers.worker import be_quiet, drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
-_LIMIT_S = 60.0  # the time limit of the trial
-_MOST_DEFAULT = 16  # the most workers if nothing was measured
-_WORTH = 0.9  # doubling goes on while it cuts the time of an epoch to less than this share
-_WAITS = 2  # a call that takes this many times as long as for a ready batch counts as a wait for workers
+_START_LIMIT_S = 60.0  # for the start of the trial's process
+_LEAST_LIMIT_S = 2.0  # for the trial, however short the epochs are
+_SHARE_OF_EPOCH = 0.1  # for the trial, if that is longer
+_ENOUGH_S = 0.25  # of measured batches
+_PIECES_S = 1.0  # of measured parts of the first batch: whole batches would take too long
+_MOST_UNMEASURED = 16  # the most workers if nothing was measured
+_MOST_WORKERS = 64
+_WAITS = 1.5  # batches that take this many times their CPU time wait
+_RECEIVE_S = 3e-4  # to receive a batch that is ready: measured with small batches on two cores
 _ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
+_WORSE = 1.1  # epochs that take this many times as long as with an earlier number end its use
 _UNKNOWN_LENGTH = 1000  # batches of an epoch, if the loader has no length
 
 
-class Effort(NamedTuple):
-    """How thoroughly a trial measures.
+class Cost(NamedTuple):
+    """What a batch costs where it is made.
 
     Attributes:
-        window_s: The time over which batches are counted.
-        slow_s: Upper bound for one measurement of slow batches, from the first batch on.
-        enough_s: Once the trial has taken this long, no number is measured a second time.
-        long_s: Once the trial has taken this long, no larger number is tried.
-        most_workers: The largest number that is tried.
+        make_s: Seconds from its start to its end, without those in which other processes had the CPU.
+        busy_s: Seconds of CPU time, of all threads.
     """
 
-    window_s: float = 0.25
-    slow_s: float = 2.0
-    enough_s: float = 6.0
-    long_s: float = 20.0
-    most_workers: int = 64
+    make_s: float
+    busy_s: float
+
+    def times(self, factor: float) -> Cost:
+        """The cost of that many batches."""
+        return Cost(self.make_s * factor, self.busy_s * factor)
+
+    def __str__(self) -> str:
+        return f"a batch takes {_time(self.make_s)}, CPU time {_time(self.busy_s)}"
 
 
-_EFFORT = Effort()
-
-
-class Timing(NamedTuple):
-    """The times measured with one number of workers.
+class Model(NamedTuple):
+    """Predicts how long an epoch takes with each number of workers.
 
     Attributes:
-        first_s: From the start of an epoch to its first batch.
-        batch_s: From one batch to the next, if the consumer does nothing between them.
-        receive_s: The time that the consumer needs to receive a batch that is ready.
-        num_batches: The number of batches in an epoch.
-        has_workers: Whether batches are made while the consumer computes.
+        cost: What a batch costs.
+        num_batches: Of an epoch; at least 2.
+        num_cpus: Of this rank.
+        start_s: How long a worker takes to start.
     """
 
-    first_s: float
-    batch_s: float
-    receive_s: float
+    cost: Cost
     num_batches: int
-    has_workers: bool
+    num_cpus: int
+    start_s: float = 0.0
 
-    def epoch_s(self, step_s: float) -> float:
-        """Seconds of an epoch whose consumer computes for ``step_s`` between two batches."""
-        own_s = step_s + self.batch_s
-        if self.has_workers:
-            own_s = max(step_s + self.receive_s, self.batch_s)
-        return self.first_s + step_s + (self.num_batches - 1) * own_s
+    def numbers(self, least: int) -> range:
+        """The numbers of workers that may be the best."""
+        make_s, busy_s = self.cost
+        most = math.ceil(self.num_cpus * make_s / busy_s) if make_s > _WAITS * busy_s else self.num_cpus
+        return range(least, max(1, min(most, self.num_batches, _MOST_WORKERS)) + 1)
 
-    def corrected(self, step_s: float, wait_s: float) -> Timing:
-        """These times corrected by an epoch, which is longer than a measurement.
+    def batch_s(self, number: int) -> float:
+        """From one batch to the next, if the consumer computes nothing."""
+        make_s, busy_s = self.cost
+        if number == 0:
+            return make_s
+        rounds = math.ceil(self.num_batches / number)  # of one batch of each worker; the first is waited for
+        return max(busy_s / self.num_cpus, make_s * (rounds - 1) / (self.num_batches - 1))
+
+    def epoch_s(self, number: int, step_s: float) -> float:
+        """Seconds of an epoch whose consumer computes for ``step_s`` after each batch."""
+        make_s, busy_s = self.cost
+        if number == 0:
+            return self.num_batches * (make_s + step_s)
+        share = max(1.0, number / self.num_cpus)  # the workers that share a CPU
+        first_s = share * (self.start_s + busy_s) + max(0.0, make_s - busy_s)
+        between_s = max(step_s + _RECEIVE_S, self.batch_s(number))
+        return first_s + step_s + (self.num_batches - 1) * between_s
+
+    def fastest(self, least: int, step_s: float, current: int = -1) -> int:
+        """The number of workers with the shortest epochs; the current number if it is as good."""
+        epochs_s = {number: self.epoch_s(number, step_s) for number in self.numbers(least)}
+        best_s = min(epochs_s.values())
+        alike = [number for number, epoch_s in epochs_s.items() if epoch_s <= _ALIKE * best_s]
+        return current if current in alike else min(alike)
+
+    def safest(self, least: int) -> int:
+        """The number of workers before the consumer's step is known.
+
+        It is the fastest number with workers for a consumer that computes nothing; or 0, if workers would
+        lose more there than they save where they save the most, which is with steps as long as a batch.
+        """
+        number, make_s = self.fastest(1, 0.0), self.cost.make_s
+        lost = self.epoch_s(number, 0.0) / self.epoch_s(0, 0.0)
+        saved = self.epoch_s(0, make_s) / self.epoch_s(number, make_s)
+        return number if least or lost <= saved else 0
+
+    def corrected(self, number: int, step_s: float, wait_s: float) -> Model:
+        """This model after an epoch: if batches came later or earlier than predicted, all cost as much more.
 
         Args:
-            step_s: How long the consumer computed between two batches.
-            wait_s: How long the consumer waited for a batch, not counting the first.
+            number: The number of workers.
+            step_s: How long the consumer computed between two batches, on average.
+            wait_s: How long it waited for a batch, not counting the first.
         """
-        if not self.has_workers:
-            return self._replace(batch_s=wait_s)
-        if wait_s > _WAITS * self.receive_s:
-            return self._replace(batch_s=step_s + wait_s)
-        return self._replace(batch_s=min(self.batch_s, step_s + wait_s))  # batches were ready early
+        seen_s = wait_s if number == 0 else step_s + wait_s
+        was_ready = number > 0 and wait_s <= 2 * _RECEIVE_S  # who knows how early
+        if was_ready and seen_s > self.batch_s(number):
+            return self
+        return self._replace(cost=self.cost.times(seen_s / self.batch_s(number)))
+
+    def rule(self, number: int, step_s: float | None) -> str:
+        """Why this number is the best, as a clause."""
+        if number == 0:
+            return "workers would cost more time than they save"
+        if number == self.num_cpus:
+            return "one for each CPU of this rank"
+        if number > self.num_cpus:
+            wait_s = self.cost.make_s - self.cost.busy_s
+            return f"more than this rank's {self.num_cpus} CPUs, because batches wait {_time(wait_s)}"
+        if step_s is None:
+            return f"enough for epochs of {self.num_batches} batches"
+        return f"enough for steps of {_time(step_s)}"
 
 
 class AutoWorkers:
     """Chooses the number of workers for the first epoch, and again when more is known.
 
     Args:
-        make_loader: Makes a loader with a given number of workers; picklable if processes are spawned.
-        context: How the workers are started; None for torch's default.
         least: The fewest workers that the other arguments allow.
+
+    Attributes:
+        number: The current choice; before anything is known, as many workers as CPUs.
     """
 
-    def __init__(self, make_loader: Callable[[int], Any], context: Any, least: int) -> None:
-        self._make_loader = make_loader
-        self._context = context
+    def __init__(self, least: int) -> None:
+        self.number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
         self._least = least
-        self._timings: dict[int, Timing] = {}
-        self._has_tried = False
+        self._model: Model | None = None
+        self._is_due = True  # whether the next epoch begins with a trial
+        self._was_slow = False
         self._was_filling = False
-        self._num_workers = least
         self._step_s: float | None = None
+        self._epochs_s: dict[int, float] = {}  # the last epoch with each number
+        self._said = ""
 
-    def choose(self, dataset: Any) -> int:
-        """The number of workers for the next epochs."""
-        before = self._num_workers
-        if not self._has_tried or (self._was_filling and not _is_filling(dataset)):
-            self._has_tried, self._was_filling = True, _is_filling(dataset)
-            self._measure()
-        elif self._timings and self._step_s is not None:
-            self._num_workers = fastest(self._timings, self._step_s, current=before)
-            if self._num_workers != before:
-                self._explain(f"now that the consumer computes for {1e3 * self._step_s:.3g} ms a batch")
-        return self._num_workers
+    def keep(self, number: int) -> None:
+        """Take this number from now on: a saved state needs it."""
+        self.number, self._is_due, self._model = max(self._least, number), False, None
+        self._say("as many as the state has copies of the dataset")
 
-    def note_epoch(self, num_workers: int, step_s: float, wait_s: float) -> None:
-        """Record the times of an epoch; see `Timing.corrected`."""
+    def choose(self, loader: Any) -> int:
+        """The number of workers for the next epochs of a loader.
+
+        Raises:
+            WorkerStartError: This process is itself being started.
+        """
+        is_filling = _is_filling(loader.dataset)
+        if self._is_due or (self._was_filling and not is_filling):
+            self._measure(loader)
+            self._was_filling = is_filling
+        elif self._model is not None and self._epochs_s and not keeps_state(loader.dataset):
+            self._improve(self._model, self._step_s or 0.0)
+        return self.number
+
+    def note_epoch(self, number: int, step_s: float, wait_s: float, epoch_s: float) -> None:
+        """Record an epoch: its number of workers, the means of `Model.corrected`, and all its seconds."""
         self._step_s = step_s
-        if num_workers in self._timings:
-            self._timings[num_workers] = self._timings[num_workers].corrected(step_s, wait_s)
+        self._epochs_s[number] = epoch_s
+        self._is_due, self._was_slow = self._is_due or self._was_slow, False
+        if self._model is not None:
+            self._model = self._model.corrected(number, step_s, wait_s)
 
-    def _measure(self) -> None:
-        default = max(self._least, min(worthwhile_cpus(), _MOST_DEFAULT))
-        current: Any = process.current_process()
-        if current.daemon or getattr(current, "_inheriting", False):
-            log.info('num_workers="auto": %d, because this process may not start workers', self._least)
+    def _improve(self, model: Model, step_s: float) -> None:
+        epochs_s = self._epochs_s
+        before = min(epochs_s, key=epochs_s.__getitem__)
+        if _WORSE * epochs_s[before] < epochs_s.get(self.number, 0.0):
+            clause = f"because epochs took {epochs_s[before]:.3g} s, and {epochs_s[self.number]:.3g} s with"
+            self.number, other = before, self.number
+            self._say(f"{clause} {other}")
             return
-        started_s = time.perf_counter()
-        timings = self._try(default)
-        if isinstance(timings, str):
-            log.warning('num_workers="auto": %d, because the trial failed: %s', default, timings)
-            self._num_workers = default
+        number = model.fastest(self._least, step_s, self.number)
+        if number not in epochs_s:
+            self.number = number
+            self._say(f"{model.rule(number, step_s)}; {model.cost}, a step of the consumer {_time(step_s)}")
+
+    def _measure(self, loader: Any) -> None:
+        check_not_inheriting()
+        length = _length(loader)
+        if length < 2:  # tried again later: a sampler may change its length
+            self.number = self._least
+            self._say(f"an epoch has {length} batch{'' if length == 1 else 'es'}")
             return
-        self._timings = timings
+        if process.current_process().daemon:
+            self._is_due = False
+            if loader.worker_method == "process":
+                self.number = self._least
+            self._say("not measured, because this process is a daemon and may not start another one")
+            return
+        began_s = time.perf_counter()
+        found = self._try(loader, length)
+        self._is_due = False
+        self._epochs_s.clear()
+        if isinstance(found, str):
+            self._model = None
+            self.number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
+            self._say(f"as many as CPUs of this rank, because the trial failed: {found}", logging.WARNING)
+            return
+        self._model = found
         if self._step_s is None:
-            self._num_workers = safest(timings)
+            self.number = found.safest(self._least)
         else:
-            self._num_workers = fastest(timings, self._step_s, current=self._num_workers)
-        self._explain(f"measured in {time.perf_counter() - started_s:.1f} s")
+            self.number = found.fastest(self._least, self._step_s, self.number)
+        took_s = time.perf_counter() - began_s
+        self._say(f"{found.rule(self.number, self._step_s)}; {found.cost} (measured in {took_s:.2g} s)")
 
-    def _explain(self, condition: str) -> None:
-        step_s = self._step_s or 0.0
-        epochs = ", ".join(
-            f"{number}: {self._timings[number].epoch_s(step_s):.3g} s" for number in sorted(self._timings)
-        )
-        kind = "of loading alone" if self._step_s is None else "of these steps"
-        log.info(
-            'num_workers="auto": %d, %s; time of an epoch %s for each number of workers: %s',
-            *(self._num_workers, condition, kind, epochs),
-        )
+    def _say(self, why: str, level: int = logging.INFO) -> None:
+        text = f'num_workers="auto": {self.number}, {why}'
+        if text != self._said:
+            self._said = text
+            log.log(level, "%s", text)
 
-    def _try(self, default: int) -> dict[int, Timing] | str:
-        """The timing of each number of workers, or the reason why the trial failed, as a clause."""
-        context = self._context or torch.multiprocessing.get_context()
+    def _try(self, loader: Any, length: int) -> Model | str:
+        """The model, or the reason why the trial failed, as a clause."""
+        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+        if context.get_start_method() != "fork":
+            start_helpers(context.get_start_method())
         receiver, sender = context.Pipe(duplex=False)
         try:
-            pid = process.current_process().pid
-            child = context.Process(
-                target=_run, args=(sender, self._make_loader, default, self._least, _EFFORT, pid)
-            )
+            began_s = time.perf_counter()
+            arguments = sender, _twin_of(loader), self._least > 0, process.current_process().pid
+            child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
             try:
                 child.start()
             except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
                 return f"its process could not be started: {error!r}"
             sender.close()
             try:
-                if not receiver.poll(_LIMIT_S):
-                    return f"it took more than {_LIMIT_S:.0f} s"
-                answer: dict[int, Timing] | str = receiver.recv()
-                return answer
+                if not receiver.poll(_START_LIMIT_S):
+                    return f"its process took more than {_START_LIMIT_S:.0f} s to start"
+                receiver.recv()
+                is_free = loader.worker_method == "thread" or loader.persistent_workers
+                start_s = 0.0 if is_free else time.perf_counter() - began_s
+                return self._follow(receiver, Model(Cost(0.0, 0.0), length, rank_cpus(), start_s))
             except EOFError:
                 child.join()
                 return f"its process ended with exit code {child.exitcode}"
@@ -196,6 +293,21 @@ class AutoWorkers:
         finally:
             sender.close()
             receiver.close()
+
+    def _follow(self, receiver: Connection, model: Model) -> Model | str:
+        """The model with the last cost that the trial sends in its time."""
+        began_s = time.perf_counter()
+        limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * max(self._epochs_s.values(), default=0.0))
+        found: Model | None = None
+        while receiver.poll(max(0.0, began_s + limit_s - time.perf_counter())):
+            message = receiver.recv()
+            if not isinstance(message, Cost):
+                return found or str(message)
+            found = model._replace(cost=message)
+            epoch_s = min(found.epoch_s(number, 0.0) for number in found.numbers(self._least))
+            limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * epoch_s)
+        self._was_slow = found is None and not self._epochs_s
+        return found or f"the first sample took more than {limit_s:.0f} s"
 
 
 def check_countable(dataset: Any) -> None:
@@ -212,38 +324,6 @@ def check_countable(dataset: Any) -> None:
         )
 
 
-def fastest(timings: dict[int, Timing], step_s: float, current: int) -> int:
-    """The number of workers with the shortest epochs; the current number if it is as good."""
-    epochs_s = {number: timing.epoch_s(step_s) for number, timing in timings.items()}
-    alike = _alike(epochs_s)
-    return current if current in alike else min(alike)
-
-
-def safest(timings: dict[int, Timing]) -> int:
-    """The number of workers whose worst case, over all step times of the consumer, is closest to the best.
-
-    With workers, the consumer computes while batches are made; without workers, batches need no transport. So
-    the best number depends on how long the consumer computes. For each number this function takes the step
-    time at which the number loses the most against the best one. Of several equal numbers it chooses the
-    smallest, but not 0.
-    """
-    steps_s = {0.0, *(timing.batch_s for timing in timings.values())}
-    worst = dict.fromkeys(timings, 1.0)
-    for step_s in steps_s:
-        epochs_s = {number: timing.epoch_s(step_s) for number, timing in timings.items()}
-        least_s = min(epochs_s.values())
-        for number, seconds in epochs_s.items():
-            worst[number] = max(worst[number], seconds / least_s)
-    alike = _alike(worst)
-    return min((number for number in alike if number), default=0)
-
-
-def _alike(costs: dict[int, float]) -> list[int]:
-    """The numbers whose costs are the lowest, or within the factor `_ALIKE` of it."""
-    least = min(costs.values())
-    return [number for number, cost in costs.items() if cost <= _ALIKE * least]
-
-
 def _is_filling(dataset: Any) -> bool:
     """Whether a dataset has a cache that does not hold every sample."""
     cache_info = getattr(dataset, "cache_info", None)
@@ -253,26 +333,51 @@ def _is_filling(dataset: Any) -> bool:
     return bool(info.num_cached < info.num_samples)
 
 
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except TypeError:  # a batch sampler without a length
+        return _UNKNOWN_LENGTH
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _twin_of(loader: Any) -> Any:
+    """A copy of the loader that makes the same batches without workers, in pageable memory."""
+    twin = copy.copy(loader)
+    twin.multiprocessing_context = None
+    # Set directly, past torch's check of attributes: this loader is a copy.
+    nothing = "_auto_workers", "_iterator", "device", "device_transform", "prefetch_factor"
+    vars(twin).update(dict.fromkeys(nothing))
+    vars(twin).update(num_workers=0, timeout=0, persistent_workers=False, pin_memory=False)
+    vars(twin).pop("_recorder", None)
+    return twin
+
+
 # --- in the process of the trial --------------------------------------------------------------------------
 
 
-def _run(
-    sender: Connection,
-    make_loader: Callable[[int], Any],
-    default: int,
-    least: int,
-    effort: Effort,
-    parent_pid: int,
-) -> None:
-    """Send the timing of each number of workers, or the reason why the trial failed, as a clause."""
+def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int) -> None:
+    """Send "" at once, then the cost of a batch again and again, at last "" or why it failed, as a clause."""
     try:
         drop_signal_handlers()
-        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 5
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 7
             leave_with(parent_pid)
-        torch.set_num_threads(1)  # a pool of threads does not survive a fork
+        be_quiet()
         warnings.simplefilter("ignore")
         logging.disable()
-        sender.send(measure_all(make_loader, default, least, effort))
+        sender.send("")
+        if as_worker:  # the dataset may need one
+            torch_worker._worker_info = torch_worker.WorkerInfo(
+                id=0, num_workers=1, seed=torch.initial_seed(), dataset=twin.dataset
+            )
+            if twin.worker_init_fn is not None:
+                twin.worker_init_fn(0)
+        for cost in costs(twin):
+            sender.send(cost)
+        sender.send("the sampler gave no batch")
     except KeyboardInterrupt:
         pass  # the parent gets the signal too, and raises
     except Exception as error:  # noqa: BLE001  # the first epoch raises it for the user
@@ -286,77 +391,49 @@ def _in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {last:.200}"
 
 
-def measure_all(
-    make_loader: Callable[[int], Any], default: int, least: int, effort: Effort
-) -> dict[int, Timing]:
-    """The timings of ``default`` workers, half of it, twice and more times as many, and no workers."""
+def costs(loader: Any) -> Iterator[Cost]:
+    """What a batch costs, estimated better and better, from the first samples of an epoch without workers.
+
+    The first batch is made in parts of 1, 2, 4 and more samples, so that something is known of slow samples
+    before a batch is complete. The parts also open files and warm caches.
+    """
+    parts: list[list[Any]] = []
+    first: list[Any] = []
+    if loader.batch_sampler is not None:
+        batches = iter(loader.batch_sampler)
+        first = list(next(batches, ()))
+        while sum(map(len, parts)) < len(first):
+            begin = 2 ** len(parts) - 1
+            parts.append(first[begin : 2 * begin + 1])
+        vars(loader)["batch_sampler"] = itertools.chain(parts, batches)
+    iterator = iter(loader._get_iterator())
     began_s = time.perf_counter()
-    numbers = {max(least, default // 2), default} - {0}
-    found = {number: measure(make_loader, number, effort) for number in sorted(numbers, reverse=True)}
-    more, before = 2 * default, default
-    while more <= effort.most_workers and time.perf_counter() - began_s < effort.long_s:
-        found[more] = measure(make_loader, more, effort)
-        if found[more].epoch_s(0.0) > _WORTH * found[before].epoch_s(0.0):
-            break
-        more, before = 2 * more, more
-    for number in list(found):
-        if time.perf_counter() - began_s < effort.enough_s:
-            found[number] = _better(found[number], measure(make_loader, number, effort))
-    if least == 0:  # comes last: a fork must not copy files that the dataset opens in this process
-        found[0] = _better(measure(make_loader, 0, effort), measure(make_loader, 0, effort))
-    return found
-
-
-def _better(one: Timing, other: Timing) -> Timing:
-    """The lower times of two measurements: a disturbance only makes a measurement slower."""
-    return one._replace(
-        first_s=min(one.first_s, other.first_s),
-        batch_s=min(one.batch_s, other.batch_s),
-        receive_s=min(one.receive_s, other.receive_s),
-    )
-
-
-def measure(make_loader: Callable[[int], Any], num_workers: int, effort: Effort) -> Timing:
-    """The timing of one number of workers, from some batches of an epoch, or from several short epochs."""
-    with make_loader(num_workers) as loader:
-        num_ahead = num_workers * (loader.prefetch_factor or 0)  # made during the wait for the first batch
-        firsts_s: list[float] = []
-        calls_s: list[float] = []
-        counted_s, num_counted = 0.0, 0
-        while True:
-            epoch_s = list(_calls(loader, num_ahead, num_workers, effort))
-            firsts_s += epoch_s[:1]
-            calls_s += epoch_s[1:]
-            is_cut = len(epoch_s) < _length(loader)
-            rest_s = epoch_s[1 + num_ahead :] if is_cut else epoch_s[1:]
-            counted_s, num_counted = counted_s + sum(rest_s), num_counted + len(rest_s)
-            if is_cut or sum(firsts_s) + sum(calls_s) >= effort.window_s:
-                break
-        batch_s = counted_s / num_counted if num_counted else 0.0
-        # Persistent workers start once, not in each epoch.
-        first_s = batch_s if loader.persistent_workers else min(firsts_s, default=0.0)
-        receive_s = min(calls_s, default=0.0)
-        return Timing(first_s, batch_s, receive_s, _length(loader), num_workers > 0)
-
-
-def _calls(loader: Any, num_ahead: int, num_workers: int, effort: Effort) -> Iterable[float]:
-    """Seconds of the start and of each call for a batch, until enough of an epoch was measured."""
-    before_s = window_s = first_s = time.perf_counter()
-    for number, _ in enumerate(loader):
-        now_s = time.perf_counter()
-        yield now_s - before_s
-        before_s = time.perf_counter()
-        if number == 0:
-            first_s = now_s
-        if number <= num_ahead:
-            window_s = now_s
-        is_enough = now_s - window_s >= effort.window_s and number - num_ahead >= 2 * num_workers
-        if is_enough or (number > num_ahead and now_s - first_s >= effort.slow_s):
+    for part in parts:
+        with contextlib.suppress(Exception):  # a collate_fn may need whole batches; these raise again
+            yield _next_cost(iterator).times(len(first) / len(part))
+        if time.perf_counter() - began_s > _PIECES_S:
             return
+    sums, number = Cost(0.0, 0.0), 0
+    while sums.make_s < _ENOUGH_S:
+        try:
+            cost = _next_cost(iterator)
+        except StopIteration:
+            return
+        sums, number = Cost(sums.make_s + cost.make_s, sums.busy_s + cost.busy_s), number + 1
+        yield sums.times(1 / number)
 
 
-def _length(loader: Any) -> int:
-    try:
-        return max(1, len(loader))
-    except TypeError:  # a batch sampler without a length
-        return _UNKNOWN_LENGTH
+def _next_cost(iterator: Iterator[Any]) -> Cost:
+    before_s = _clocks()
+    next(iterator)
+    passed_s, thread_s, busy_s = (after - before for after, before in zip(_clocks(), before_s, strict=True))
+    return Cost(max(passed_s, thread_s, 1e-9), max(busy_s, 1e-9))
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Seconds in which this thread ran or waited, its CPU seconds, those of this process and its children."""
+    # CPU time, time in which others had the CPU, number of turns; empty outside Linux
+    scheduled = read_text(Path("/proc/thread-self/schedstat")).split()
+    queued_s = int(scheduled[1]) / 1e9 if scheduled else 0.0
+    process_s = time.process_time() + sum(os.times()[2:4])
+    return time.perf_counter() - queued_s, time.thread_time(), process_s

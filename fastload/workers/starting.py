@@ -65,6 +65,19 @@ def _try_socket_pair() -> None:
         end.close()
 
 
+def check_not_inheriting() -> None:
+    """Raise if this process is itself being started, and imports the main module for that.
+
+    Raises:
+        WorkerStartError: It is.
+    """
+    if getattr(process.current_process(), "_inheriting", False):
+        raise WorkerStartError(
+            "workers were asked for while this process is itself being started. "
+            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
+        )
+
+
 def check_start(job: Job, method: str) -> None:
     """Raise a clear error here for problems that would otherwise appear later, in another process.
 
@@ -73,11 +86,7 @@ def check_start(job: Job, method: str) -> None:
             the dataset's class.
         AssertionError: This process is daemonic.
     """
-    if getattr(process.current_process(), "_inheriting", False):
-        raise WorkerStartError(
-            "workers were asked for while this process is itself being started. "
-            "Put the code that iterates over the loader under `if __name__ == '__main__':`."
-        )
+    check_not_inheriting()
     if process.current_process().daemon:
         # multiprocessing makes the same assertion later, where it is harder to understand.
         raise AssertionError("daemonic processes are not allowed to have children")

@@ -193,7 +193,7 @@ class _Worker:
         self._unread = ""  # why the last message that could not be read could not
         self._last_announced = -1  # the number of the last message whose samples the dataset knows of
         try:
-            _be_quiet()
+            be_quiet()
             self._job = job = setup.job.load()
             keep_freed_memory(job.num_workers)
             seed = seeding.seed_libraries(job.base_seed, self._id)
@@ -409,7 +409,7 @@ def _where(worker_id: int) -> str:
     return f"in DataLoader worker process {worker_id}"
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Use one thread in this worker: thread pools that compete for busy cores are up to ten times slower."""
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)

@@ -65,6 +65,52 @@ def test_the_user_s_number_of_workers_is_taken(monkeypatch: pytest.MonkeyPatch) 
     assert processes.choose_workers(5, 1000) == 5
 
 
+@pytest.mark.parametrize(
+    ("variables", "usable", "launcher", "quota", "expected"),
+    [
+        ({}, 8, 64, None, 8),
+        ({"LOCAL_WORLD_SIZE": "1"}, 8, 64, 2.5, 3),
+        ({"LOCAL_WORLD_SIZE": "8"}, 64, 64, None, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 64, 64, None, 21),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8, 64, None, 8),
+        ({"LOCAL_WORLD_SIZE": "8"}, 32, 64, None, 8),
+        ({"LOCAL_WORLD_SIZE": "4"}, 64, 64, 16.0, 4),
+        ({"LOCAL_WORLD_SIZE": "4"}, 2, 2, None, 1),
+        ({"LOCAL_WORLD_SIZE": ""}, 8, 8, None, 8),
+        ({"LOCAL_WORLD_SIZE": "many"}, 8, 8, None, 8),
+        ({"LOCAL_WORLD_SIZE": "2"}, 8, None, None, 4),
+    ],
+    ids=[
+        *("no launcher", "one rank", "eight ranks", "three ranks", "bound to CPUs", "bound to a NUMA node"),
+        *("quota", "fewer CPUs than ranks", "empty", "no number", "unknown launcher"),
+    ],
+)
+def test_ranks_of_a_host_share_its_cpus(
+    variables: dict[str, str],
+    usable: int,
+    launcher: int | None,
+    quota: float | None,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPUs that are a rank's alone are not divided again."""
+    for name in cpus.RANKS_OF_HOST:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def affinity(pid: int) -> range:
+        if launcher is None:
+            raise PermissionError
+        return range(launcher)
+
+    monkeypatch.setattr(cpus, "usable_cpus", lambda: usable)
+    monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+
+    assert cpus.rank_cpus() == expected
+
+
 def test_usable_cpus_are_those_that_the_process_may_run_on() -> None:
     """By its affinity."""
     assert cpus.usable_cpus() == len(os.sched_getaffinity(0))

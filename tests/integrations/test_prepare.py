@@ -112,7 +112,7 @@ def test_accelerate_keeps_all_arguments(hf: Any) -> None:
 
 
 def test_a_measured_number_of_workers_is_kept(hf: Any) -> None:
-    """`num_workers="auto"` does not measure a second time, and goes on choosing."""
+    """`num_workers="auto"` goes on choosing, and does not measure a second time."""
     loader = DataLoader(IMAGES, 4)
     loader._auto_workers = auto = type("Auto", (), {})()
 

@@ -22,6 +22,7 @@ from fastload.profiling.session import Profile
 from fastload.profiling.timeline import Machine
 from fastload.profiling.watching import AHEAD, NEW, REPLAYED
 from fastload.workers import process
+from fastload.workers.auto_workers import AutoWorkers
 from tests.kit.batches import stop_workers
 from tests.profiling import zoo
 from tests.profiling.test_culprits import LOADERS, make
@@ -183,6 +184,17 @@ class Around:
 
     def __iter__(self) -> Any:
         yield from self.base_dataloader
+
+
+def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`num_workers="auto"` chooses them when it begins."""
+    monkeypatch.setattr(AutoWorkers, "choose", lambda *_: 5)
+    loader = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, num_workers="auto")
+    with fastload.profile() as profile:
+        batches(loader, 1)
+
+    (timeline,) = profile._timelines
+    assert [timeline.facts[name] for name in ("num_workers", "prefetch_factor")] == [5, 2]
 
 
 def test_a_loader_inside_a_framework_s_has_the_user_s_name() -> None:
