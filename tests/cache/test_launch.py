@@ -112,7 +112,7 @@ EQUAL: dict[str, Any] = {
     "a file": lambda rank: Holding(open(f"/proc/{os.getpid()}/stat")),  # noqa: SIM115  # ends with the rank
     "tensors": lambda rank: Holding([torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)[::2]]),
     "an array of objects": lambda rank: Holding(np.array(["a", None, {1}], dtype=object)),
-    "a name twice or two equal names": lambda rank: Holding([name := "ab" * 9, name if rank else "ab" * 9]),
+    "a list twice or two equal lists": lambda rank: Holding([[1, 2]] * 2 if rank else [[1, 2], [1, 2]]),
 }
 
 
@@ -351,7 +351,10 @@ def test_children_of_two_processes_are_two_launches(
 
     def look(parent: int, local_rank: str) -> tuple[Any, Any]:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        monkeypatch.setattr(launch, "_started_with", lambda _: TORCHRUN | {"LOCAL_RANK": local_rank})
+        numbers = {os.getpid(): local_rank}
+        monkeypatch.setattr(
+            launch, "_started_with", lambda pid: TORCHRUN | {"LOCAL_RANK": numbers.get(pid, "2")}
+        )
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
 
