@@ -6,6 +6,8 @@ Rules:
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
 3. A list that is damaged, or of another format, is an error; it is never a shorter list.
+4. Somebody else may have written the list: its names stay below the folder, its numbers are bounded, and it
+   is decompressed only as far as a list of its compressed size can reach.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import time
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 
@@ -29,6 +34,10 @@ SAVED_NAME = ".fastload-files.json.gz"
 
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = 16
+_GZIP = 31  # zlib's number for the format
+_MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
+_MIN_LIMIT_BYTES = 1 << 20
+_MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
 UNKNOWN_BYTES = -1
 
 
@@ -117,8 +126,8 @@ def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
         ValueError: It is damaged, or of another format; the error gives the reason.
     """
     try:
-        fields = json.loads(gzip.decompress(data))
-    except (OSError, EOFError, ValueError, RecursionError) as error:
+        fields = json.loads(_decompressed(data))
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise ValueError(f"it is damaged: {error}") from error
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != _FORMAT_VERSION:
@@ -126,11 +135,44 @@ def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
     try:
         created_s, classes = float(fields["created_s"]), list(fields["classes"])
         files = [RemoteFile(name, nbytes, text) for name, nbytes, text in fields["files"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"it is damaged: {error!r}") from error
-    are_valid = all(
-        type(file.name) is str and type(file.nbytes) is int and type(file.version) is str for file in files
-    )
-    if not are_valid or not all(type(name) is str for name in classes):
-        raise ValueError("it is damaged: an entry has another type")
+    if not 0 <= created_s < _MAX_SECONDS:
+        raise ValueError(f"it is damaged: it was made at second {created_s}")
+    for name in classes:
+        if not _is_below(name) or "/" in name:
+            raise ValueError(f"it is damaged: {name!r:.100} is not the name of a class")
+    for file in files:
+        if not _is_below(file.name):
+            raise ValueError(f"it is damaged: {file.name!r:.100} is not the name of a file below the folder")
+        if type(file.nbytes) is not int or not UNKNOWN_BYTES <= file.nbytes < 1 << 63:
+            raise ValueError(f"it is damaged: {file.name!r:.100} has {file.nbytes!r:.40} bytes")
+        if type(file.version) is not str or not file.version.isascii():
+            raise ValueError(f"it is damaged: {file.name!r:.100} has the version {file.version!r:.40}")
     return created_s, classes, files
+
+
+def _decompressed(data: bytes) -> bytes:
+    """The content of a list.
+
+    Raises:
+        ValueError: It is larger than any list of this compressed size, or cut short.
+    """
+    stream = zlib.decompressobj(_GZIP)
+    content = stream.decompress(data, _MIN_LIMIT_BYTES + _MAX_RATIO * len(data))
+    if not stream.eof:
+        what = "it ends too early" if not stream.unconsumed_tail else "it grows too much when decompressed"
+        raise ValueError(what)
+    return content
+
+
+def _is_below(name: Any) -> bool:
+    """Whether a name stays below its folder on every kind of store, and can be a file's name here."""
+    if type(name) is not str or "\0" in name:
+        return False
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    parts = re.split(r"[/\\]", unquote(name))
+    return parts[0] != "" and not {".", ".."} & set(parts)

@@ -1,8 +1,11 @@
-"""Brings what was written to the disk."""
+"""Brings what was written to the disk, and keeps directories from other users."""
 
 from __future__ import annotations
 
 import os
+import stat
+
+_ROOT = 0
 
 
 def sync_directory(directory: str) -> None:
@@ -12,3 +15,33 @@ def sync_directory(directory: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_private_directory(path: str) -> None:
+    """Make a directory that only this user can write, unless it is there.
+
+    Raises:
+        PermissionError: Another user owns it, or can write to it.
+        OSError: It cannot be made.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    check_private_directory(path)
+
+
+def check_private_directory(path: str) -> None:
+    """Check that nobody but this user (and root) can have written the files in a directory.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        PermissionError: Another user owns it, or can write to it.
+    """
+    status = os.lstat(path)
+    if not hasattr(os, "getuid"):
+        return  # Windows: its access rights are not in the mode
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if stat.S_ISDIR(status.st_mode) and status.st_uid in (os.getuid(), _ROOT) and not others_write:
+        return
+    raise PermissionError(
+        f"{path} is not a directory that only this user can write (owner {status.st_uid}, mode "
+        f"{stat.filemode(status.st_mode)}): its files could be another user's"
+    )

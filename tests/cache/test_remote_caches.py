@@ -38,6 +38,7 @@ from fastload.errors import (
 )
 from fastload.files import remote
 from fastload.files.transfers import RemoteFiles
+from fastload.system import disk
 from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
@@ -155,6 +156,41 @@ def test_any_stops_and_faults_give_the_cache_of_one_build(
         )
         assert reported == left_out
         cache.close()
+
+
+@pytest.mark.parametrize("change", ["the mode", "the owner", "a link"])
+def test_copies_that_another_user_can_have_placed_are_not_used(
+    change: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says which directory, and what to change."""
+    build()
+    LMDBCache(URL).close()
+    directory = Path(copies.copies_directory())
+    if change == "the mode":
+        directory.chmod(0o777)
+    elif change == "the owner":
+        owner = directory.stat().st_uid
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+        monkeypatch.setattr(disk, "_ROOT", -1)  # the tests may run as root
+    else:
+        directory.rename(cache_dir / "elsewhere")
+        directory.symlink_to(cache_dir / "elsewhere")
+
+    with pytest.raises(CacheError, match=rf"{directory} is not a directory that only this user can write"):
+        LMDBCache(URL)
+
+
+def test_a_copy_with_another_manifest_than_the_url_is_downloaded_again(cache_dir: Path) -> None:
+    """Its files have the right names and lengths, and the digests of other files."""
+    build()
+    LMDBCache(URL).close()
+    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    fields = json.loads(manifest.read_text())
+    fields["shards"][0]["blake2b"] = "0" * len(fields["shards"][0]["blake2b"])
+    manifest.write_text(json.dumps(fields))
+    (manifest.parent / SHARDS[0]).write_bytes(bytes((manifest.parent / SHARDS[0]).stat().st_size))
+
+    assert LMDBCache(URL).verify() == []
 
 
 # --- building --------------------------------------------------------------------------------------------

@@ -222,8 +222,32 @@ GOOD = {"version": 1, "created_s": 1.0, "classes": ["a"], "files": [["a/1.jpg", 
         gzip.compress(json.dumps({**GOOD, "classes": None}).encode()),
         gzip.compress(json.dumps({**GOOD, "classes": [1]}).encode()),
         gzip.compress(json.dumps(GOOD).encode())[:-9],
+        *(
+            gzip.compress(json.dumps({**GOOD, "files": [entry]}).encode())
+            for entry in (
+                ["a/../../private/1.jpg", 3, "v"],
+                ["/etc/1.jpg", 3, "v"],
+                ["a/%2e%2E/1.jpg", 3, "v"],
+                ["a\\..\\1.jpg", 3, "v"],
+                ["a/\0.jpg", 3, "v"],
+                ["a/\ud800.jpg", 3, "v"],
+                ["a/1.jpg", 10**30, "v"],
+                ["a/1.jpg", -2, "v"],
+                ["a/1.jpg", True, "v"],
+                ["a/1.jpg", 3, "\ud800"],
+            )
+        ),
+        *(
+            gzip.compress(json.dumps({**GOOD, "classes": [name]}).encode())
+            for name in ("..", "", "a/b", "a\\..\\b")
+        ),
+        *(
+            gzip.compress(json.dumps({**GOOD, "created_s": created_s}).encode())
+            for created_s in (float("nan"), 1e300, -1.0, 10**400)
+        ),
+        gzip.compress(json.dumps(GOOD).encode() + b" " * (64 << 20)),
     ],
-    ids=range(10),
+    ids=range(29),
 )
 def test_a_damaged_list_is_an_error_that_says_what_to_do(folder: RemoteFolder, data: bytes) -> None:
     """It is never a shorter list."""

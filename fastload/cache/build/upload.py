@@ -57,6 +57,7 @@ from fastload.errors import (
 )
 from fastload.files.transfers import RemoteFiles
 from fastload.nested.spec import flatten
+from fastload.system.disk import make_private_directory
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -129,7 +130,7 @@ def build_at_url(
     root = os.path.join(cache_directory(), "builds")
     scratch = os.path.join(root, digest_of_url(files.url))
     with _noting_directory(), writing(scratch):
-        os.makedirs(root, mode=0o700, exist_ok=True)
+        make_private_directory(root)
     with contextlib.ExitStack() as stack:
         with writing(scratch):
             is_ours = stack.enter_context(held(f"{scratch}.lock", by_process=True))

@@ -39,7 +39,7 @@ from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
 from fastload.files.remote import OtherLengthError
 from fastload.files.transfers import RemoteFiles, may_pass
 from fastload.system.budget import parse_budget
-from fastload.system.disk import sync_directory
+from fastload.system.disk import check_private_directory, make_private_directory, sync_directory
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
@@ -96,6 +96,7 @@ def open_copy(
         ValueError: The URL has an unknown protocol, or `FASTLOAD_CACHE_BYTES` is not a size.
     """
     files = RemoteFiles(url, storage_options)
+    _check_directory()
     try:
         manifest = read_manifest(files)
     except CacheError as error:
@@ -121,6 +122,23 @@ def open_copy(
             with contextlib.suppress(OSError):
                 os.utime(path)  # its last use
             return path, opened
+
+
+def _check_directory() -> None:
+    """Check that no other user can have placed a copy.
+
+    Raises:
+        CacheError: Another user could.
+    """
+    try:
+        check_private_directory(copies_directory())
+    except FileNotFoundError:
+        pass  # it is made for the first copy
+    except PermissionError as error:
+        raise CacheError(
+            f"{error}. Set {DIRECTORY_VARIABLE} to a directory of this user, or remove the write permission "
+            "of others with chmod go-w"
+        ) from None
 
 
 def _path_of(manifest: Manifest) -> str:
@@ -149,9 +167,12 @@ def manifest_of_copy(path: str) -> Manifest | None:
 
 
 def _is_complete(path: str, manifest: Manifest) -> bool:
-    """Whether all files of a copy are there, with their lengths."""
+    """Whether all files of a copy are there, with their lengths and the digests of this manifest."""
+    found = manifest_of_copy(path)
+    if found is None or found.shards != manifest.shards:
+        return False
     try:
-        return os.path.exists(os.path.join(path, MANIFEST_NAME)) and all(
+        return all(
             os.path.getsize(os.path.join(path, shard.name)) == shard.nbytes for shard in manifest.shards
         )
     except OSError:
@@ -166,7 +187,7 @@ def _make(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) -> Non
     said_at_s = float("-inf")
     while not _is_complete(path, manifest):
         with _writing(path):
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            make_private_directory(os.path.dirname(path))
         with contextlib.ExitStack() as stack:
             with _writing(path):
                 is_ours = stack.enter_context(held(f"{path}.lock"))
@@ -183,9 +204,12 @@ def _download(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) ->
     """Download the shards that are missing; the caller holds the lock of the copy."""
     partial = path + _PARTIAL
     with _writing(path):
-        if os.path.lexists(path):  # files of a complete copy were removed by hand
+        if os.path.lexists(path):
             shutil.rmtree(partial, ignore_errors=True)
             os.rename(path, partial)
+        found = manifest_of_copy(partial)
+        if found is not None and found.shards != manifest.shards:
+            shutil.rmtree(partial)  # else files of a complete copy were removed by hand
     _reserve(manifest, path)
     missing = [shard for shard in manifest.shards if not _is_there(partial, shard)]
     numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
