@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cli.script import run_script
 from fastload.cli.terminal import CommandError
-from fastload.profiling.hooks import hide_frames
+from fastload.profiling.hooks import FOLDER
 from fastload.profiling.session import Profile
 from fastload.system.logs import write_stderr
+from fastload.system.sent_error import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,7 @@ def profile_script(
     try:
         run_script(target, args, as_module=as_module)
     except BaseException as error:
-        hide_frames(error)
+        hide_frames(error, (FOLDER,))
         raise
     finally:
         if os.getpid() == pid:  # a process that the script forked ends here, too

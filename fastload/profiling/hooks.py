@@ -29,6 +29,7 @@ from fastload.profiling.hot_lines import HotLines
 from fastload.profiling.recording import Recording, Sums
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
+from fastload.system.sent_error import hide_frames
 from fastload.workers import threads as own_threads
 from fastload.workers import worker as own_worker
 
@@ -45,7 +46,7 @@ _COPIES = (
     ("lightning.fabric.fabric", "move_data_to_device", probes.COPY),
     ("lightning.fabric.wrappers", "move_data_to_device", probes.COPY),
 )
-_FOLDER = os.path.join(os.path.dirname(__file__), "")
+FOLDER = os.path.join(os.path.dirname(__file__), "")  # of the frames that tracebacks do not show
 _LOADER = "_fastload_loader"  # an attribute of worker threads
 NO_LOADER = -1  # the loader number of what belongs to no loader: pinning, receiving, copying
 
@@ -185,25 +186,6 @@ def hook_process(undo: contextlib.ExitStack) -> None:
     hook_copies(undo)
 
 
-def hide_frames(error: BaseException) -> None:
-    """Take the frames of the profile out of the traceback of an error, and of the errors that led to it."""
-    queue: list[BaseException | None] = [error]
-    seen = set()
-    while queue:
-        one = queue.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        queue += [one.__cause__, one.__context__]
-        traceback = one.__traceback__
-        while traceback is not None:
-            after = traceback.tb_next
-            if after is not None and after.tb_frame.f_code.co_filename.startswith(_FOLDER):
-                traceback.tb_next = after.tb_next
-            else:
-                traceback = after
-
-
 def _without_frames(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Let torch wrap a worker's error, whose text is the traceback, without these frames."""
 
@@ -211,7 +193,7 @@ def _without_frames(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     def wrap(*args: Any, **kwargs: Any) -> Any:
         error = sys.exc_info()[1]
         if error is not None:
-            hide_frames(error)
+            hide_frames(error, (FOLDER,))
         return wrapper(*args, **kwargs)
 
     return wrap

@@ -15,7 +15,6 @@ import os
 import pickle
 import sys
 import traceback
-from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -115,8 +114,12 @@ class SentError(NamedTuple):
             raise
 
 
-def hide_frames(error: BaseException) -> bool:
-    """Remove the frames of fastload and torch from the tracebacks of an error and of those in its chain.
+def hide_frames(error: BaseException, folders: tuple[str, ...] = _LIBRARIES) -> bool:
+    """Remove frames from the tracebacks of an error and of those in its chain, in place.
+
+    Args:
+        error: The error.
+        folders: The folders whose code is hidden; by default those of fastload and torch.
 
     Returns:
         Whether there were any; False with FASTLOAD_DEBUG=1, which keeps them.
@@ -138,10 +141,10 @@ def hide_frames(error: BaseException) -> bool:
             step = step.tb_next
         kept = None
         for step in reversed(frames):
-            if step.tb_frame.f_code.co_filename.startswith(_LIBRARIES):
+            if step.tb_frame.f_code.co_filename.startswith(folders):
                 has_hidden = True
             else:
-                kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+                step.tb_next, kept = kept, step
         BaseException.with_traceback(link, kept)
         left += [link.__cause__, link.__context__]
         if isinstance(link, BaseExceptionGroup):
