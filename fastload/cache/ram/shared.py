@@ -312,6 +312,11 @@ class SharedMemoryCache(BaseCache):
         """Memory in use now, by all processes together."""
         return self._now.nbytes
 
+    def flag(self, flag: int) -> bool:
+        """Set a flag that all processes see; True if this call has set it."""
+        now = self._newest()
+        return now is not None and now.flag(flag)
+
     # --- reading ------------------------------------------------------------------------------------------
 
     def __contains__(self, index: object) -> bool:
