@@ -56,6 +56,10 @@ class DecodedAndEncodedCache(TieredCache):
         return (self.fast.budget_bytes or 0) + (self.slow.budget_bytes or 0)
 
     @property
+    def capacity(self) -> None:
+        """None: how many samples fit depends on their sizes."""
+
+    @property
     def layout(self) -> str:
         """How each cache stores samples, such as `"uniform over encoded"`."""
         return f"{self.fast.layout} over encoded"

@@ -32,6 +32,7 @@ from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import registry
+from fastload.cache.ram.generation import SHORT, log_short
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
@@ -203,7 +204,11 @@ class Opener:
             decoded._allowed_bytes, self._allowed_bytes = budgets
         decoded.examples = {index: decode_images(sample) for index, sample in self.examples.items()}
         decoded._is_examined = True
-        return DecodedAndEncodedCache(decoded._open_ram(), self._open_ram())
+        tiers = decoded._open_ram(), self._open_ram()
+        for cache in tiers:
+            if isinstance(cache, SharedMemoryCache):
+                cache.flag(SHORT)  # what does not fit into one of them may fit into the other one
+        return DecodedAndEncodedCache(*tiers)
 
     # --- in RAM -------------------------------------------------------------------------------------------
 
@@ -376,8 +381,16 @@ class Opener:
             needed = sum(len(encode(sample)) for sample in self.examples.values()) / len(self.examples)
             needed_bytes = max(1.0, needed * num_samples)
             fit = getattr(cache, "capacity", None)
+            # A ragged cache that turns out to be too small says so itself.
+            is_known = fit is not None or isinstance(cache, (PrivateCache, DecodedAndEncodedCache))
             if fit is None:
                 fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
+            memory = getattr(cache, "fast", cache)
+            is_own = not isinstance(memory, SharedMemoryCache) or memory.origin.pid == os.getpid()
+            if is_known and is_own and fit < num_samples:
+                log_short(budget_bytes, fit, num_samples, needed_bytes)
+                if isinstance(memory, SharedMemoryCache):
+                    memory.flag(SHORT)
             figures = f"{fit:,} of {num_samples:,} samples fit, about {readable_size(needed_bytes)} needed"
         else:
             size = readable_size(cache.nbytes)

@@ -53,6 +53,12 @@ class TieredCache(BaseCache):
         return self.fast.budget_bytes
 
     @property
+    def capacity(self) -> int | None:
+        """How many uniform samples fit into the fast cache; None for ragged samples."""
+        capacity: int | None = getattr(self.fast, "capacity", None)
+        return capacity
+
+    @property
     def is_shared(self) -> bool:
         """Whether all processes see the samples that a worker process stores in the fast cache."""
         return self.fast.is_shared

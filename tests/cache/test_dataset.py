@@ -558,11 +558,13 @@ def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_one_line_says_what_was_decided(caplog: Any) -> None:
-    """Construction logs layout, how many fit, bytes and budget in one line."""
+    """Construction logs layout, how many fit, bytes and budget in one line; a warning says if not all fit."""
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(2000, shape=(100, 100, 3)), budget="15MB")
 
-    (record,) = caplog.records
+    warning, record = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning.getMessage()
     assert record.getMessage().startswith(
         "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, budget 15.0 MB; shared memory"
     )

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import pickle
+import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import albumentations as A
@@ -23,6 +24,7 @@ from fastload.cache.ram import generation
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.tiered import TieredCache
 from fastload.errors import CacheMismatchError
+from fastload.memory import segment
 from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
@@ -110,6 +112,42 @@ def test_a_budget_in_words_is_kept(kind: type[Images], budget: str) -> None:
     assert info.budget_bytes is not None
     assert info.nbytes <= info.budget_bytes
     assert info.num_cached > 0 or budget != "200kB"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        (Images, "ram"),
+        (RaggedImages, "ram"),
+        (MixedImages, "ram"),
+        (Images, "lmdb"),
+        (RaggedImages, "lmdb"),
+        (Images, "private"),
+    ],
+)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_budget_that_is_too_small_is_one_warning(
+    kind: type[Images], cache: str, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is known; not once for each worker, nor for each epoch."""
+    if cache == "private":
+        monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
+    handler = logging.FileHandler(tmp_path / "log")  # forked workers append to it, too
+    logging.getLogger("fastload").addHandler(handler)
+    handler.setLevel(logging.WARNING)
+    try:
+        tiers = ["ram", f"lmdb:{tmp_path / 'x'}"] if cache == "lmdb" else "ram"
+        ds = CachedDataset(kind(480), cache=tiers, budget=80_000, num_workers=0, progress=False)
+        for _ in range(3):
+            for _ in fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len):
+                pass
+    finally:
+        logging.getLogger("fastload").removeHandler(handler)
+        handler.close()
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "budget of 80.0 kB" in line]
+
+    assert len(lines) == 1
+    assert re.search(r"holds only \d+ of 480 samples \(\d+%\)", lines[0])
 
 
 def test_fill_twice_reads_nothing() -> None:

@@ -53,8 +53,9 @@ if TYPE_CHECKING:
 EMPTY, NOT_RETAINED = 0, 2
 WORD_BYTES = 8
 NOT_MAPPED = -1
+SHORT = 1  # a flag: a warning was logged, or is not wanted, that the cache cannot hold all samples
 
-_CURSOR = struct.Struct("<QQQ")
+_CURSOR = struct.Struct("<QQQQ")
 _ENTRY = struct.Struct("<Q")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
@@ -70,11 +71,13 @@ class Cursor(NamedTuple):
         ragged_bytes: Claimed bytes of the ragged area.
         given_up: Rows that a ragged record replaces, if each sample has a row of its own.
         rows: Claimed rows, if rows are given out one after another.
+        flags: What was said or decided for all processes, see `Generation.flag`.
     """
 
     ragged_bytes: int
     given_up: int
     rows: int
+    flags: int
 
 
 class Generation:
@@ -291,14 +294,35 @@ class Generation:
             else:
                 given_up = cursor.given_up + (index < plan.rows)
                 free_bytes = plan.spare_bytes + given_up * plan.untouched_bytes
-            if end > free_bytes:
-                return None
-            if end > plan.ragged_bytes:
-                size = readable_size(plan.ragged_bytes)
-                self.leave_out(f"they are larger than the examples, by which {size} were reserved")
-                return None
-            claim.set(cursor._replace(ragged_bytes=end, given_up=given_up))
-            return plan.ragged_at + cursor.ragged_bytes
+            if end <= min(free_bytes, plan.ragged_bytes):
+                claim.set(cursor._replace(ragged_bytes=end, given_up=given_up))
+                return plan.ragged_at + cursor.ragged_bytes
+            is_first = claim.flag(SHORT)
+        if is_first:
+            self._log_short(is_budget=end > free_bytes)
+        return None
+
+    def _log_short(self, *, is_budget: bool) -> None:
+        plan = self.plan
+        if is_budget and plan.spec is None:
+            log_short(plan.budget_bytes, self.num_cached, plan.num_samples)
+            return
+        reason = f"larger than the examples, by which {readable_size(plan.ragged_bytes)} were reserved"
+        if is_budget:
+            reason = (
+                f"of other shapes than the examples, and the budget is {readable_size(plan.budget_bytes)}"
+            )
+        log.warning("cache: some samples are read from the dataset at each access: they are %s", reason)
+
+    def flag(self, flag: int) -> bool:
+        """Set a flag that all processes see; True if this call has set it."""
+        with _Claim(self, None) as claim:
+            return claim.cursor is not None and claim.flag(flag)
+
+    @property
+    def flags(self) -> int:
+        """The flags that are set."""
+        return Cursor(*self._cursor).flags
 
     def leave_out(self, reason: str) -> None:
         """Log once per process why samples are not cached."""
@@ -330,16 +354,18 @@ class Generation:
         """The generation in another segment of the same cache; it owns the segment from here on."""
         return Generation(segment, self.plan, self._logged, mapping)
 
-    def retain(self, retained: npt.NDArray[np.bool_]) -> None:
+    def retain(self, retained: npt.NDArray[np.bool_], flags: int) -> None:
         """Mark the samples that may be stored in this new, empty generation, which nobody else knows yet.
 
         Args:
             retained: `(num_samples,) bool`.
+            flags: Of the generation before.
 
         Raises:
             OSError: The system refused the memory for the table.
         """
         table = np.where(retained, EMPTY, NOT_RETAINED)
+        self.segment.write(_CURSOR.pack(0, 0, 0, flags), CURSOR_AT)
         self.segment.write(table.astype("<i8").tobytes(), TABLE_AT)
 
     def widen(self, retained: npt.NDArray[np.bool_], digest: bytes) -> bool:
@@ -369,15 +395,32 @@ class Generation:
         return True
 
 
+def log_short(budget_bytes: int, num_held: int, num_samples: int, needed_bytes: float | None = None) -> None:
+    """Warn that the budget holds a part of the samples only."""
+    log.warning(
+        "cache: the budget of %s holds only %s of %s samples (%.0f%%)%s: the others are read again at each "
+        "access. Give a larger budget=, or let prepare= make the samples smaller",
+        readable_size(budget_bytes),
+        f"{num_held:,}",
+        f"{num_samples:,}",
+        100 * num_held / num_samples,
+        "" if needed_bytes is None else f", which need about {readable_size(needed_bytes)}",
+    )
+
+
 class _Claim:
     """Holds the lock on a generation's cursor.
+
+    Args:
+        generation: The generation.
+        index: The sample to make room for; None for none.
 
     Attributes:
         cursor: The cursor; None if another process holds the lock, the system refuses it, or the sample was
             stored meanwhile.
     """
 
-    def __init__(self, generation: Generation, index: int) -> None:
+    def __init__(self, generation: Generation, index: int | None) -> None:
         self._generation = generation
         self._index = index
         self._fd = -1
@@ -387,6 +430,14 @@ class _Claim:
     def set(self, cursor: Cursor) -> None:
         """Write the cursor."""
         os.pwrite(self._fd, _CURSOR.pack(*cursor), CURSOR_AT)
+
+    def flag(self, flag: int) -> bool:
+        """Set a flag; True if it was not set before."""
+        cursor = self.cursor
+        if cursor is None or cursor.flags & flag:
+            return False
+        self.set(cursor._replace(flags=cursor.flags | flag))
+        return True
 
     def __enter__(self) -> _Claim:
         generation = self._generation
@@ -400,7 +451,7 @@ class _Claim:
         except OSError as error:
             generation.leave_out(f"the system refuses the lock on the cache: {error}")
             return self
-        if self._has_lock and generation.entries[self._index] == EMPTY:
+        if self._has_lock and (self._index is None or generation.entries[self._index] == EMPTY):
             self.cursor = Cursor(*_CURSOR.unpack(os.pread(self._fd, _CURSOR.size, CURSOR_AT)))
         return self
 

@@ -237,7 +237,7 @@ class SharedMemoryCache(BaseCache):
         number = max(old.stamp.number, old.successor[0]) + 1
         segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
         new = old.next(segment, mapping)
-        new.retain(retained)
+        new.retain(retained, old.flags)
         self._move(old, new)  # before others are told: they attach through the anchor
         successor.announce(old, number, holder)
         log.info("cache: empty now, for %s of %s samples", f"{new.num_retained:,}", f"{self.num_samples:,}")
@@ -303,6 +303,11 @@ class SharedMemoryCache(BaseCache):
     def nbytes(self) -> int:
         """Memory in use now, by all processes together."""
         return self._now.nbytes
+
+    def flag(self, flag: int) -> bool:
+        """Set a flag that all processes see; True if this call has set it."""
+        now = self._newest()
+        return now is not None and now.flag(flag)
 
     # --- reading ------------------------------------------------------------------------------------------
 
