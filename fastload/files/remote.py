@@ -4,43 +4,35 @@ fsspec and the package of the protocol are imported when the first file is read 
 
 1. Each process makes its own file system, because those of fsspec must not be used after a fork. The object
    pickles as its URL and its options.
-2. An error that may pass (a connection, a time-out, a busy server, a body that was cut short) is tried again
-   with growing pauses. An error that cannot pass (no such file, no permission) is raised at once.
-3. A body of another length than the list of files says is never returned.
+2. A forked process keeps the file systems of its parent and never closes them: closing a connection takes it
+   out of the epoll instance that both processes share, and the parent would wait for its next answer in vain.
+3. Requests are watched and tried again (see `attempts`).
+4. A body of another length than the list of files says is never returned.
 """
 
 from __future__ import annotations
 
-import logging
+import functools
+import math
 import os
 import re
 import threading
-import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastload.errors import ImageReadError, RemoteFolderError
+from fastload.files.attempts import Limits, OtherLengthError, answer, reason_of, retried
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, to_bytes
-from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-T = TypeVar("T")
 
 # The most files that one process reads at the same time.
 READS_AT_ONCE = 64
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_PREFIX = "file://"
-_ATTEMPTS = 6
-_FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
-_SLOW_S, _WARN_EVERY_S = 4.0, 30.0
-# Errors that another attempt would meet again.
-PERMANENT = (
-    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-    *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
-)
 # Fields in which file systems of fsspec state the version of a file, the best first.
 _VERSION_FIELDS = (
     *("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation"),
@@ -70,6 +62,10 @@ class RemoteFolder:
 
     Attributes:
         url: The URL without a slash at its end.
+        limits: How long the store may keep a request waiting.
+
+    Raises:
+        ValueError: An environment variable with a limit is not a number of seconds.
     """
 
     def __init__(
@@ -86,11 +82,12 @@ class RemoteFolder:
         self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
+        self.limits = Limits.of_environment()
         self._opened: _Opened | None = None
         self._home_pid = os.getpid()  # a forked process is another one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.url, self._options, self._maker, self._has_large_files)
+        return _unpickled, (self.url, self._options, self._maker, self._has_large_files, self.limits)
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
@@ -104,14 +101,21 @@ class RemoteFolder:
             RemoteFolderError: It cannot be listed.
             ImportError: A package is missing.
         """
-        fs, root = self._make(for_listing=True)
-        top = retried(lambda: fs.ls(root, detail=True), self._list_failed)
+        fs, root, _ = self._make(for_listing=True)
+
+        def ask(method: str, path: str) -> Any:
+            def attempt(_: int) -> Any:
+                # Without a limit, unless the client has it: a listing is any number of requests.
+                return answer(fs, method, path, detail=True, what=self.url)
+
+            return retried(attempt, self._list_failed, self.limits)
+
         prefix = root.rstrip("/") + "/"
-        names = [_below(entry["name"], prefix) for entry in top if entry["type"] == "directory"]
+        names = [_below(entry["name"], prefix) for entry in ask("ls", root) if entry["type"] == "directory"]
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
-            found = retried(lambda: fs.find(prefix + name, detail=True), self._list_failed)
+            found = ask("find", prefix + name)
             return [_file(_below(path, prefix), entry) for path, entry in found.items()]
 
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
@@ -128,10 +132,8 @@ class RemoteFolder:
         Raises:
             RemoteFolderError: The list is there, and cannot be read.
         """
-        opened = self._open()
-        fs, path = opened.fs, f"{opened.root}/{SAVED_NAME}"
         try:
-            data = retried(lambda: fs.cat_file(path), self._saved_failed)
+            data = self.read_file(SAVED_NAME, 0, self._saved_failed)
         except FileNotFoundError:
             return None
         try:
@@ -156,8 +158,7 @@ class RemoteFolder:
         Raises:
             RemoteFolderError: It cannot be written.
         """
-        opened = self._open()
-        fs, path = opened.fs, f"{opened.root}/{SAVED_NAME}"
+        fs, root = self.file_system()
         data = to_bytes(classes, files)
 
         def failed(error: Exception, tried: str) -> Exception:
@@ -165,7 +166,7 @@ class RemoteFolder:
                 f"cannot write the list of files {self.path(SAVED_NAME)}: {reason_of(error)}{tried}"
             )
 
-        retried(lambda: fs.pipe_file(path, data), failed)
+        retried(lambda _: fs.pipe_file(f"{root}/{SAVED_NAME}", data), failed, self.limits)
 
     def read(self, name: str, nbytes: int) -> bytes:
         """The content of a file.
@@ -177,16 +178,12 @@ class RemoteFolder:
         Raises:
             ImageReadError: The file cannot be read, or has another length.
         """
-        opened = self._open()
-        path = f"{opened.root}/{name}"
 
-        def attempt() -> bytes:
-            data = opened.read(path)
+        def check(data: bytes) -> None:
             if nbytes not in (UNKNOWN_BYTES, len(data)):
                 raise OtherLengthError(
                     f"{len(data):,} bytes arrived, but the file had {nbytes:,} when the folder was listed"
                 )
-            return data
 
         def failed(error: Exception, tried: str) -> Exception:
             was_there = (
@@ -194,7 +191,46 @@ class RemoteFolder:
             )
             return ImageReadError(self.path(name), f"{reason_of(error)}{was_there}{tried}")
 
-        return retried(attempt, failed)
+        return self.read_file(name, nbytes, failed, check)
+
+    def read_file(
+        self,
+        name: str,
+        nbytes: int,
+        failed: Callable[[Exception, str], Exception],
+        check: Callable[[bytes], None] = lambda _: None,
+        **part: int,
+    ) -> bytes:
+        """The content of a file or of a part of it.
+
+        Args:
+            name: Its path below the folder.
+            nbytes: How many bytes should arrive, as far as it is known.
+            failed: Makes the error to raise from the last error and a clause about the attempts.
+            check: Raises unless a content is the right one.
+            part: `start=` and `end=`, for a part.
+        """
+        # A copy only if it is not bytes.
+        return bytes(self.ask("cat_file", name, failed, check, nbytes=nbytes, **part))
+
+    def ask(
+        self,
+        method: str,
+        name: str,
+        failed: Callable[[Exception, str], Exception],
+        check: Callable[[Any], None] = lambda _: None,
+        **options: Any,
+    ) -> Any:
+        """The result of a method of the file system for a file, with the options of `attempts.answer`."""
+        opened = self._open()
+
+        def attempt(number: int) -> Any:
+            limit_s = self.limits.read_s * 2.0 ** (number - 1) if opened.needs_limit else math.inf
+            result = opened.ask(method, name, what=self.path(name), limit_s=limit_s, **options)
+            check(result)
+            return result
+
+        return retried(attempt, failed, self.limits)
 
     def file_system(self) -> tuple[Any, str]:
         """The file system of this process, and the folder's path in it; made at the first use.
@@ -215,8 +251,8 @@ class RemoteFolder:
                     self._opened = opened = _Opened(*self._make())
         return opened
 
-    def _make(self, *, for_listing: bool = False) -> tuple[Any, str]:
-        """A new file system, and the folder's path in it."""
+    def _make(self, *, for_listing: bool = False) -> tuple[Any, str, bool]:
+        """A new file system, the folder's path in it, and whether its stalled requests must be ended."""
         if self._maker is not None:
             kind, args, options = self._maker
             if os.getpid() != self._home_pid and kind.__module__.partition(".")[0] == "obstore":
@@ -224,10 +260,15 @@ class RemoteFolder:
                     f"{self.url} is read through obstore, whose threads do not survive a fork: reading would "
                     'wait for ever. Start workers with multiprocessing_context="forkserver" or "spawn"'
                 )
-            return _made(kind, args, options, self.url)
-        # Other file systems keep the entries of all folders that they list in memory.
-        unkept = {"use_listings_cache": False} if for_listing else {}
-        return _open_url(self.url, {**self._options, **unkept}, has_large_files=self._has_large_files)
+            options, ends_stalled = self.limits.applied(kind, options)
+            fs, root = _made(kind, args, options, self.url)
+        else:
+            # Other file systems keep the entries of all folders that they list in memory.
+            options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
+            fs, root, ends_stalled = _open_url(self.url, options, self.limits, self._has_large_files)
+        _file_systems[id(fs)] = fs
+        _keep_file_systems_in_forks()
+        return fs, root, not ends_stalled
 
 
 class _Opened:
@@ -237,37 +278,37 @@ class _Opened:
     make one of 14 MB for each thread that sends a request before there is one.
     """
 
-    def __init__(self, fs: Any, root: str) -> None:
+    def __init__(self, fs: Any, root: str, needs_limit: bool) -> None:
         self.pid = os.getpid()
         self.fs = fs
         self.root = root.rstrip("/")
+        self.needs_limit = needs_limit
         self._connecting = threading.Lock()
         self._is_connected = False
 
-    def read(self, path: str) -> bytes:
-        """The content of a file."""
+    def ask(self, method: str, name: str, **options: Any) -> Any:
+        """The result of a method of the file system for a file, with the options of `attempts.answer`."""
+        path = f"{self.root}/{name}"
         if not self._is_connected:
             with self._connecting:
                 if not self._is_connected:
-                    content: bytes = self.fs.cat_file(path)
+                    result = answer(self.fs, method, path, **options)
                     self._is_connected = True
-                    return content
-        return bytes(self.fs.cat_file(path))  # a copy only if it is not bytes
-
-
-class OtherLengthError(OSError):
-    """A body was cut short, or the file was replaced after the folder was listed."""
+                    return result
+        return answer(self.fs, method, path, **options)
 
 
 def _unpickled(
-    url: str, options: dict[str, Any], maker: tuple[Any, ...] | None, has_large_files: bool
+    url: str, options: dict[str, Any], maker: tuple[Any, ...] | None, has_large_files: bool, limits: Limits
 ) -> RemoteFolder:
     folder = RemoteFolder(url, options, has_large_files=has_large_files)
-    folder._maker = maker
+    folder._maker, folder.limits = maker, limits
     return folder
 
 
-def _open_url(url: str, options: Mapping[str, Any], *, has_large_files: bool) -> tuple[Any, str]:
+def _open_url(
+    url: str, options: dict[str, Any], limits: Limits, has_large_files: bool
+) -> tuple[Any, str, bool]:
     try:
         import fsspec.core
     except ImportError as error:
@@ -281,13 +322,14 @@ def _open_url(url: str, options: Mapping[str, Any], *, has_large_files: bool) ->
     if name in ("s3", "s3a"):
         options = _for_s3fs(options, has_large_files=has_large_files)
     try:
+        options, ends_stalled = limits.applied(fsspec.get_filesystem_class(name), options)
         # Without fsspec's table of instances, connections are closed once the folder is not used any more.
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
     except ImportError as error:
         raise ImportError(f"{url} needs a package that is not installed: {error}") from error
     except ValueError as error:
         raise ValueError(f"cannot open {url}: {error}") from error
-    return fs, root
+    return fs, root, ends_stalled
 
 
 def _forget_thread_of_parent() -> None:
@@ -322,62 +364,22 @@ def _for_s3fs(options: Mapping[str, Any], *, has_large_files: bool) -> dict[str,
     return {**of_files, **options, "config_kwargs": config}
 
 
-def retried(attempt: Callable[[], T], failed: Callable[[Exception, str], Exception]) -> T:
-    """The result of the first attempt that succeeds.
-
-    Failed attempts are logged; as a warning if they have taken several seconds, because a client that has
-    retries of its own may take a minute to find that the endpoint is wrong.
-
-    Args:
-        attempt: What to try.
-        failed: Makes the error to raise from the last error and a clause about the attempts.
-    """
-    started_s = _now_s()
-    number = 0
-    while True:
-        number += 1
-        try:
-            return attempt()
-        except PERMANENT as error:
-            raise failed(error, "") from error
-        except Exception as error:
-            took_s = _now_s() - started_s
-            if number == _ATTEMPTS:
-                raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
-            said = str(failed(error, f" (attempt {number} of {_ATTEMPTS}, after {took_s:.1f} s)"))
-            log.log(logging.WARNING if took_s >= _SLOW_S and _may_warn() else logging.INFO, "%s", said)
-            _sleep(_pause_s(number))
-
-
-def _may_warn() -> bool:
-    """Whether the last warning of this process was some time ago: 64 requests may fail at the same time."""
-    now_s = _now_s()
-    if now_s < _warned["at_s"] + _WARN_EVERY_S:
-        return False
-    _warned["at_s"] = now_s
-    return True
-
-
-def _pause_s(number: int) -> float:
-    """The pause after a failed attempt: half of it random, so that processes do not all come back at once.
-
-    The random part does not come from `random`, whose state belongs to the user's code.
-    """
-    return _FIRST_PAUSE_S * float(2 ** (number - 1)) * (0.5 + os.urandom(1)[0] / 510)
-
-
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
-_warned = {"at_s": float("-inf")}  # of this process
+# Of this process, by id, because file systems with the same arguments are equal; and those of its parents.
+_file_systems: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_inherited: list[Any] = []
 
-_sleep, _now_s = time.sleep, time.monotonic  # tests replace them
+
+@functools.cache
+def _keep_file_systems_in_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_keep_file_systems)
 
 
-def reason_of(error: Exception) -> str:
-    """The error of an attempt in words."""
-    text = str(error) or repr(error)
-    return text if isinstance(error, OtherLengthError) else f"{type(error).__name__}: {text}"
+def _keep_file_systems() -> None:
+    _inherited.extend(_file_systems.values())
 
 
 def _below(path: str, prefix: str) -> str:

@@ -14,7 +14,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import RemoteFolderError
-from fastload.files.remote import PERMANENT, OtherLengthError, RemoteFolder, reason_of, retried
+from fastload.files.attempts import PERMANENT, OtherLengthError, reason_of, retried
+from fastload.files.remote import RemoteFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -56,8 +57,7 @@ class RemoteFiles:
             ImportError: A package is missing.
             ValueError: There is no such protocol.
         """
-        fs, path = self._place(name)
-        return bytes(retried(lambda: fs.cat_file(path), self._failed("read", name)))
+        return self._folder.read_file(name, 0, self._failed("read", name))
 
     def parts(self, name: str, nbytes: int) -> Iterator[bytes]:
         """The content of a file of this length, in parts.
@@ -70,17 +70,14 @@ class RemoteFiles:
             yield self._part(name, start, min(start + PART_BYTES, nbytes))
 
     def _part(self, name: str, start: int, stop: int) -> bytes:
-        fs, path = self._place(name)
-
-        def attempt() -> bytes:
-            data = bytes(fs.cat_file(path, start=start, end=stop))
+        def check(data: bytes) -> None:
             if len(data) != stop - start:
                 raise OtherLengthError(
                     f"{len(data):,} bytes arrived of the {stop - start:,} from position {start:,}"
                 )
-            return data
 
-        return retried(attempt, self._failed("read", name))
+        failed = self._failed("read", name)
+        return self._folder.read_file(name, stop - start, failed, check, start=start, end=stop)
 
     def nbytes(self, name: str) -> int | None:
         """The length of a file; None if the store does not tell it.
@@ -89,8 +86,7 @@ class RemoteFiles:
             FileNotFoundError: There is no such file.
             RemoteFolderError: The store does not answer.
         """
-        fs, path = self._place(name)
-        size = retried(lambda: fs.info(path), self._failed("read", name)).get("size")
+        size = self._folder.ask("info", name, self._failed("read", name)).get("size")
         return None if size is None else int(size)
 
     def write(self, name: str, data: bytes) -> None:
@@ -101,11 +97,11 @@ class RemoteFiles:
         """
         fs, path = self._place(name)
 
-        def attempt() -> None:
+        def attempt(_: int) -> None:
             self._make_folder(fs)
             fs.pipe_file(path, data)
 
-        retried(attempt, self._failed("write", name))
+        retried(attempt, self._failed("write", name), self._folder.limits)
 
     def put(self, name: str, local: str) -> None:
         """Copy a file of this machine to the URL.
@@ -116,14 +112,14 @@ class RemoteFiles:
         fs, path = self._place(name)
         nbytes = os.path.getsize(local)
 
-        def attempt() -> None:
+        def attempt(_: int) -> None:
             self._make_folder(fs)
             fs.put_file(local, path)
             size = fs.info(path).get("size")
             if size not in (None, nbytes):
                 raise OtherLengthError(f"{size:,} bytes arrived of {nbytes:,}")
 
-        retried(attempt, self._failed("write", name))
+        retried(attempt, self._failed("write", name), self._folder.limits)
 
     def _place(self, name: str) -> tuple[Any, str]:
         fs, root = self._folder.file_system()

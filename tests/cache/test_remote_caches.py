@@ -36,7 +36,7 @@ from fastload.errors import (
     CacheMismatchError,
     ErrorBudgetError,
 )
-from fastload.files import remote
+from fastload.files import attempts
 from fastload.files.transfers import RemoteFiles
 from fastload.system import disk
 from tests.cache.build_zoo import BrokenImages, Stopping
@@ -57,7 +57,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of this test's own for builds and copies, and an empty faulty store; no pauses."""
     monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "host"))
     monkeypatch.delenv(copies.BYTES_VARIABLE, raising=False)
-    monkeypatch.setattr(remote, "_sleep", lambda _: None)
+    monkeypatch.setattr(attempts, "_sleep", lambda _: None)
     register()
     FaultyFileSystem.reset()
     return tmp_path / "host"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fastload.files import remote
+from fastload.files import attempts
 from tests.kit.remote import FaultyFileSystem, register
 
 if TYPE_CHECKING:
@@ -26,5 +26,5 @@ def faulty() -> Iterator[type[FaultyFileSystem]]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which are not made."""
     found: list[float] = []
-    monkeypatch.setattr(remote, "_sleep", found.append)
+    monkeypatch.setattr(attempts, "_sleep", found.append)
     return found

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 import fastload
-from fastload.files import remote
+from fastload.files import attempts
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
 from fastload.files.remote import RemoteFolder, is_url
 from tests.kit.remote import cut, meet, raising, until_set
@@ -63,9 +63,9 @@ def test_a_store_that_does_not_answer_for_long_is_a_warning(
 ) -> None:
     """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
     clock = itertools.count(0.0, each_s)
-    monkeypatch.setattr(remote, "_now_s", lambda: next(clock))
-    monkeypatch.setattr(remote, "_warned", {"at_s": float("-inf")})
-    monkeypatch.setattr(remote, "_WARN_EVERY_S", 1000.0)
+    monkeypatch.setattr(attempts, "_now_s", lambda: next(clock))
+    monkeypatch.setattr(attempts, "_warned", {"at_s": float("-inf")})
+    monkeypatch.setattr(attempts, "_WARN_EVERY_S", 1000.0)
     for name in ("1.jpg", "3.jpg"):
         faulty.faults[name] = [raising(ConnectionError("no route")), raising(ConnectionError("no route"))]
     caplog.set_level("INFO", "fastload")

@@ -36,7 +36,7 @@ from fastload.cache.lmdb.manifest import Manifest, manifest_text, new_digest, pa
 from fastload.cache.locks import held, try_lock
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
-from fastload.files.remote import OtherLengthError
+from fastload.files.attempts import OtherLengthError
 from fastload.files.transfers import RemoteFiles, may_pass
 from fastload.system.budget import parse_budget
 from fastload.system.disk import check_private_directory, make_private_directory, sync_directory

@@ -1,0 +1,236 @@
+"""Requests to a store: watched while they run, ended when they stall, and tried again.
+
+Rules:
+
+1. An error that may pass (a connection, a time-out, a busy server, a body that was cut short) is tried again
+   with growing pauses. An error that cannot pass (no such file, no permission) is raised at once.
+2. A request without progress ends after `Limits.read_s`, and the next attempt uses another connection. The
+   HTTP client and s3fs see each byte that arrives and take this limit as their own. Of other file systems
+   only the result is seen: a request then ends after that time, with an allowance for its length, and each
+   further attempt has twice the time, because a slow network must get there.
+3. A request that takes long is a warning, however it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+import os
+import threading
+import time
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from fastload.system.logs import log
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+CONNECT_VARIABLE = "FASTLOAD_CONNECT_TIMEOUT"
+READ_VARIABLE = "FASTLOAD_READ_TIMEOUT"
+# Errors that another attempt would meet again.
+PERMANENT = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
+)
+
+_ATTEMPTS = 6
+_FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
+_SLOW_S, _WARN_EVERY_S = 5.0, 30.0
+_SLOWEST_BYTES_PER_S = 1 << 20  # a request of a large file may take longer by its length at this rate
+
+
+class OtherLengthError(OSError):
+    """A body was cut short, or the file was replaced after the folder was listed."""
+
+
+class StalledError(OSError):
+    """A request had no result in time."""
+
+
+class Limits(NamedTuple):
+    """How long a store may keep a request waiting.
+
+    Attributes:
+        connect_s: Seconds in which a connection must be there.
+        read_s: Seconds in which something must arrive.
+    """
+
+    connect_s: float
+    read_s: float
+
+    @classmethod
+    def of_environment(cls) -> Limits:
+        """The limits that the user has set.
+
+        Raises:
+            ValueError: A variable is not a number of seconds.
+        """
+        return cls(_seconds(CONNECT_VARIABLE, 10.0), _seconds(READ_VARIABLE, 20.0))
+
+    def applied(self, kind: type, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The options of a file system with these limits, and whether it ends stalled requests itself.
+
+        Limits that the user gave stay.
+
+        Args:
+            kind: The class of the file system.
+            options: Its keyword arguments.
+        """
+        package = kind.__module__
+        if package == "fsspec.implementations.http":
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.connect_s, sock_read=self.read_s)
+            return _with_defaults(options, "client_kwargs", timeout=timeout), True
+        if package.startswith("s3fs"):
+            limits = {"connect_timeout": self.connect_s, "read_timeout": self.read_s}
+            return _with_defaults(options, "config_kwargs", **limits), True
+        if package.startswith("obstore"):
+            options = _with_defaults(
+                options, "client_options", connect_timeout=timedelta(seconds=self.connect_s)
+            )
+            # It repeats requests for three minutes, and would be ended before it gives a reason.
+            pause = timedelta(seconds=self.read_s / 2)
+            return _with_defaults(options, "retry_config", retry_timeout=pause), False
+        return options, False
+
+
+def _with_defaults(options: dict[str, Any], name: str, **defaults: Any) -> dict[str, Any]:
+    return {**options, name: {**defaults, **(options.get(name) or {})}}
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "").strip()
+    try:
+        found = float(text) if text else default
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise ValueError(f"{variable}={text!r} should be a number of seconds above zero, such as {default:g}")
+    return found
+
+
+def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exception], limits: Limits) -> T:
+    """The result of the first attempt that succeeds.
+
+    Failed attempts are logged; as a warning if they have taken several seconds, because a client that has
+    retries of its own may take a minute to find that the endpoint is wrong.
+
+    Args:
+        attempt: What to try; called with the number of the attempt, from 1.
+        failed: Makes the error to raise from the last error and a clause about the attempts.
+        limits: No attempt begins after the time in which all of them stall.
+    """
+    started_s = _now_s()
+    number = 0
+    while True:
+        number += 1
+        try:
+            return attempt(number)
+        except PERMANENT as error:
+            raise failed(error, "") from error
+        except Exception as error:
+            took_s = _now_s() - started_s
+            if number == _ATTEMPTS or took_s >= _ATTEMPTS * limits.read_s:
+                raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
+            said = str(failed(error, f" (attempt {number} of {_ATTEMPTS}, after {took_s:.1f} s)"))
+            log.log(logging.WARNING if took_s >= _SLOW_S and _may_warn() else logging.INFO, "%s", said)
+            _sleep(_pause_s(number))
+
+
+def answer(
+    fs: Any, method: str, *args: Any, what: str, limit_s: float = math.inf, nbytes: int = 0, **options: Any
+) -> Any:
+    """The result of a method of a file system; a warning if it takes long.
+
+    Args:
+        fs: The file system.
+        method: The name of its method.
+        args: The method's arguments.
+        what: The URL, for people.
+        limit_s: Seconds after which the request is given up, besides the time for its length.
+        nbytes: Its length, as far as it is known.
+        options: The method's keyword arguments.
+
+    Raises:
+        StalledError: There was no result in time.
+    """
+    longer_s = max(0, nbytes) / _SLOWEST_BYTES_PER_S
+    slow_s, limit_s = _SLOW_S + longer_s, limit_s + longer_s
+    result = _begin(fs, method, args, options)
+    try:
+        if not wait([result], min(slow_s, limit_s)).done and slow_s < limit_s:
+            if _may_warn():
+                log.warning(
+                    "%s: no complete answer in %.0f s; a request without progress is tried again after the "
+                    "seconds in %s",
+                    *(what, slow_s, READ_VARIABLE),
+                )
+            wait([result], None if limit_s == math.inf else limit_s - slow_s)
+        if not result.done():
+            raise StalledError(f"no complete answer in {limit_s:.1f} s")
+        return result.result()
+    finally:
+        result.cancel()  # closes the connection; does nothing once there is a result
+        del result  # else an error would keep itself alive
+
+
+def _begin(fs: Any, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Future[Any]:
+    """Call a method; its result can be waited for with a limit."""
+    inner = getattr(fs, f"_{method}", None)
+    if getattr(fs, "async_impl", False) and not fs.asynchronous and inspect.iscoroutinefunction(inner):
+        import asyncio
+
+        return asyncio.run_coroutine_threadsafe(inner(*args, **options), fs.loop)
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
+    call = functools.partial(getattr(fs, method), *args, **options)
+    try:
+        # A thread for each request: one that never gets its answer keeps its thread.
+        threading.Thread(target=_run, args=(result, call), name="fastload-request", daemon=True).start()
+    except RuntimeError:  # the system has no more threads; then nobody watches
+        _run(result, call)
+    return result
+
+
+def _run(result: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        result.set_result(call())
+    except BaseException as error:  # noqa: BLE001  # raised by `answer`
+        result.set_exception(error)
+        del result  # else the error would keep itself alive
+
+
+def _may_warn() -> bool:
+    """Whether the last warning of this process was some time ago: 64 requests may fail at the same time."""
+    now_s = _now_s()
+    if now_s < _warned["at_s"] + _WARN_EVERY_S:
+        return False
+    _warned["at_s"] = now_s
+    return True
+
+
+def _pause_s(number: int) -> float:
+    """The pause after a failed attempt: half of it random, so that processes do not all come back at once.
+
+    The random part does not come from `random`, whose state belongs to the user's code.
+    """
+    return _FIRST_PAUSE_S * float(2 ** (number - 1)) * (0.5 + os.urandom(1)[0] / 510)
+
+
+_warned = {"at_s": float("-inf")}  # of this process
+
+_sleep, _now_s = time.sleep, time.monotonic  # tests replace them
+
+
+def reason_of(error: Exception) -> str:
+    """The error of an attempt in words."""
+    text = str(error) or repr(error)
+    is_ours = isinstance(error, (OtherLengthError, StalledError))
+    return text if is_ours else f"{type(error).__name__}: {text}"
