@@ -214,6 +214,7 @@ class Reader:
         self.case: Case = loader.case  # type: ignore[attr-defined]
         self.epoch = epoch
         self._generator: torch.Generator = loader.own_generator  # type: ignore[attr-defined]
+        self._sampler = loader.sampler
         self._due = None if due is None else list(due)
         has_workers = self.case.num_workers > 0
         if due is None and has_workers:  # the sampler draws as soon as the iterator is made
@@ -233,7 +234,9 @@ class Reader:
 
     def _draw(self) -> list[order.Due]:
         if self._due is None:  # without workers the sampler draws with the first batch
-            self._due = order.due_batches(self.case, self.epoch, self._generator, draws_base_seed=False)
+            # Another reader of this loader may have set the epoch of their sampler since.
+            epoch = getattr(self._sampler, "epoch", self.epoch)
+            self._due = order.due_batches(self.case, epoch, self._generator, draws_base_seed=False)
         return self._due
 
     def __iter__(self) -> Reader:
