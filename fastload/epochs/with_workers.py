@@ -268,6 +268,8 @@ class WorkerIterator(HostIterator):
             batch = "" if place == AT_START else f"batch {task.number}, "
             add_place(error, f"{batch}worker {worker}, {place}")
             raise
+        finally:
+            del sent  # it holds the error of a thread, whose traceback holds this frame
 
     def _drop_pinned(self) -> None:
         """Take the remaining answers of the old epoch out of the pin thread."""
