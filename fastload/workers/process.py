@@ -8,7 +8,9 @@ Rules:
 2. Signals are sent through the pidfd, so that they cannot reach another process that reuses the process id.
 3. Signals that have a Python handler are blocked while a process is started: their handlers run when this
    process has recorded the worker, and never in the worker. A fork server may take long, until it has
-   imported what it preloads; it looks after its children itself, and signals are not blocked.
+   imported what it preloads; it looks after its children itself, and signals are not blocked. A signal may
+   also arrive in another thread, which does not block it, and Python then runs the handler in this thread
+   all the same: if that raises, `_end_unrecorded` ends the process.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import os
 import select
 import signal
 import time
+import traceback
+from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -73,8 +77,12 @@ class WorkerProcess:
             )
             try:
                 self._process.start()
-            except (EOFError, ConnectionError) as error:  # a fork server that cannot fork ends
-                raise WorkerStartError(
+            except BaseException as error:
+                if method != "forkserver":
+                    _end_unrecorded(error)
+                if not isinstance(error, (EOFError, ConnectionError)):
+                    raise
+                raise WorkerStartError(  # a fork server that cannot fork ends
                     f"worker {self._worker_id} could not be started: the fork server, or the new process, "
                     "ended before it had its setup. The error is on stderr; the usual cause is a limit on "
                     "processes or memory"
@@ -218,6 +226,33 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
+
+
+def _end_unrecorded(error: BaseException) -> None:
+    """End a process whose start was interrupted by ``error`` before multiprocessing had recorded it.
+
+    Only the frames of the traceback know it: multiprocessing's Popen, with the process id, and the two pipes.
+    """
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):  # the frame of the pipes first
+        known = frame.f_locals
+        popen: Any = known.get("self")
+        if not isinstance(popen, popen_fork.Popen):
+            continue
+        for ours, theirs in (("parent_r", "child_w"), ("parent_w", "child_r")):
+            if known.get(ours) is None or known.get(theirs) is None:
+                continue
+            with contextlib.suppress(OSError):  # it is closed
+                # Otherwise the number may belong to another file by now.
+                if os.path.samestat(os.fstat(known[theirs]), os.fstat(known[ours])):
+                    os.close(known[theirs])
+            if popen.finalizer is None:
+                os.close(known[ours])
+        if getattr(popen, "finalizer", None) is not None:
+            popen.close()
+        if getattr(popen, "pid", None):
+            popen.kill()
+            popen.wait()
+        return
 
 
 @contextlib.contextmanager

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import sys
 from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
@@ -401,6 +403,46 @@ def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
 
     assert leaks.held_soon(before) == before
     assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_handler_that_another_thread_s_signal_runs_leaves_nothing_behind_either(
+    method: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals arrive in a thread that does not block them, and the handler raises where pipes are closed."""
+    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method)
+    assert take(iter(loader)) == (ALL, None)  # now the resource tracker runs
+    before = leaks.held()
+    launch, close, parent = LAUNCHERS[method]._launch.__code__, os.close, os.getpid()
+    places = itertools.count(1)
+
+    def close_or_raise(fd: int) -> None:
+        if os.getpid() == parent and sys._getframe(1).f_code is launch and next(places) == place:
+            raise zoo.OwnError
+        close(fd)
+
+    monkeypatch.setattr(os, "close", close_or_raise)
+
+    with pytest.raises(zoo.OwnError):
+        iter(loader)
+
+    assert leaks.held_soon(before) == before
+    assert_a_new_epoch_works(loader)
+
+
+def test_a_handler_that_raises_before_a_process_is_started_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was prepared by multiprocessing yet; the exception is the handler's."""
+
+    def raise_it() -> None:
+        raise zoo.OwnError
+
+    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context="fork")
+    monkeypatch.setattr(multiprocessing.util, "_flush_std_streams", raise_it)
+
+    with pytest.raises(zoo.OwnError):
+        iter(loader)
 
 
 # --- a worker that does not leave ------------------------------------------------------------------------
