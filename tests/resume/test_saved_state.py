@@ -322,6 +322,8 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
     num_more = real["_num_yielded"] - state["_num_yielded"] if path == ("_num_yielded",) else 0
     if num_more and len(found[0]) == len(expected[0]) + num_more:
         found[0] = found[0][num_more:]
+        # A dataset that counts its reads has read the batches that come again.
+        is_meant = is_meant or real["dataset_states"] is not None
     assert is_meant or found == expected
 
 
