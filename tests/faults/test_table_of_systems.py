@@ -181,7 +181,6 @@ class Row(NamedTuple):
 
 READ = "\nread_two_epochs()"
 TORCHS = "workers use torch's own transport"
-PIPES = ("descriptors",)
 ROWS = {
     # Calls without which workers have torch's transport.
     **{
@@ -203,21 +202,19 @@ ROWS = {
     },
     "no locked memory": Row("become_a_user()\nlimit('RLIMIT_MEMLOCK', 0)" + READ),
     "no /proc": Row("hide_proc() or (print('\"this user may not mount\"'), sys.exit(0))" + READ),
-    # Processes and threads. multiprocessing's Popen makes two pipes before it forks, and leaves them open.
+    # Processes and threads.
     "no processes": Row(
-        "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable"), left=PIPES
+        "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable")
     ),
     "no processes for this user": Row(
         "become_a_user()\nlimit('RLIMIT_NPROC', 1)" + READ,
         [],
         ("BlockingIOError", "temporarily unavailable"),
-        left=PIPES,
     ),
     "one process for this user": Row(
         "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ,
         [],
         ("BlockingIOError", "temporarily unavailable"),
-        left=PIPES,
     ),
     "no processes for the fork server": Row(
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
