@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import sys
 from typing import Any
@@ -33,10 +34,15 @@ class Plain:
 
 
 class Signalled(Plain):
-    """Sends the signal that CLI_ZOO_SIGNAL names to the process that made it, once, while it is read."""
+    """Sends the signal that CLI_ZOO_SIGNAL names to the process that made it, once, while it is read.
+
+    It does so when the file of CLI_ZOO_AFTER exists: a worker may be far ahead of the process that writes.
+    """
 
     def __getitem__(self, index: int) -> Any:
         if index == SIGNAL_AT and "CLI_ZOO_SIGNAL" in os.environ:
+            while not os.path.exists(os.environ["CLI_ZOO_AFTER"]):
+                select.select([], [], [], 0.01)
             os.kill(self.maker_pid, getattr(signal, os.environ["CLI_ZOO_SIGNAL"]))
         return super().__getitem__(index)
 

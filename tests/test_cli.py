@@ -53,6 +53,11 @@ def start(interpreter: Interpreter, *words: Any, **environment: str) -> subproce
     return interpreter.run(module, "cache", *map(str, words), environment=environment, limit_s=90)
 
 
+def first_shard(directory: Path) -> str:
+    """The first of five finished shards of an unfinished cache."""
+    return str(directory / "cache.partial" / "00000-of-00005.lmdb")
+
+
 def imported_by(*words: Any) -> set[str]:
     """The modules that `fastload ...` has imported when it ends well, in a process of its own.
 
@@ -453,8 +458,9 @@ class TestInterruption:
     ) -> None:
         """Exit code 130, one line, no traceback; the next run finishes the same cache."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--json")
+        words += ("--shards", "5")
 
-        stopped = start(interpreter, *words, CLI_ZOO_SIGNAL="SIGINT")
+        stopped = start(interpreter, *words, CLI_ZOO_SIGNAL="SIGINT", CLI_ZOO_AFTER=first_shard(tmp_path))
         resumed = run(*words)
 
         assert stopped.returncode == 130, stopped.stderr
@@ -489,7 +495,14 @@ class TestInterruption:
         """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
         words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
 
-        killed = start(interpreter, *words, "--shards", "5", CLI_ZOO_SIGNAL="SIGKILL")
+        killed = start(
+            interpreter,
+            *words,
+            "--shards",
+            "5",
+            CLI_ZOO_SIGNAL="SIGKILL",
+            CLI_ZOO_AFTER=first_shard(tmp_path),
+        )
         listed = json.loads(run("ls", tmp_path, "--json").stdout)["caches"]
         resumed = run(*words, "--shards", "5")
 
