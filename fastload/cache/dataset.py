@@ -172,8 +172,6 @@ class CachedDataset(Dataset[Any]):
         self.cache = opener.open(cache)
         self._source = opener.source
         self._holds_images = opener.holds_images
-        fingerprint = None if cache is None else opener.fingerprint  # that of a folder takes a stat per file
-        self._parts = None if fingerprint is None else dict(fingerprint.parts)
         self.decode = decode
 
     @classmethod
@@ -275,11 +273,6 @@ class CachedDataset(Dataset[Any]):
         if caller is None or caller.transform is not transform or caller.decode != decode:
             caller = self._caller = TransformCaller(transform, decode)
         return caller
-
-    @property
-    def cached_parts(self) -> dict[str, str] | None:
-        """The parts of the fingerprint of the cached samples; None without a fingerprint and a key."""
-        return None if self._parts is None else dict(self._parts)
 
     def explain(self) -> str:
         """Why this cache is in use, and what is decoded at each access."""

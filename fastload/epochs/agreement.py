@@ -7,14 +7,12 @@ through the store of the process group. A wrong alarm would be worse than none. 
 
 1. Only torch's DistributedSampler is checked, its subclasses that keep its order, NodePartitionSampler, and
    Lightning's samplers; only if they split the dataset among all ranks of the default process group.
-2. Two loaders are compared only if both were made at the same place in the code (the whole stack), as the
-   n-th loader there on both ranks, with the same classes, `shuffle`, batch size and `drop_last`.
+2. The n-th loader of one rank is compared with the n-th of the other one, among loaders with the same
+   classes, `shuffle`, batch size and `drop_last`.
 3. Their difference is an error only if neither rank has made a loader with the facts of the other one. Ranks
    may therefore make loaders in another order, or make more of them.
 4. Facts that may differ for a good reason are not compared: the batch size and the number of batches (faster
-   ranks may get more samples), and the epoch (one rank may have read an epoch before). The fingerprints of
-   cached samples are compared between ranks of one host, and a difference is a warning: each node, or each
-   rank, may have its own copy of the files.
+   ranks may get more samples), and the epoch (one rank may have read an epoch before).
 5. If the store cannot be used, there is no check.
 """
 
@@ -22,25 +20,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import os
 import platform
-import sys
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import DistributedSampler
 
 from fastload.epochs.node_partition import NodePartitionSampler
-from fastload.epochs.order import nested_samplers
+from fastload.epochs.order import integer_or_none, length_or_none, nested_samplers
 from fastload.errors import RanksDisagreeError
 from fastload.system.logs import log
 from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch.utils.data import DataLoader
 
 _KEPT_ORDERS = (DistributedSampler.__iter__, NodePartitionSampler.__iter__)
@@ -90,7 +84,6 @@ def note(loader: DataLoader[Any]) -> None:
         return
     key = _digest(
         [
-            _place(sys._getframe(2)),
             type(loader.dataset).__qualname__,
             [type(one).__qualname__ for one in nested_samplers(loader)],
             bool(getattr(sampler, "shuffle", None)),
@@ -129,7 +122,6 @@ def check(loader: DataLoader[Any]) -> None:
     first = _first(group, rank, key, ours)
     if first is not None:
         _compare(ours, first)
-    _compare_caches(group, rank, key, loader)
     del _ledger.keys[loader]  # comes last: after an error, the next iter() raises it again
 
 
@@ -142,7 +134,9 @@ def _splitting_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | Non
 
 
 def _num_replicas(sampler: DistributedSampler[Any]) -> int:
-    return _integer(getattr(sampler, "num_replicas", None)) or 1  # a subclass may set its attributes later
+    return (
+        integer_or_none(getattr(sampler, "num_replicas", None)) or 1
+    )  # a subclass may set its attributes later
 
 
 def _keeps_order(sampler: DistributedSampler[Any]) -> bool:
@@ -155,38 +149,14 @@ def _is_lightning_s(sampler: DistributedSampler[Any]) -> bool:
 
 def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
     """The facts about a sampler that must be the same on every rank, by their names in messages."""
-    found: dict[str, Any] = {_LENGTH: _length(getattr(sampler, "dataset", None))}
+    found: dict[str, Any] = {_LENGTH: length_or_none(getattr(sampler, "dataset", None))}
     if _keeps_order(sampler):
         found[_SEED] = getattr(sampler, "seed", None) if getattr(sampler, "shuffle", None) else None
-        found["drop_last of the sampler"] = getattr(sampler, "drop_last", None)
+        found["drop_last of the sampler"] = int(bool(getattr(sampler, "drop_last", False)))
     if isinstance(sampler, NodePartitionSampler):
         found["num_nodes of the sampler"] = sampler.num_nodes
         found["epochs_per_deal of the sampler"] = sampler.epochs_per_deal
-    return {name: number for name, value in found.items() if (number := _integer(value)) is not None}
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # noqa: BLE001  # a class of the user's; then the length is not compared
-        return None
-
-
-def _integer(value: Any) -> int | None:
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _place(frame: FrameType | None) -> list[str]:
-    """The place in the code: file, function and line of each frame; without folders, which nodes may vary."""
-    found = []
-    while frame is not None:
-        code = frame.f_code
-        found.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}:{frame.f_lineno}")
-        frame = frame.f_back
-    return found
+    return {name: number for name, value in found.items() if (number := integer_or_none(value)) is not None}
 
 
 def _digest(value: Any) -> str:
@@ -226,23 +196,3 @@ def _compare(ours: dict[str, Any], first: dict[str, Any]) -> None:
         f"the {name} is {mine[name]} on rank {ours['rank']} (host {ours['host']}), but {theirs[name]} on "
         f"rank {first['rank']} (host {first['host']}). {_ADVICE.get(name, _OTHER_ADVICE)}"
     )
-
-
-def _compare_caches(group: Any, rank: int, key: str, loader: DataLoader[Any]) -> None:
-    """Warn if this rank caches other samples than the first rank of its host."""
-    dataset: Any = loader.dataset
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    parts = dataset.cached_parts if hasattr(type(dataset), "cached_parts") else None
-    if parts is None:
-        return
-    from fastload.cache.fingerprint import Fingerprint  # here: a loader without a cache needs no cache
-
-    first = _first(group, rank, f"{key}/{platform.node()}", {"rank": rank, "parts": parts})
-    differences = [] if first is None else Fingerprint(parts).differences(Fingerprint(first["parts"]))
-    if first is not None and differences:
-        log.warning(
-            "ranks %d and %d of host %s cache different samples, so each keeps a cache of its own: %s (here: "
-            "rank %d, there: rank %d). Give all ranks of a host the same dataset",
-            *(rank, first["rank"], platform.node(), "; ".join(differences), rank, first["rank"]),
-        )

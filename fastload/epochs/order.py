@@ -67,10 +67,13 @@ def rank_and_order(
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = nested_samplers(loader)
     rank, num_ranks = _split(loader, samplers)
-    sizes = [_integer(getattr(sampler, "batch_size", None)) for sampler in samplers]
+    owners = (loader, *samplers)
+    sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
     order = Order(
-        num_samples=None if is_iterable else _length(loader.dataset),
-        batch_size=next((size for size in [_integer(loader.batch_size), *sizes] if size is not None), None),
+        num_samples=None if is_iterable else length_or_none(loader.dataset),
+        batch_size=next(
+            (size for size in [integer_or_none(loader.batch_size), *sizes] if size is not None), None
+        ),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
         num_ranks=num_ranks,
@@ -110,7 +113,7 @@ def _split_of(owners: list[Any]) -> tuple[int, int] | None:
     """The rank and the number of ranks of the first sampler, or iterable dataset, that splits by rank."""
     for owner in owners:
         for names in _RANK_ATTRIBUTES:
-            rank, num_ranks = (_integer(_attribute(owner, name)) for name in names)
+            rank, num_ranks = (integer_or_none(_attribute(owner, name)) for name in names)
             if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
                 return rank, num_ranks
     return None
@@ -127,7 +130,7 @@ def _seed(
     loader: DataLoader[Any], samplers: list[Any], generators: Mapping[str, bytes], *, is_split: bool
 ) -> int | None:
     for sampler in samplers:
-        seed = _integer(_attribute(sampler, "seed"))
+        seed = integer_or_none(_attribute(sampler, "seed"))
         if seed is not None:
             return seed
     if is_split:  # the ranks share the order below, and the state that is loaded sets its generator
@@ -141,7 +144,8 @@ def _seed(
     return None
 
 
-def _integer(value: Any) -> int | None:
+def integer_or_none(value: Any) -> int | None:
+    """The value as an int; None for a bool, and for what is no integer."""
     if value is None or isinstance(value, bool):
         return None
     try:
@@ -150,7 +154,8 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _length(dataset: Any) -> int | None:
+def length_or_none(dataset: Any) -> int | None:
+    """The length of a dataset; None if it has none."""
     try:
         return len(dataset)
     except Exception:  # noqa: BLE001  # with a sampler, torch does not need the dataset's length

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler, Subset
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
-from fastload import CachedDataset, DataLoader, NodePartitionSampler
+from fastload import DataLoader, NodePartitionSampler
 from fastload.epochs import agreement
 from fastload.errors import RanksDisagreeError
 from tests.resume.zoo import Numbers
@@ -109,7 +109,7 @@ def test_the_error_comes_again_and_the_rank_that_came_first_gets_none(ranks: Ran
 
 
 def test_the_second_loader_is_compared_with_the_second(ranks: Ranks) -> None:
-    """Loaders of one place in the code are compared by their turn."""
+    """Loaders of one kind are compared in the order in which they are made."""
     with pytest.raises(RanksDisagreeError, match="19 on rank 1"):
         run(ranks, lambda rank: [make(length, rank) for length in (40, 20 - rank)])
 
@@ -126,7 +126,7 @@ def test_a_file_store_works_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def extra_on_rank_0(rank: int) -> list[DataLoader]:
-    """Rank 0 makes and reads one more loader, at the same place in the code."""
+    """Rank 0 makes and reads one more loader of the same kind."""
     return [make(length, rank) for length in ((10, 40, 20) if rank == 0 else (40, 20))]
 
 
@@ -134,9 +134,9 @@ def another_order(rank: int) -> list[DataLoader]:
     return [make(length, rank) for length in ((10, 40) if rank == 0 else (40, 10))]
 
 
-def another_place(rank: int) -> list[DataLoader]:
+def another_kind(rank: int) -> list[DataLoader]:
     if rank == 0:
-        return [make(10, rank)]
+        return [make(10, rank, shuffle=False)]
     return [make(40, rank)]
 
 
@@ -197,7 +197,7 @@ def without_shuffle(rank: int) -> list[DataLoader]:
     [
         extra_on_rank_0,
         another_order,
-        another_place,
+        another_kind,
         another_epoch,
         own_shard,
         group_of_one,
@@ -310,54 +310,3 @@ def test_a_forked_process_leaves_the_connection_of_its_rank_alone(ranks: Ranks) 
         os._exit(0)
 
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-# --- caches ----------------------------------------------------------------------------------------------
-
-
-class Printed(Numbers):
-    """Numbers with a fingerprint."""
-
-    def __init__(self, size: int, text: str) -> None:
-        super().__init__(size)
-        self.text = text
-
-    def fingerprint(self) -> dict[str, str]:
-        return {"files": self.text}
-
-
-def cached(rank: int, text: str, key: str | None = None) -> DataLoader:
-    dataset = CachedDataset(Printed(8, text), key=key)
-    sampler: Any = DistributedSampler(dataset, 2, rank)  # type: ignore[arg-type]
-    return DataLoader(Subset(dataset, range(8)), 4, sampler=sampler)
-
-
-def test_ranks_of_one_host_that_cache_different_samples_get_a_warning(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It names both ranks and the part that differs; training goes on."""
-    run(ranks, lambda rank: [cached(rank, f"text {rank}")])
-
-    assert "ranks 1 and 0 of host" in caplog.text
-    assert 'files is "text 1" here and "text 0" there' in caplog.text
-
-
-def test_ranks_of_two_hosts_may_cache_different_samples(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may have its own copy of the files, with other times."""
-    hosts = iter(["one", "one", "two", "two", "two"])
-    monkeypatch.setattr(agreement.platform, "node", lambda: next(hosts))
-
-    run(ranks, lambda rank: [cached(rank, f"text {rank}")])
-
-    assert "cache different samples" not in caplog.text
-
-
-def test_ranks_that_cache_the_same_samples_get_no_warning(
-    ranks: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also with a key of its own for each rank, which keeps their caches apart on purpose."""
-    run(ranks, lambda rank: [cached(rank, "text"), cached(rank, "other", key=f"rank {rank}")])
-
-    assert "cache different samples" not in caplog.text
