@@ -2,6 +2,6 @@
 
 Read in this order: `with_workers`, `without_workers` and `through_torch` (batches on the host), `on_device`
 (wraps one of these); `stats` (what they measure and count); `epoch` and `resume` (the position in an epoch),
-`saved_state` and `sampler_state` (the saved form of that position); `node_partition` (a sampler) and
+`position` and `sampler_state` (that position, and its saved form); `node_partition` (a sampler) and
 `agreement` (a check that the ranks' loaders fit together).
 """

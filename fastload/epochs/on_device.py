@@ -110,7 +110,7 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
             batch = next(self._batches)
         except StopIteration:
             if self._epoch is not None:
-                self._epoch.is_finished = True
+                self._epoch.position.is_finished = True
             raise
         self.sizes.append(self._counted.taken_size if self._counted is not None else self.source.sizes.pop())
         return batch
@@ -163,8 +163,8 @@ class _Transform:
             index, origin = epoch.fetched_origin
             streams = BatchStreams.of_samples(origin, index if self._auto_collation else (index,))
         else:
-            number = epoch.num_fetched - 1
-            streams = BatchStreams.of_batch(epoch.base_seed, epoch.number, self._rank, number)
+            position, number = epoch.position, epoch.num_fetched - 1
+            streams = BatchStreams.of_batch(position.base_seed, position.epoch, self._rank, number)
         return functools.partial(self._call, streams)
 
     def _call(self, streams: BatchStreams, batch: Any) -> Any:
@@ -205,10 +205,10 @@ class _Counted(Iterator[Any]):
         return batch
 
     def _mark(self, size: tuple[int, int | None]) -> None:
-        self._marks.append((self._epoch.num_received + len(self._waiting), size))
+        self._marks.append((self._epoch.position.num_received + len(self._waiting), size))
 
     def hand_over(self) -> None:
         """Count the next fetched batch or error, which the caller takes now."""
         mark, self.taken_size = self._marks.popleft()
-        while self._epoch.num_received < mark:
+        while self._epoch.position.num_received < mark:
             self._epoch.received(*self._waiting.popleft())

@@ -7,7 +7,7 @@ checksum of indices says nothing about another rank's state; these facts are com
 from __future__ import annotations
 
 import operator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,15 +41,14 @@ class Order:
         num_ranks: The number of ranks among which the sampler splits the dataset.
     """
 
-    num_samples: int | None
-    batch_size: int | None
-    sampler: str | None
-    seed: int | None
-    num_ranks: int | None
+    num_samples: int | None = None
+    batch_size: int | None = None
+    sampler: str | None = None
+    seed: int | None = None
+    num_ranks: int | None = None
 
-    def to_plain(self) -> dict[str, Any]:
-        """A dict of plain types."""
-        return asdict(self)
+
+UNKNOWN = Order()
 
 
 def rank_and_order(

@@ -30,7 +30,8 @@ from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
 from fastload.epochs.epoch import Epoch
-from fastload.epochs.order import rank_and_order, rank_of
+from fastload.epochs.order import length_or_none, rank_and_order, rank_of
+from fastload.epochs.position import Position
 from fastload.epochs.sampler_state import (
     DEFAULT,
     LOADER,
@@ -44,7 +45,6 @@ from fastload.epochs.sampler_state import (
     set_samplers,
     unchanged_on_error,
 )
-from fastload.epochs.saved_state import SavedState
 from fastload.errors import BatchLostError, ResumeError, add_note
 from fastload.rng.sample_streams import StreamCounter
 from fastload.system.logs import log
@@ -63,7 +63,7 @@ class Progress:
         self.next_number = 0
         self.has_set_epoch = False
         self.current: Epoch | None = None
-        self.loaded: SavedState | None = None
+        self.loaded: Position | None = None
         self.sample_seed: int | None = None  # the seed of the run that was loaded
         # None unless a subclass returned an iterator before an epoch began here. If the iterator is a
         # generator and alive, a call gives it.
@@ -173,7 +173,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
 
     Args:
         loader: The loader whose epoch begins.
-        iterator_kind: See Epoch.
+        iterator_kind: See Position.
         obstacle: Why the epoch cannot be resumed in the middle.
 
     Raises:
@@ -183,31 +183,30 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     state, progress.loaded = progress.loaded, None
     samplers = samplers_by_place(loader)
     generators = generators_of(loader, samplers)
-    epoch = Epoch(progress.next_number, iterator_kind, generators, {}, obstacle=obstacle)
+    position = Position(progress.next_number, iterator_kind, generators, obstacle=obstacle)
+    epoch = Epoch(position, is_iterable=loader._dataset_kind == _DatasetKind.Iterable)
     try:
-        epoch.samplers = samplers_of(samplers)
+        position.samplers = samplers_of(samplers)
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         epoch.error = SentError.current("in a sampler's state_dict()")
-    epoch.is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     if obstacle is None and has_dataset_states(loader):
         _begin_dataset_states(loader, epoch, state)
     if state is not None and state.is_within_epoch:
         _return_to(loader, epoch, state)
     elif state is not None and obstacle is None and _has_persistent_workers(loader, state, iterator_kind):
-        # Without an interruption, the workers of the epoch before would go on: torch would draw no base seed.
-        epoch.iterator_kind = "again"
-        epoch._replayed = dataclasses.replace(state, num_yielded=0, checksum=(0, 0))
-    epoch.sample_seed = sample_seed_of(loader)
+        epoch.go_on_from(state)
+    position.sample_seed = sample_seed_of(loader)
     if getattr(loader, "rng", "worker") == "sample":
-        epoch._stream_counter = StreamCounter(
-            epoch.sample_seed, epoch.number, _num_samples(loader), auto_collation=loader._auto_collation
+        num_samples = length_or_none(loader.dataset) or 0
+        epoch.stream_counter = StreamCounter(
+            position.sample_seed, position.epoch, num_samples, auto_collation=loader._auto_collation
         )
-    progress.next_number = epoch.number + 1
+    progress.next_number = position.epoch + 1
     progress.current = epoch
     return epoch
 
 
-def _has_persistent_workers(loader: DataLoader[Any], state: SavedState, iterator_kind: str) -> bool:
+def _has_persistent_workers(loader: DataLoader[Any], state: Position, iterator_kind: str) -> bool:
     """Whether a state between two epochs was saved while workers waited for the next epoch."""
     had_workers = state.is_finished and state.iterator_kind in ("workers", "again")
     return had_workers and iterator_kind == "workers" and loader.persistent_workers
@@ -240,25 +239,24 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 
-def _begin_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState | None) -> None:
+def _begin_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position | None) -> None:
     """Set the states of the copies of the dataset before the first batch of an epoch.
 
     A map-style dataset in persistent workers enters an epoch with the state in which it left the epoch
     before. An iterable-style dataset starts over.
     """
     num_copies = max(1, loader.num_workers)
-    epoch.dataset_states = [NOT_BEGUN] * num_copies
-    if epoch.is_iterable or not loader.persistent_workers:
+    epoch.position.dataset_states = [NOT_BEGUN] * num_copies
+    if loader._dataset_kind == _DatasetKind.Iterable or not loader.persistent_workers:
         return
-    before = progress_of(loader).current
-    last = None
+    before, current = state, progress_of(loader).current
     if state is not None:
-        last = state.dataset_states if state.is_finished else None
         epoch.loads_dataset_states = True
-    elif before is not None and before.is_finished and epoch.iterator_kind == "again":
-        last = before.dataset_states
+    elif current is not None and epoch.position.iterator_kind == "again":
+        before = current.position
+    last = before.dataset_states if before is not None and before.is_finished else None
     if last is not None and len(last) == num_copies:
-        epoch.dataset_states = list(last)
+        epoch.position.dataset_states = list(last)
 
 
 def sample_seed_of(loader: DataLoader[Any]) -> int:
@@ -269,45 +267,37 @@ def sample_seed_of(loader: DataLoader[Any]) -> int:
     return (torch.default_generator if loader.generator is None else loader.generator).initial_seed()
 
 
-def _num_samples(loader: DataLoader[Any]) -> int:
-    try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  # with a sampler, torch does not need the dataset's length
-        return 0
-
-
-def _return_to(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
+def _return_to(loader: DataLoader[Any], epoch: Epoch, state: Position) -> None:
     """Turn a new epoch into the epoch of the state."""
-    epoch._is_of_other_rank = _check(loader, state)
-    if epoch._is_of_other_rank and any(copy.has_state for copy in state.dataset_states or ()):
+    position = epoch.position
+    is_of_other_rank = _check(loader, state)
+    if is_of_other_rank and any(copy.has_state for copy in state.dataset_states or ()):
         log.warning(
             "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
             "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
             rank_of(loader),
             state.rank,
         )
-    epoch.number = state.epoch
-    reason = state.obstacle or epoch.obstacle
-    if reason is not None and state.num_yielded:
-        raise ResumeError(f"this epoch cannot be resumed after {state.num_yielded} batches: {reason}")
-    if epoch.obstacle is not None:
+    position.epoch = state.epoch
+    reason = state.obstacle or position.obstacle
+    if reason is not None and state.num_received:
+        raise ResumeError(f"this epoch cannot be resumed after {state.num_received} batches: {reason}")
+    if position.obstacle is not None:
         # Without received batches no replay is needed. torch's default generator is the user's: not set.
         set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
         set_samplers(loader, state.samplers)
         samplers = samplers_by_place(loader)
-        epoch.generators, epoch.samplers = generators_of(loader, samplers), samplers_of(samplers)
+        position.generators, position.samplers = generators_of(loader, samplers), samplers_of(samplers)
         return
     _set_dataset_states(loader, epoch, state)
-    epoch.iterator_kind = state.iterator_kind
-    epoch.generators, epoch.samplers = state.generators, state.samplers
-    epoch._replayed, epoch._default_state = state, torch.default_generator.get_state()
+    epoch.return_to(state, is_of_other_rank=is_of_other_rank)
 
 
-def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState) -> None:
-    theirs, ours = state.dataset_states, epoch.dataset_states
+def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) -> None:
+    theirs, ours = state.dataset_states, epoch.position.dataset_states
     num_theirs, num_ours = (0 if states is None else len(states) for states in (theirs, ours))
     if num_theirs != num_ours:
-        if state.num_yielded:
+        if state.num_received:
             raise ResumeError(
                 f"the state was saved with copies of the dataset, which have a state each, in {num_theirs} "
                 f"workers, but this loader has {num_ours}: give it the same dataset and num_workers as before"
@@ -322,30 +312,32 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: SavedState
             "before"
         )
     copies = list(theirs)
-    num_batches = sum(copy.num_to_read_again for copy in copies) if epoch.is_iterable else 0
-    if num_batches > state.num_yielded:  # Accelerate takes off batches that it has prefetched
+    num_batches = (
+        sum(copy.num_to_read_again for copy in copies) if loader._dataset_kind == _DatasetKind.Iterable else 0
+    )
+    if num_batches > state.num_received:  # Accelerate takes off batches that it has prefetched
         if len(copies) > 1:
             raise ResumeError(
-                f"the state was changed: it has {state.num_yielded} batches, but the workers have read "
+                f"the state was changed: it has {state.num_received} batches, but the workers have read "
                 f"{num_batches} batches of a stream without a state: give the dataset state_dict() and "
                 "load_state_dict(), or use num_workers=0"
             )
-        num_batches = state.num_yielded
+        num_batches = state.num_received
         copies = [copies[0]._replace(num_batches=num_batches)]
-    epoch.dataset_states, epoch.next_worker = copies, state.next_worker
+    epoch.position.dataset_states, epoch.position.next_worker = copies, state.next_worker
     epoch.loads_dataset_states = True
     if num_batches:
         log.warning(
             "epoch %s is resumed by reading %s batches again and dropping them, because neither the dataset, "
             "a %s, nor its iterator has state_dict() and load_state_dict(): it must give the same samples in "
             "the same order as before",
-            epoch.number,
+            state.epoch,
             num_batches,
             type(loader.dataset).__name__,
         )
 
 
-def _check(loader: DataLoader[Any], state: SavedState) -> bool:
+def _check(loader: DataLoader[Any], state: Position) -> bool:
     """Whether another rank saved the state.
 
     Raises:
@@ -366,37 +358,26 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if progress.loaded is not None:
         return progress.loaded.to_plain()
     epoch = progress.current
-    if epoch is not None and not epoch.is_finished:
+    if epoch is None:
+        position = Position(progress.next_number, sample_seed=sample_seed_of(loader))
+    else:
+        position = epoch.position
+    if epoch is not None and not position.is_finished:
         _raise_errors(epoch)
-    if epoch is None or epoch.is_finished:
+        generators, samplers = position.generators, position.samplers
+    else:
         # Between epochs, a resumed loader continues with the current states of its own generators.
         held = samplers_by_place(loader)
         generators = {k: v for k, v in generators_of(loader, held).items() if k != DEFAULT}
         samplers = samplers_of(held)
-    else:
-        generators, samplers = epoch.generators, epoch.samplers
-    if epoch is None:
-        epoch = Epoch(progress.next_number, None, {}, {}, sample_seed=sample_seed_of(loader))
     rank, order = rank_and_order(loader, generators)
-    states = epoch.dataset_states
-    if states is not None and epoch.is_finished and epoch.is_iterable:
+    states = position.dataset_states
+    if states is not None and position.is_finished and loader._dataset_kind == _DatasetKind.Iterable:
         states = [ENDED] * len(states)
-    return SavedState(
-        epoch=epoch.number,
-        num_yielded=epoch.num_received,
-        is_finished=epoch.is_finished,
-        iterator_kind=epoch.iterator_kind,
-        base_seed=epoch.base_seed,
-        sample_seed=epoch.sample_seed,
-        checksum=(epoch.num_received, epoch.checksum),
-        generators=generators,
-        samplers=samplers,
-        obstacle=epoch.obstacle,
-        dataset_states=states,
-        next_worker=epoch.next_worker,
-        rank=rank,
-        order=order,
-    ).to_plain()
+    saved = dataclasses.replace(
+        position, generators=generators, samplers=samplers, dataset_states=states, rank=rank, order=order
+    )
+    return saved.to_plain()
 
 
 def _raise_errors(epoch: Epoch) -> None:
@@ -404,15 +385,16 @@ def _raise_errors(epoch: Epoch) -> None:
     try:
         if epoch.error is not None:
             epoch.error.reraise()
-        for state in epoch.dataset_states or ():
+        for state in epoch.position.dataset_states or ():
             state.raise_error()
     except BatchLostError:
         raise
     except Exception as error:
         add_note(
             error,
-            f"fastload: a state_dict() raised this in the first {epoch.num_received} batches of epoch "
-            f"{epoch.number}; the loader kept the error until its state was requested, and lost no batch",
+            f"fastload: a state_dict() raised this in the first {epoch.position.num_received} batches of "
+            f"epoch {epoch.position.epoch}; the loader kept the error until its state was requested, and lost "
+            "no batch",
         )
         raise
 
@@ -424,7 +406,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
         ResumeError: This is not a state of this release's loader, or another rank saved it whose order is
             not this rank's. Nothing has changed.
     """
-    saved = SavedState.parse(state)
+    saved = Position.parse(state)
     check_generators(loader, saved.generators)
     _check_nothing_is_missing(loader, saved)
     if not saved.is_within_epoch:
@@ -442,7 +424,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     progress.next_number = saved.epoch + saved.is_finished
 
 
-def _check_nothing_is_missing(loader: DataLoader[Any], state: SavedState) -> None:
+def _check_nothing_is_missing(loader: DataLoader[Any], state: Position) -> None:
     """Check that the state has each part that determines the loader's batches.
 
     A loader can have a different kind of sampler than the one that saved the state: that one's parts are
@@ -472,7 +454,7 @@ def _check_nothing_is_missing(loader: DataLoader[Any], state: SavedState) -> Non
         )
 
 
-def _keep_num_workers(loader: DataLoader[Any], state: SavedState) -> None:
+def _keep_num_workers(loader: DataLoader[Any], state: Position) -> None:
     """Let `num_workers="auto"` choose the number that the state of a dataset needs: one copy for each."""
     auto_workers = getattr(loader, "_auto_workers", None)
     if auto_workers is not None and state.dataset_states is not None:
@@ -480,7 +462,7 @@ def _keep_num_workers(loader: DataLoader[Any], state: SavedState) -> None:
         loader._set_num_workers(auto_workers.number)  # type: ignore[attr-defined]  # a loader of ours
 
 
-def _set_own_dataset(loader: DataLoader[Any], state: SavedState) -> None:
+def _set_own_dataset(loader: DataLoader[Any], state: Position) -> None:
     """Between epochs, set the state of a map-style dataset that is read without workers."""
     copies = state.dataset_states or []
     is_own = loader._dataset_kind == _DatasetKind.Map and not loader.num_workers

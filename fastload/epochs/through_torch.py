@@ -66,10 +66,10 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
     iterator.owner = weakref.ref(loader)
     iterator.epoch = epoch
-    epoch.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
+    base_seed = epoch.position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
     if loader.seed_pipelines and loader.num_workers == 0:
-        iterator.pipelines = local_pipelines(loader.dataset, epoch.base_seed, own_collate(loader.collate_fn))
+        iterator.pipelines = local_pipelines(loader.dataset, base_seed, own_collate(loader.collate_fn))
     return iterator
 
 
@@ -108,7 +108,7 @@ class TorchIterator(MeasuredIterator):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
             self.epoch = resume.begin_epoch(loader, "again", self.reason)
-            self.epoch.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
+            self.epoch.position.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
     def belongs_to(self, loader: LoaderSettings) -> bool:

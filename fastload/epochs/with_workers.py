@@ -24,7 +24,6 @@ import torch
 
 from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.iterable_state import NOT_BEGUN
-from fastload.batch.replacing import BatchId
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
 from fastload.epochs.host_iterator import HostIterator
@@ -115,16 +114,16 @@ class WorkerIterator(HostIterator):
         self._is_prefetched = False
         self._failed_sampler = ""
         self._has_died = False
-        number, states = None, self._epoch.dataset_states
+        number, states = None, self._epoch.position.dataset_states
         if not first_iter:
             self._drop_pinned()
             if resume.progress_of(loader).has_set_epoch:
-                number = self._epoch.number
+                number = self._epoch.position.epoch
             if states is not None and not self._epoch.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
         self._pool.begin_epoch(number, states)
-        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.next_worker)
-        self._first_batch = self._epoch.num_received  # the number of this iterator's first batch
+        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.position.next_worker)
+        self._first_batch = self._epoch.position.num_received  # the number of this iterator's first batch
         self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
@@ -161,7 +160,7 @@ class WorkerIterator(HostIterator):
         task, worker = assigned
         batch_id = None
         if self._replaces:
-            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._first_batch + task)
+            batch_id = self._epoch.batch_id(self._first_batch + task)
         self._pool.submit(worker, task, *self._epoch.count(index), batch_id)
         if self._pin_thread is not None:
             self._pin_thread.expect((worker, task))

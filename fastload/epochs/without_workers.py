@@ -15,7 +15,6 @@ from fastload.batch.failures import FailureCount, num_samples_of
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
 from fastload.batch.nbytes import nbytes_of
-from fastload.batch.replacing import BatchId
 from fastload.cache.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
@@ -66,17 +65,17 @@ class LocalIterator(HostIterator):
         self._is_fetching = False
         # The index of the batch that is being read, and its origin; after Ctrl-C it is read again.
         self._due: tuple[Any, StreamOrigin | None] | None = None
-        self._num_drawn = self._epoch.num_received  # how many batches of the epoch were drawn
+        self._num_drawn = self._epoch.position.num_received  # how many batches of the epoch were drawn
         self._failures: FailureCount | None = None
         if loader.on_error != "raise":
             self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
-        job = Job.of(loader, self._epoch.base_seed)
+        job = Job.of(loader, self._epoch.position.base_seed)
         sample_rng = None
         if job.seeds_samples:
             sample_rng = SampleRng(
                 job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=True
             )
-        states = self._epoch.dataset_states
+        states = self._epoch.position.dataset_states
         self._keeps_state = states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
@@ -90,7 +89,7 @@ class LocalIterator(HostIterator):
                 sample_rng=sample_rng,
                 dataset_state=None if states is None else states[0],
             )
-        if states is not None and not self._epoch.num_received and self._fetcher.has_first_state:
+        if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 
     def _take_buffers(self, loader: LoaderSettings) -> Buffers:
@@ -134,7 +133,7 @@ class LocalIterator(HostIterator):
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
         batch_id = None
         if self._failures is not None:
-            batch_id = BatchId(self._epoch.sample_seed, self._epoch.number, self._num_drawn - 1)
+            batch_id = self._epoch.batch_id(self._num_drawn - 1)
         hits, misses = counts.hits, counts.misses
         try:
             self._is_fetching = True

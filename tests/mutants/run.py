@@ -65,7 +65,7 @@ TESTS = {
     "epochs/resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
     "epochs/epoch.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
     f" tests/rng/test_seeding.py {FEW}",
-    "epochs/saved_state.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
+    "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/copies.py": "tests/device/test_prefetch.py tests/device/test_prefetch_model.py"
     " tests/device/test_delivery.py",
 }

@@ -1,4 +1,4 @@
-"""The saved form of a loader's state: a dict of plain types, and the checks when it is loaded again.
+"""The position of a loader: it is advanced with each batch, saved as a dict of plain types, and loaded again.
 
 The dict holds only types that JSON and `torch.load(weights_only=True)` support, if the user's own parts
 (states of samplers and datasets) do too. Reading a state runs no code from it. Every value is checked before
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import base64
 import binascii
+import marshal
 import pickle
-from dataclasses import dataclass
+import re
+import zlib
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
-from fastload.epochs.order import Order
+from fastload.epochs.order import UNKNOWN, Order
 from fastload.epochs.sampler_state import DEFAULT
 from fastload.errors import ResumeError
 
@@ -44,44 +49,62 @@ _KEYS = {
 }
 _ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass
-class SavedState:
-    """The position of a loader.
+class Position:
+    """Where a loader is: the beginning of an epoch, and the batches that the caller has received since.
 
     Attributes:
-        epoch: The number of the epoch that has begun, or that comes next.
-        num_yielded: How many of its batches the caller has received.
-        is_finished: Whether the caller has seen its end.
-        iterator_kind: Saved as "beginning"; None before the first epoch. See `epoch.Epoch`.
+        epoch: The number that set_epoch() gave, or else the previous number plus one.
+        iterator_kind: The iterator that torch began the epoch with, which decides on the order of torch's
+            draws: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: no epoch has
+            begun. Saved as "beginning".
+        generators: States of the generators before anything was drawn, by place (see `sampler_state`).
+        samplers: States of the samplers, as `sampler_state.samplers_of` returns them, pickled by this
+            process.
         base_seed: The seed from which torch seeds its workers.
         sample_seed: The seed from which `rng="sample"` seeds each sample.
+        num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
-        generators: States of generators, by place.
-        samplers: States of samplers, as `sampler_state.samplers_of` returns them: pickled by this process.
+        is_finished: Whether the caller has seen the end of the epoch.
         obstacle: Why the epoch cannot be resumed in the middle; None if it can.
         dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
-            of each worker's copy.
+            of each worker's copy after its last batch that the caller received.
         next_worker: The worker whose batch is due next.
         rank: The rank that saved the state; None if unknown.
         order: The facts about the order that are the same on every rank.
     """
 
     epoch: int
-    num_yielded: int
-    is_finished: bool
-    iterator_kind: str | None
-    base_seed: int
-    sample_seed: int
-    checksum: tuple[int, int]
-    generators: dict[str, bytes]
-    samplers: dict[str, bytes]
-    obstacle: str | None
-    dataset_states: list[IterableState] | None
-    next_worker: int
-    rank: int | None
-    order: Order
+    iterator_kind: str | None = None
+    generators: dict[str, bytes] = field(default_factory=dict)
+    samplers: dict[str, bytes] = field(default_factory=dict)
+    base_seed: int = 0
+    sample_seed: int = 0
+    num_received: int = 0
+    checksum: tuple[int, int] = (0, 0)
+    is_finished: bool = False
+    obstacle: str | None = None
+    dataset_states: list[IterableState] | None = None
+    next_worker: int = 0
+    rank: int | None = None
+    order: Order = UNKNOWN
+
+    def advance(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+        """Count a batch that the caller receives.
+
+        Args:
+            index: Its index, or list of indices, from the sampler.
+            worker: The worker that made it.
+            dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
+        """
+        self.num_received += 1
+        self.checksum = self.num_received, _checksum_with(index, self.checksum[1])
+        if self.dataset_states is not None and dataset_state is not None:
+            self.dataset_states[worker] = dataset_state
+            self.next_worker = (worker + 1) % len(self.dataset_states)
 
     @property
     def is_within_epoch(self) -> bool:
@@ -94,8 +117,8 @@ class SavedState:
         return {
             "version": VERSION,
             "epoch": self.epoch,
-            "_num_yielded": self.num_yielded,  # torchdata and Accelerate use the names of these three
-            "_sampler_iter_yielded": self.num_yielded,
+            "_num_yielded": self.num_received,  # torchdata and Accelerate use the names of these three
+            "_sampler_iter_yielded": self.num_received,
             "_iterator_finished": self.is_finished,
             "beginning": self.iterator_kind,
             "base_seed": self.base_seed,
@@ -109,11 +132,11 @@ class SavedState:
             "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
             "next_worker": self.next_worker,
             "rank": self.rank,
-            "order": self.order.to_plain(),
+            "order": asdict(self.order),
         }
 
     @classmethod
-    def parse(cls, state: Any) -> SavedState:
+    def parse(cls, state: Any) -> Position:
         """Read a dict of `to_plain`, also after a round trip through JSON.
 
         Raises:
@@ -133,7 +156,7 @@ class SavedState:
             raise _wrong("version", f"the int {VERSION}", state["version"])
         found = cls(
             epoch=_integer("epoch", state["epoch"], -_INT64, _INT64),
-            num_yielded=_integer("_num_yielded", state["_num_yielded"], 0, _INT64),
+            num_received=_integer("_num_yielded", state["_num_yielded"], 0, _INT64),
             is_finished=_checked(
                 "_iterator_finished", state["_iterator_finished"], lambda v: type(v) is bool, "a bool"
             ),
@@ -163,7 +186,7 @@ class SavedState:
         """Raise a ResumeError if two values cannot have been saved together."""
         if self.iterator_kind is None:
             for key, is_set, value in (
-                ("_num_yielded", self.num_yielded > 0, self.num_yielded),
+                ("_num_yielded", self.num_received > 0, self.num_received),
                 ("_iterator_finished", self.is_finished, True),
                 ("index_checksum", self.checksum != (0, 0), self.checksum),
                 ("base_seed", self.base_seed != 0, self.base_seed),
@@ -178,9 +201,9 @@ class SavedState:
         if not self.is_within_epoch and DEFAULT in self.generators:
             where = "the state stands between two epochs, which has no state of torch's default generator"
             raise _contradiction(where, "generators", sorted(self.generators))
-        if self.num_yielded > self.checksum[0]:
+        if self.num_received > self.checksum[0]:
             where = f"the indices of {self.checksum[0]} batches were counted"
-            raise _contradiction(where, "_num_yielded", self.num_yielded)
+            raise _contradiction(where, "_num_yielded", self.num_received)
         if self.rank is not None and self.order.num_ranks is not None and self.rank >= self.order.num_ranks:
             raise _contradiction(f"the order is that of {self.order.num_ranks} ranks", "rank", self.rank)
         self._check_copies()
@@ -191,13 +214,13 @@ class SavedState:
         if self.next_worker >= num_copies:
             where = f"'dataset_states' has {num_copies} workers"
             raise _contradiction(where, "next_worker", self.next_worker)
-        where = f"{self.num_yielded} batches were delivered"
-        for number, copy in enumerate(copies[: self.num_yielded]):  # batches are dealt round robin
+        where = f"{self.num_received} batches were delivered"
+        for number, copy in enumerate(copies[: self.num_received]):  # batches are dealt round robin
             if copy is NOT_BEGUN:
                 raise _contradiction(where, f"dataset_states[{number}]", "not begun")
         is_counted = not any(copy.has_state or copy is ENDED for copy in copies)
         num_read = sum(copy.num_batches for copy in copies)
-        if copies and is_counted and num_read < self.num_yielded:
+        if copies and is_counted and num_read < self.num_received:
             raise _contradiction(where, "dataset_states", f"{num_read} batches read")
 
     def is_of_other_rank(self, rank: int | None, order: Order, *, needs_batch_size: bool) -> bool:
@@ -215,15 +238,15 @@ class SavedState:
             ResumeError: The state is valid neither for this loader nor for this rank.
         """
         theirs = self.order
-        num_yielded = self.num_yielded if self.is_within_epoch else 0
+        num_received = self.num_received if self.is_within_epoch else 0
         is_other = self.rank is not None and rank is not None and self.rank != rank
-        if num_yielded:
+        if num_received:
             if needs_batch_size:
                 self._compare("batch_size", theirs.batch_size, order.batch_size)
             self._compare("number of ranks", theirs.num_ranks, order.num_ranks)
         if not is_other:
             return False
-        if num_yielded:
+        if num_received:
             self._compare("length of the dataset", theirs.num_samples, order.num_samples)
             self._compare("kind of sampler", theirs.sampler, order.sampler)
         if theirs.num_ranks is None and order.num_ranks is None and _differ(theirs.seed, order.seed):
@@ -232,14 +255,14 @@ class SavedState:
                 f"{theirs.seed}, but that of rank {rank} has the seed {order.seed}: seed the generators of "
                 "all ranks alike, use a DistributedSampler, or save and load a state for each rank"
             )
-        if num_yielded and order.num_ranks is not None:
+        if num_received and order.num_ranks is not None:
             self._compare("seed of the sampler", theirs.seed, order.seed)
         return True
 
     def _compare(self, name: str, theirs: Any, ours: Any) -> None:
         if _differ(theirs, ours):
             raise ResumeError(
-                f"this epoch cannot be resumed after {self.num_yielded} batches: the state was saved with "
+                f"this epoch cannot be resumed after {self.num_received} batches: the state was saved with "
                 f"{name} {theirs}, but this loader has {name} {ours}: give it {theirs}, or load a state that "
                 "was saved between two epochs"
             )
@@ -389,3 +412,25 @@ def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
     if state.progress == "begun" and not state.has_state:
         plain["num_batches"] = state.num_batches
     return plain
+
+
+def _checksum_with(index: Any, checksum: int) -> int:
+    """The checksum after one more index or list of indices; the same in every process."""
+    try:
+        # Version 2 writes the same bytes for equal values, however many references they have.
+        return zlib.crc32(marshal.dumps(index, 2), checksum)
+    except ValueError:  # the index contains types that are not built-in
+        pass
+    try:
+        numbers = np.asarray(index, np.int64)
+    except (TypeError, ValueError, OverflowError):  # keys of another kind
+        return zlib.crc32(_text(index).encode("utf-8", "surrogatepass"), checksum)
+    return zlib.crc32(numbers.tobytes(), checksum)
+
+
+def _text(index: Any) -> str:
+    """The repr of a key without memory addresses, which differ between processes."""
+    try:
+        return _ADDRESS.sub("", repr(index))
+    except Exception:  # noqa: BLE001  # the index may be of a class of the user's
+        return type(index).__name__
