@@ -31,6 +31,7 @@ from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
+from fastload.rng.generators import warn_of_unseeded
 from fastload.rng.sample_streams import check_dataset
 from fastload.system import budget, cpus
 from fastload.system.logs import log, say_once
@@ -234,6 +235,7 @@ class DataLoader(LoaderSettings):
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
         self.rng = rng
+        self._looks_for_generators = rng == "sample"  # once, for a warning
         self.worker_method = worker_method
         self.device = device
         self.device_transform = device_transform
@@ -358,6 +360,10 @@ class DataLoader(LoaderSettings):
         return iterator
 
     def _host_iterator(self) -> Any:
+        if self._looks_for_generators:
+            self._looks_for_generators = False
+            in_threads = self.worker_method == "thread" and self.num_workers > 0
+            warn_of_unseeded(self.dataset, vars(self)["collate_fn"], in_threads=in_threads)
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
