@@ -91,16 +91,20 @@ class DataLoader(LoaderSettings):
             draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
-            `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
-            torch), the epoch, the index, and how often the index came before. Pixels are then the same for
-            any number of workers and after a resume, and so are the draws of a `collate_fn`, which continue
-            those of the last sample of its batch. Needs a map-style dataset without `__getitems__`.
+            `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
+            `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
+            `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
+            and how often the index came before. Pixels are then the same for any number of workers and after
+            a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
+            batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
+            `__getitems__`.
         worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
             threads; each thread gets its own copies of the pipelines in the dataset and in the
-            `collate_fn`, and `iter(loader)` raises ValueError if one is held by a function, a class or a
-            set. The generators of `random`, `numpy.random` and torch are shared by all threads, so that
-            their draws have no fixed order: use `fastload.sample_generator()` with ``rng="sample"`` instead.
+            `collate_fn` (with ``rng="sample"`` also of their generators), and `iter(loader)` raises
+            ValueError if a pipeline is held by a function, a class or a set. The generators of `random`,
+            `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
+            `fastload.sample_generator()` with ``rng="sample"`` instead.
         device: The device of the batches that the caller gets: "cuda" (the device that is current at the
             first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
             CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from

@@ -89,15 +89,15 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any, *, in_threads: bool) -> None
     for held in held_generators(owners, find_random(owners)):
         if held.seed is None:
             say_once(
-                f'rng="sample" does not seed {held.path}, {_described(held.generator)}: what it draws depends on '
-                "the workers. Keep a numpy.random.default_rng(), a random.Random or a torch.Generator on the CPU "
-                "instead, or draw from fastload.sample_generator()"
+                f'rng="sample" does not seed {held.path}, {_described(held.generator)}: what it draws '
+                "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
+                "torch.Generator on the CPU instead, or draw from fastload.sample_generator()"
             )
         elif in_threads and held.fixed_by is not None:
             say_once(
-                f'rng="sample" does not seed {held.path}, which all worker threads share because it is held by '
-                f"{_named(held.fixed_by)}: what it draws has no fixed order. Keep it in an attribute of the "
-                "dataset, of a transform, or of an object that is the collate_fn; draw from "
+                f'rng="sample" does not seed {held.path}, which all worker threads share because it is held '
+                f"by {_named(held.fixed_by)}: what it draws has no fixed order. Keep it in an attribute of "
+                "the dataset, of a transform, or of an object that is the collate_fn; draw from "
                 'fastload.sample_generator(); or use worker_method="process"'
             )
 

@@ -85,9 +85,7 @@ class FoundRandom(NamedTuple):
 def find_random(root: Any) -> FoundRandom:
     """Find all that is random below ``root`` in one search."""
     search = _Search(root, notes_holders=True).run()
-    return FoundRandom(
-        _outermost(search.transforms), search.randomizables, search.generators, search.holders
-    )
+    return FoundRandom(_outermost(search.transforms), search.randomizables, search.generators, search.holders)
 
 
 def find_more_random(dataset: Any, collate_fn: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -171,8 +169,9 @@ class _Search:
             if len(self._seen) > self._most_seen:
                 log.warning(
                     "The search for albumentations pipelines and generators ended after %d objects; those "
-                    "deeper in the dataset or the collate_fn keep their random state, maybe the same in every "
-                    "worker. Keep them in an attribute of the dataset, or seed them in a worker_init_fn.",
+                    "deeper in the dataset or the collate_fn keep their random state, maybe the same in "
+                    "every worker. Keep them in an attribute of the dataset, or seed them in a "
+                    "worker_init_fn.",
                     _MAX_VISITS,
                 )
                 return False
@@ -221,7 +220,9 @@ class _Search:
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
                 own = _class_dict(cls)
-                self._add(cls, [part for name, part in own.items() if name != "R" or not kind.is_randomizable])
+                self._add(
+                    cls, [part for name, part in own.items() if name != "R" or not kind.is_randomizable]
+                )
 
 
 def parts_of(pipelines: list[Any]) -> dict[int, Any]:
@@ -269,9 +270,7 @@ _LEAVES = (
 _OUR_HOLDERS = ("fastload.rng.sample_rng", "fastload.rng.local_pipelines")
 
 # random.random(), np.random.rand() and torch.rand() draw from these.
-_LIBRARY_GENERATORS = frozenset(
-    map(id, (random._inst, np.random.mtrand._rand, torch.default_generator))  # type: ignore[attr-defined]
-)
+_LIBRARY_GENERATORS = frozenset(map(id, (random._inst, np.random.mtrand._rand, torch.default_generator)))
 
 # Attributes of the transforms of albumentations 2.0.8.
 ALBUMENTATIONS_GENERATORS = ("random_generator", "py_random")

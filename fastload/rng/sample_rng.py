@@ -51,7 +51,8 @@ class SampleRng:
     A collate_fn draws from the same generators, in the state in which the last sample of its batch left them.
 
     Args:
-        dataset: Searched for albumentations pipelines, objects with MONAI's `set_random_state`, and generators.
+        dataset: Searched for generators, albumentations pipelines, and objects with MONAI's
+            `set_random_state`.
         collate_fn: Searched too.
         with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them as they are.
         is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are

@@ -3,8 +3,8 @@
 Threads are for code that releases the GIL, and for Python without a
 GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
-1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the generators
-   that the dataset and collate_fn keep; it shares the rest of these.
+1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the
+   generators that the dataset and collate_fn keep; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to end, and waits a limited time for their current batches.
 """

@@ -1,4 +1,4 @@
-"""Datasets and functions that draw from generators of their own; importable, so that spawned workers find them."""
+"""Datasets and functions that keep generators of their own; importable, so that spawned workers find them."""
 
 from __future__ import annotations
 

@@ -34,9 +34,7 @@ from tests.rng.generators_zoo import (
 
 WORKERS: list[Any] = [
     pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="fork"),
-    pytest.param(
-        {"num_workers": 2, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow
-    ),
+    pytest.param({"num_workers": 2, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
     pytest.param({"num_workers": 3, "worker_method": "thread"}, id="threads"),
     pytest.param({"num_workers": 2, "in_order": False}, id="torch's iterator"),
 ]
@@ -106,9 +104,7 @@ def test_the_rest_of_a_resumed_epoch(kind: str, num_workers: int) -> None:
     next(iterator)
     state = loader.state_dict()
     rest = [plain(batch) for batch in iterator]
-    again = DataLoader(
-        Drawn(KINDS[kind]()), num_workers=num_workers, generator=torch.Generator(), **options
-    )
+    again = DataLoader(Drawn(KINDS[kind]()), num_workers=num_workers, generator=torch.Generator(), **options)
     again.load_state_dict(state)
 
     assert [plain(batch) for batch in again] == rest
@@ -174,9 +170,7 @@ def test_a_generator_that_both_hold_is_one() -> None:
 def test_the_users_generators_are_as_they_were(kind: str, options: dict[str, Any]) -> None:
     """Between batches the user's own generator goes on as if no sample had been read."""
     generator, twin = KINDS[kind](), KINDS[kind]()
-    drawn = [
-        draw(generator) for _ in DataLoader(Drawn(generator), batch_size=3, rng="sample", **options)
-    ]
+    drawn = [draw(generator) for _ in DataLoader(Drawn(generator), batch_size=3, rng="sample", **options)]
 
     assert drawn == [draw(twin) for _ in range(4)]
 
