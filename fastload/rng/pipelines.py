@@ -461,9 +461,16 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
     names = () if _is_other_maker(function.__globals__.get("__name__")) else _global_names(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
-        if type(value) is not types.FunctionType or value.__globals__ is function.__globals__:
-            values.append(value)
+        if type(value) is types.FunctionType and value.__globals__ is not function.__globals__:
+            continue
+        if _kind(type(value)).is_generator and _is_installed(function.__globals__.get("__file__")):
+            continue  # names temporary files, or the like
+        values.append(value)
     return values
+
+
+def _is_installed(file: Any) -> bool:
+    return type(file) is str and ("site-packages" in file or "dist-packages" in file)
 
 
 # How instructions name a global: by a place in co_names, shifted by as many bits (see Python's module dis).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -311,6 +312,14 @@ class TestWarnings:
         (text,) = self.warned(caplog, Arrays(), collate_fn=collate)
 
         assert "seed collate_fn.inner.args[0]['key'][1], a random.SystemRandom" in text
+
+    def test_the_modules_of_installed_packages_keep_theirs(self, caplog: Any, monkeypatch: Any) -> None:
+        """A generator in the module of a library, which may name its files with it, is left alone."""
+        module = sys.modules[DrawsFromModule.__module__]
+        monkeypatch.setattr(module, "__file__", "/lib/python3/site-packages/library.py")
+        options = {"num_workers": 2, "worker_method": "thread"}
+
+        assert self.warned(caplog, DrawsFromModule(), **options) == []
 
     def test_nothing_is_said_of_what_is_seeded(self, caplog: Any) -> None:
         """Generators of every kind, a set of them included, in processes."""
