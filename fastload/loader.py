@@ -31,6 +31,7 @@ from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
+from fastload.rng.generators import warn_of_unseeded
 from fastload.rng.sample_streams import check_dataset
 from fastload.system import budget, cpus
 from fastload.system.logs import log, say_once
@@ -90,16 +91,20 @@ class DataLoader(LoaderSettings):
             draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
-            `numpy.random`, torch, albumentations and MONAI are seeded from the seed of `generator` (or of
-            torch), the epoch, the index, and how often the index came before. Pixels are then the same for
-            any number of workers and after a resume, and so are the draws of a `collate_fn`, which continue
-            those of the last sample of its batch. Needs a map-style dataset without `__getitems__`.
+            `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
+            `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
+            `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
+            and how often the index came before. Pixels are then the same for any number of workers and after
+            a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
+            batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
+            `__getitems__`.
         worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
             threads; each thread gets its own copies of the pipelines in the dataset and in the
-            `collate_fn`, and `iter(loader)` raises ValueError if one is held by a function, a class or a
-            set. The generators of `random`, `numpy.random` and torch are shared by all threads, so that
-            their draws have no fixed order: use `fastload.sample_generator()` with ``rng="sample"`` instead.
+            `collate_fn` (with ``rng="sample"`` also of their generators), and `iter(loader)` raises
+            ValueError if a pipeline is held by a function, a class or a set. The generators of `random`,
+            `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
+            `fastload.sample_generator()` with ``rng="sample"`` instead.
         device: The device of the batches that the caller gets: "cuda" (the device that is current at the
             first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
             CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from
@@ -234,6 +239,7 @@ class DataLoader(LoaderSettings):
         self.ring_bytes = ring_bytes
         self.seed_pipelines = seed_pipelines
         self.rng = rng
+        self._looks_for_generators = rng == "sample"  # once, for a warning
         self.worker_method = worker_method
         self.device = device
         self.device_transform = device_transform
@@ -358,6 +364,10 @@ class DataLoader(LoaderSettings):
         return iterator
 
     def _host_iterator(self) -> Any:
+        if self._looks_for_generators:
+            self._looks_for_generators = False
+            in_threads = self.worker_method == "thread" and self.num_workers > 0
+            warn_of_unseeded(self.dataset, vars(self)["collate_fn"], in_threads=in_threads)
         reason = self._why_torch()
         iterator: Any
         if reason is not None:

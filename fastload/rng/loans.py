@@ -21,22 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.rng.pipelines import own_attributes, seeds_itself
+from fastload.rng.pipelines import (
+    ALBUMENTATIONS_GENERATORS,
+    ALBUMENTATIONS_X_GENERATORS,
+    own_attributes,
+    seeds_itself,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-
-# Attributes of the transforms of albumentations 2.0.8.
-_GENERATORS = ("random_generator", "py_random")
-# AlbumentationsX derives its generators from these; in 2.5.1, `random_generator` is a property. Its releases
-# have some of them.
-_X_GENERATORS = (
-    *_GENERATORS,
-    *("_configured_random_generator", "_configured_py_random"),
-    *("_concurrent_random_generator", "_concurrent_py_random", "_thread_rng_streams"),
-    *("_manual_random_state", "_rng_context", "_rng_initialized", "_rng_epoch", "_invocation_index"),
-    *("_rng_process_id", "_rng_source_thread_id"),
-)
 
 # For each borrowed object: a function that restores it.
 Returns = dict[Any, "Callable[[], object]"]
@@ -134,7 +127,8 @@ def pipeline_generators(transforms: Iterable[Any]) -> Returns:
     """The attributes in which transforms keep their generators."""
     returns: Returns = {}
     for transform in transforms:
-        returns |= places([transform], _X_GENERATORS if seeds_itself(transform) else _GENERATORS)
+        names = ALBUMENTATIONS_X_GENERATORS if seeds_itself(transform) else ALBUMENTATIONS_GENERATORS
+        returns |= places([transform], names)
     return returns
 
 

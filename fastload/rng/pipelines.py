@@ -1,4 +1,4 @@
-"""Find every albumentations pipeline that a dataset or a collate_fn holds, at any depth.
+"""Find every albumentations pipeline and every generator that a dataset or a collate_fn holds, at any depth.
 
 The search changes no object. Rules:
 
@@ -18,7 +18,7 @@ import logging
 import random
 import types
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,15 +65,27 @@ def _outermost(found: list[Any]) -> list[Any]:
     return outermost
 
 
-def find_random(root: Any) -> tuple[list[Any], list[Any]]:
-    """Find the pipelines of `find_pipelines` and MONAI's random transforms in one search.
+class FoundRandom(NamedTuple):
+    """All that is random below a root, the nearest to it first.
 
-    Returns:
-        The pipelines; and every object whose class has MONAI's `set_random_state(self, seed, state)`, the
-        nearest to ``root`` first.
+    Attributes:
+        pipelines: Those of `find_pipelines`.
+        randomizables: The objects whose class has MONAI's `set_random_state(self, seed, state)`.
+        generators: The generators of numpy, random and torch, except the libraries' own, and those that
+            pipelines and randomizables draw from.
+        holders: By id, the objects that hold an object, first the one through which it was found.
     """
-    search = _Search(root).run()
-    return _outermost(search.transforms), search.randomizables
+
+    pipelines: list[Any]
+    randomizables: list[Any]
+    generators: list[Any]
+    holders: dict[int, list[Any]]
+
+
+def find_random(root: Any) -> FoundRandom:
+    """Find all that is random below ``root`` in one search."""
+    search = _Search(root, notes_holders=True).run()
+    return FoundRandom(_outermost(search.transforms), search.randomizables, search.generators, search.holders)
 
 
 def find_more_random(dataset: Any, collate_fn: Any) -> tuple[list[Any], list[Any], list[Any]]:
@@ -103,14 +115,19 @@ def find_holders(root: Any) -> tuple[list[Any], dict[int, Any]]:
     """
     search = _Search(root, notes_holders=True).run()
     found = search.transforms + search.randomizables
+    return found, with_holders(found, search.holders)
+
+
+def with_holders(found: list[Any], holders: dict[int, list[Any]]) -> dict[int, Any]:
+    """By id, these objects and all objects that hold them, directly or indirectly."""
     held = {id(value): value for value in found}
     queue = collections.deque(found)
     while queue:
-        for holder in search.holders.get(id(queue.popleft()), ()):
+        for holder in holders.get(id(queue.popleft()), ()):
             if id(holder) not in held:
                 held[id(holder)] = holder
                 queue.append(holder)
-    return found, held
+    return held
 
 
 class _Search:
@@ -129,10 +146,11 @@ class _Search:
         self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self.transforms: list[Any] = []
         self.randomizables: list[Any] = []
+        self.generators: list[Any] = []
 
     @property
     def _num_found(self) -> int:
-        return len(self.transforms) + len(self.randomizables)
+        return len(self.transforms) + len(self.randomizables) + len(self.generators)
 
     def run(self) -> _Search:
         """Search until a round finds nothing new."""
@@ -150,9 +168,10 @@ class _Search:
         while self._queue:
             if len(self._seen) > self._most_seen:
                 log.warning(
-                    "The search for albumentations pipelines ended after %d objects; pipelines deeper in the "
-                    "dataset or the collate_fn keep their random state, maybe the same in every worker. Keep "
-                    "pipelines in an attribute of the dataset, or seed them in a worker_init_fn.",
+                    "The search for albumentations pipelines and generators ended after %d objects; those "
+                    "deeper in the dataset or the collate_fn keep their random state, maybe the same in "
+                    "every worker. Keep them in an attribute of the dataset, or seed them in a "
+                    "worker_init_fn.",
                     _MAX_VISITS,
                 )
                 return False
@@ -171,18 +190,22 @@ class _Search:
             self._add(value, _inside_function(value))
         else:
             self._add(value, _inside_other(value))
-        self._add(value, attributes(value).values())
+        held = attributes(value)
+        if kind.is_transform or kind.is_randomizable:
+            held = {name: part for name, part in held.items() if name not in GENERATORS_OF_TRANSFORMS}
+        self._add(value, held.values())
         self._add_classes(value, kind)
 
     def _add(self, holder: Any, values: Iterable[Any]) -> None:
         for value in values:
-            if _kind(type(value)).is_leaf:
+            kind = _kind(type(value))
+            if kind.is_leaf and (not kind.is_generator or id(value) in _LIBRARY_GENERATORS):
                 continue
             if self._notes_holders:
                 self.holders[id(value)].append(holder)
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._queue.append(value)
+                (self.generators if kind.is_generator else self._queue).append(value)
 
     def _add_elements(self, container: Any, offset: int) -> None:
         elements, has_more = _elements(container, offset)
@@ -196,7 +219,10 @@ class _Search:
                 self.holders[id(cls)].append(value)
             if id(cls) not in self._seen:
                 self._seen[id(cls)] = cls
-                self._add(cls, _class_dict(cls).values())
+                own = _class_dict(cls)
+                self._add(
+                    cls, [part for name, part in own.items() if name != "R" or not kind.is_randomizable]
+                )
 
 
 def parts_of(pipelines: list[Any]) -> dict[int, Any]:
@@ -231,12 +257,34 @@ def seeds_itself(transform: Any) -> bool:
 _read_class_dict = type.__dict__["__dict__"].__get__
 _read_mro = type.__dict__["__mro__"].__get__
 
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
 _LEAVES = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, memoryview, range, slice),
-    *(np.generic, np.ndarray, np.random.Generator, torch.Tensor, torch.Generator),
+    *(np.generic, np.ndarray, torch.Tensor, *_GENERATORS),
     *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
-    *(logging.Logger, random.Random),  # a logger refers to all other loggers
+    logging.Logger,  # refers to all other loggers
 )
+
+# Objects of these modules hold pipelines and generators that other objects hold, and generators of their own.
+_OUR_HOLDERS = ("fastload.rng.sample_rng", "fastload.rng.local_pipelines")
+
+# random.random(), np.random.rand() and torch.rand() draw from these.
+_LIBRARY_GENERATORS = frozenset(map(id, (random._inst, np.random.mtrand._rand, torch.default_generator)))
+
+# Attributes of the transforms of albumentations 2.0.8.
+ALBUMENTATIONS_GENERATORS = ("random_generator", "py_random")
+# AlbumentationsX derives its generators from these; in 2.5.1, `random_generator` is a property. Its releases
+# have some of them.
+ALBUMENTATIONS_X_GENERATORS = (
+    *ALBUMENTATIONS_GENERATORS,
+    *("_configured_random_generator", "_configured_py_random"),
+    *("_concurrent_random_generator", "_concurrent_py_random", "_thread_rng_streams"),
+    *("_manual_random_state", "_rng_context", "_rng_initialized", "_rng_epoch", "_invocation_index"),
+    *("_rng_process_id", "_rng_source_thread_id"),
+)
+# They get their generators from `set_random_state`; R is MONAI's.
+GENERATORS_OF_TRANSFORMS = frozenset((*ALBUMENTATIONS_X_GENERATORS, "R"))
 
 _ELEMENTS: tuple[tuple[type, Callable[[Any], Iterable[Any]]], ...] = (
     (dict, dict.values),
@@ -256,6 +304,7 @@ _OTHER_MAKERS = (
     # A class of these lists the finalizers of all objects in the process, with other loaders' pipelines.
     "weakref",
     "multiprocessing",
+    "tempfile",  # names its files with a generator
 )  # classes of these packages, and the globals of their functions, hold no pipelines of users
 
 
@@ -264,6 +313,7 @@ class _Kind:
     """The facts about all objects of one class."""
 
     is_leaf: bool
+    is_generator: bool
     is_transform: bool
     seeds_itself: bool
     is_randomizable: bool
@@ -282,7 +332,8 @@ def _kind_of(key: _ById) -> _Kind:
     elements = next((read for cls, read in _ELEMENTS if id(cls) in bases), None)
     dict_of = next((d["__dict__"] for d in dicts if "__dict__" in d), None)
     return _Kind(
-        is_leaf=any(id(leaf) in bases for leaf in _LEAVES),
+        is_leaf=any(id(leaf) in bases for leaf in _LEAVES) or _module(dicts[0]) in _OUR_HOLDERS,
+        is_generator=any(id(generator) in bases for generator in _GENERATORS),
         is_transform=(
             any(_is_albumentations(cls, own) for cls, own in zip(mro, dicts, strict=True))
             and any("set_random_state" in own for own in dicts)
@@ -410,9 +461,16 @@ def _inside_function(function: types.FunctionType) -> list[Any]:
     names = () if _is_other_maker(function.__globals__.get("__name__")) else _global_names(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
-        if type(value) is not types.FunctionType or value.__globals__ is function.__globals__:
-            values.append(value)
+        if type(value) is types.FunctionType and value.__globals__ is not function.__globals__:
+            continue
+        if _kind(type(value)).is_generator and _is_installed(function.__globals__.get("__file__")):
+            continue  # names temporary files, or the like
+        values.append(value)
     return values
+
+
+def _is_installed(file: Any) -> bool:
+    return type(file) is str and ("site-packages" in file or "dist-packages" in file)
 
 
 # How instructions name a global: by a place in co_names, shifted by as many bits (see Python's module dis).

@@ -8,6 +8,8 @@ Rules:
    `rewind` restore the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
+5. Generators that the dataset or the collate_fn keeps are seeded each from a random stream of its own (see
+   `generators`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.rng.generators import held_generators, pcg64_state, put_back
 from fastload.rng.loans import Loan, Returns, library_generators, pipeline_generators, places
 from fastload.rng.pipelines import attributes, find_random, parts_of
 from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
@@ -48,16 +51,35 @@ class SampleRng:
     A collate_fn draws from the same generators, in the state in which the last sample of its batch left them.
 
     Args:
-        owners: The dataset, and other objects that may hold albumentations pipelines or objects with MONAI's
-            `set_random_state`: they are searched for these.
-        with_pipelines: Whether these are set; False leaves them as they are.
+        dataset: Searched for generators, albumentations pipelines, and objects with MONAI's
+            `set_random_state`.
+        collate_fn: Searched too.
+        with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them as they are.
         is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
             then borrowed for each batch.
-        with_globals: Whether the generators of random, numpy and torch are set.
+        with_globals: Whether what all threads share is set: the generators of random, numpy and torch, and
+            generators that a function, a class or a set holds.
     """
 
-    def __init__(self, *owners: Any, with_pipelines: bool, is_guest: bool, with_globals: bool = True) -> None:
-        pipelines, self._randomizables = find_random(owners) if with_pipelines else ([], [])
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Any,
+        *,
+        with_pipelines: bool,
+        is_guest: bool,
+        with_globals: bool = True,
+    ) -> None:
+        owners = (dataset, collate_fn)
+        found = find_random(owners)
+        pipelines, self._randomizables = (
+            (found.pipelines, found.randomizables) if with_pipelines else ([], [])
+        )
+        self._held = [
+            (held.generator, held.stream, held.seed)
+            for held in held_generators(owners, found)
+            if held.seed is not None and (with_globals or held.fixed_by is None)
+        ]
         self._transforms = list(parts_of(pipelines).values())
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
         self._is_guest = is_guest
@@ -112,18 +134,22 @@ class SampleRng:
             torch.default_generator.manual_seed(_number(seeds[12:20]))
         if self._randomizables:
             self._state.seed(_number(seeds[20:24]))
+        for _, stream, seed in self._held:
+            seed(hashlib.blake2b(seeds + stream, digest_size=STREAM_BYTES).digest())
         if self._transforms:
             if self._salt:
                 seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()
             self._pair[1].seed(_number(seeds[24:32]))
-            self._bits.state = _pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
+            self._bits.state = pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
 
     def mark(self) -> Callable[[], None]:
         """See the function `mark`."""
         stack = contextlib.ExitStack()
         if self._with_globals:
-            for put_back in library_generators().values():
-                stack.callback(put_back)
+            for restore in library_generators().values():
+                stack.callback(restore)
+        for generator, _, _ in self._held:
+            stack.callback(put_back(generator))
         stack.callback(self._pair[1].setstate, self._pair[1].getstate())
         stack.callback(self._state.set_state, self._state.get_state())
         stack.callback(setattr, self._bits, "state", self._bits.state)
@@ -151,6 +177,7 @@ class SampleRng:
             (library_generators() if self._with_globals else {})
             | pipeline_generators(self._transforms)
             | places(self._randomizables, ("R",))
+            | {id(generator): put_back(generator) for generator, _, _ in self._held}
         )
 
 
@@ -198,9 +225,3 @@ def _user_seed(pipeline: Any) -> bytes:
 
 def _number(data: bytes) -> int:
     return int.from_bytes(data, "little")
-
-
-def _pcg64_state(state: int, increment: int) -> Any:
-    # An odd increment: O'Neill, PCG: A Family of Simple Fast Space-Efficient ... Generators, 2014.
-    values = {"state": state, "inc": increment | 1}
-    return {"bit_generator": "PCG64", "state": values, "has_uint32": 0, "uinteger": 0}

@@ -1,8 +1,9 @@
-"""Copy the dataset and the collate_fn for each worker thread: their pipelines and the holders of these only.
+"""Copy the dataset and the collate_fn for each worker thread: what is random in them, and its holders only.
 
 A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads must
-not call the same pipeline. But a copy of the whole dataset would copy its images. Therefore this module makes
-deep copies of pipelines and shallow copies of the few objects that hold them, and shares all other objects.
+not call the same pipeline. With `rng="sample"` two threads must not draw from the same generator either. But
+a copy of the whole dataset would copy its images. Therefore this module makes
+deep copies of both and shallow copies of the few objects that hold them, and shares all other objects.
 `threads` calls it in the consumer's process.
 """
 
@@ -13,22 +14,39 @@ import functools
 import types
 from typing import Any
 
-from fastload.rng.pipelines import attributes, find_holders
-
-# Values of these types are shared by all objects of a class, or their contents cannot be replaced.
-_FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
+from fastload.rng.generators import FIXED, held_generators
+from fastload.rng.pipelines import attributes, find_holders, find_random, with_holders
 
 
-def copies_for_threads(dataset: Any, collate_fn: Any, num_threads: int) -> list[tuple[Any, Any]]:
+def copies_for_threads(
+    dataset: Any, collate_fn: Any, num_threads: int, *, with_generators: bool
+) -> list[tuple[Any, Any]]:
     """For each thread, copies of ``dataset`` and ``collate_fn`` with their own pipelines.
 
     An object without pipelines is not copied. An object that both hold is one object in a thread's copies,
     too.
 
+    Args:
+        dataset: The dataset.
+        collate_fn: The function that collates.
+        num_threads: The number of copies.
+        with_generators: Whether the copies also have their own generators, except those that cannot be seeded
+            or replaced.
+
     Raises:
         ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
     """
-    random_ones, holders = find_holders((dataset, collate_fn))
+    owners = (dataset, collate_fn)
+    random_ones, holders = find_holders(owners)
+    if with_generators:
+        found = find_random(owners)
+        own = [
+            held.generator
+            for held in held_generators(owners, found)
+            if held.seed is not None and held.fixed_by is None
+        ]
+        random_ones += own
+        holders |= with_holders(own, found.holders)
     copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
     return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
 
@@ -67,7 +85,7 @@ class _Copier:
         if isinstance(value, tuple):
             parts = map(self.copied, value)
             return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-        fixed = [value] if isinstance(value, _FIXED) else [c for c in type(value).__mro__ if self._holds(c)]
+        fixed = [value] if isinstance(value, FIXED) else [c for c in type(value).__mro__ if self._holds(c)]
         if fixed:
             raise ValueError(
                 "each worker thread needs its own copy of every albumentations pipeline, and one is held by "

@@ -3,7 +3,8 @@
 Threads are for code that releases the GIL, and for Python without a
 GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
-1. Each thread has its own pipelines, buffers and queues; it shares the rest of the dataset and collate_fn.
+1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the
+   generators that the dataset and collate_fn keep; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to end, and waits a limited time for their current batches.
 """
@@ -87,7 +88,9 @@ class ThreadPool(Workers):
         self._is_late = False  # whether `submit` waited in vain for the batch that `take` returns next
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
-        copies = copies_for_threads(job.dataset, job.collate_fn, job.num_workers)
+        copies = copies_for_threads(
+            job.dataset, job.collate_fn, job.num_workers, with_generators=job.seeds_samples
+        )
         self._workers = [
             _Worker(number, job, dataset, collate_fn, Buffers(limit_bytes, max_buffers), finish, tally)
             for number, (dataset, collate_fn) in enumerate(copies)

@@ -19,7 +19,7 @@ from tests.rng.pipelines_zoo import crop
 
 
 def copy_for_thread(dataset: Any) -> Any:
-    ((copied, _),) = copies_for_threads(dataset, None, 1)
+    ((copied, _),) = copies_for_threads(dataset, None, 1, with_generators=True)
     return copied
 
 
