@@ -393,8 +393,8 @@ def _raise_errors(epoch: Epoch) -> None:
         add_note(
             error,
             f"fastload: a state_dict() raised this in the first {epoch.position.num_received} batches of "
-            f"epoch {epoch.position.epoch}; the loader kept the error until its state was requested, and lost "
-            "no batch",
+            f"epoch {epoch.position.epoch}; the loader kept the error until its state was requested, and "
+            "lost no batch",
         )
         raise
 

@@ -276,7 +276,7 @@ class TestWarnings:
             (np.random.RandomState(np.random.PCG64(1)), "a numpy.random.mtrand.RandomState of PCG64"),
             (random.SystemRandom(), "a random.SystemRandom"),
         ],
-        ids=str,
+        ids=["unknown bits", "other bits", "system"],
     )
     def test_what_cannot_be_seeded(self, generator: Any, what: str, num_workers: int, caplog: Any) -> None:
         """One warning, from the parent, names the attribute and says what to do."""
