@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
-import dis
 import functools
-import inspect
 import multiprocessing.util
-import types
-import typing
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -201,22 +196,6 @@ def test_globals_that_methods_name_are_found(user: Any, pipeline: Any) -> None:
 def test_names_that_are_not_loaded_as_globals_are_not_followed() -> None:
     """An attribute or an import that has the name of a global pipeline does not hold that pipeline."""
     assert find_pipelines(NamesNoGlobal()) == []
-
-
-def test_the_names_are_those_that_python_s_disassembler_finds() -> None:
-    """The search reads instructions itself; in all functions of some long modules it agrees with `dis`."""
-    loads = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
-    codes: list[types.CodeType] = []
-    more = [compile(inspect.getsource(module), "", "exec") for module in (argparse, inspect, typing)]
-    while more:
-        codes.append(more.pop())
-        more += [constant for constant in codes[-1].co_consts if isinstance(constant, types.CodeType)]
-
-    for code in codes:
-        expected = {
-            code.co_names.index(step.argval) for step in dis.get_instructions(code) if step.opname in loads
-        }
-        assert pipelines._places_of_globals(code.co_code) == expected
 
 
 def test_the_outermost_comes_alone_even_if_a_part_is_held_too() -> None:
