@@ -5,22 +5,25 @@ Rules:
 1. The classes are the folders directly below the root, sorted by name. A class's files are sorted by folder
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
-3. A list that is damaged, or of another format, is an error; it is never a shorter list.
-4. Somebody else may have written the list: its names stay below the folder, its numbers are bounded, and it
-   is decompressed only as far as a list of its compressed size can reach.
+3. A list that is damaged, or of another format, is an error; it is never a shorter list. Its text is the one
+   that `to_bytes` writes: classes and files in order, each of them once, and each file with its class.
+4. Somebody else may have written the list: its names stay below the folder, and its numbers are bounded. It
+   is decompressed and checked entry by entry, so it takes memory only for entries that are right, and only as
+   many as a list of its compressed size can have.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,11 +37,24 @@ SAVED_NAME = ".fastload-files.json.gz"
 
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = 16
-_GZIP = 31  # zlib's number for the format
 _MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
 _MIN_LIMIT_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_MAX_ENTRY_BYTES = 1 << 16  # of the text: a character takes at most twelve
+_MAX_CHARACTERS = 4096  # of a name, or of a version
 _MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
 UNKNOWN_BYTES = -1
+
+# The parts of a list's text, which is ASCII.
+_STRING = r'("[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+")'
+_VERSION = re.compile(r'\{"version": (0|[1-9]\d{0,8}), ')
+_HEAD = re.compile(r'"created_s": ((?:0|[1-9]\d{0,11})(?:\.\d{1,20})?), "classes": \[')
+_CLASS = re.compile(rf"{_STRING}(?:, (?=\")|(?=\]))")
+_MIDDLE = re.compile(r'\], "files": \[')
+_FILE = re.compile(rf"\[{_STRING}, (-1|0|[1-9]\d{{0,18}}), {_STRING}\](?:, (?=\[)|(?=\]))")
+_END = re.compile(r"\]\}\Z")
+
+_MAY_LEAD_OUT = re.compile(r"\.\.|[%\t\r\n\0\ud800-\udfff]|\A[/\\]|\A\Z")
 
 
 class RemoteFile(NamedTuple):
@@ -104,7 +120,7 @@ def _digest(files: Sequence[RemoteFile]) -> str | None:
     for file in files:
         if not file.version:
             return None
-        digest.update(f"\0{file.name}\0{file.nbytes}\0{file.version}".encode())
+        digest.update(f"\0{file.name}\0{file.nbytes}\0{file.version}".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -113,8 +129,8 @@ def to_bytes(classes: Iterable[str], files: Iterable[RemoteFile]) -> bytes:
     fields = {
         "version": _FORMAT_VERSION,
         "created_s": time.time(),
-        "classes": sorted(classes),
-        "files": sorted(files),
+        "classes": sorted(set(classes)),
+        "files": sorted({file.name: file for file in files}.values()),
     }
     return gzip.compress(json.dumps(fields).encode("ascii"), compresslevel=6, mtime=0)
 
@@ -126,53 +142,118 @@ def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
         ValueError: It is damaged, or of another format; the error gives the reason.
     """
     try:
-        fields = json.loads(_decompressed(data))
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
+        return _read(_Text(data))
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"it is damaged: {error}") from error
-    version = fields.get("version") if isinstance(fields, dict) else None
+
+
+def _read(text: _Text) -> tuple[float, list[str], list[RemoteFile]]:
+    version = int(text.take(_VERSION, "the version of the format")[1])
     if version != _FORMAT_VERSION:
-        raise ValueError(f"its format is {version!r}, and this release reads {_FORMAT_VERSION}")
-    try:
-        created_s, classes = float(fields["created_s"]), list(fields["classes"])
-        files = [RemoteFile(name, nbytes, text) for name, nbytes, text in fields["files"]]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"it is damaged: {error!r}") from error
-    if not 0 <= created_s < _MAX_SECONDS:
+        raise ValueError(f"its format is {version}, and this release reads {_FORMAT_VERSION}")
+    created_s = float(text.take(_HEAD, "the time when it was made, and the classes")[1])
+    if created_s >= _MAX_SECONDS:
         raise ValueError(f"it is damaged: it was made at second {created_s}")
-    for name in classes:
-        if not _is_below(name) or "/" in name:
+    classes: list[str] = []
+    while not text.is_at(_MIDDLE):
+        match = text.take(_CLASS, "the name of a class")
+        name = _string(match[1])
+        if not is_below(name) or "/" in name:
             raise ValueError(f"it is damaged: {name!r:.100} is not the name of a class")
-    for file in files:
-        if not _is_below(file.name):
+        if classes and name <= classes[-1]:
+            raise ValueError(f"it is damaged: the class {name!r:.100} comes after {classes[-1]!r:.100}")
+        classes.append(name)
+    files: list[RemoteFile] = []
+    text.take(_MIDDLE, "the files")
+    known = set(classes)
+    while not text.is_at(_END):
+        match = text.take(_FILE, "a file, as its name, its length and its version")
+        file = RemoteFile(_string(match[1]), int(match[2]), _string(match[3]))
+        if not is_below(file.name):
             raise ValueError(f"it is damaged: {file.name!r:.100} is not the name of a file below the folder")
-        if type(file.nbytes) is not int or not UNKNOWN_BYTES <= file.nbytes < 1 << 63:
-            raise ValueError(f"it is damaged: {file.name!r:.100} has {file.nbytes!r:.40} bytes")
-        if type(file.version) is not str or not file.version.isascii():
+        if file.name.partition("/")[0] not in known:
+            raise ValueError(f"it is damaged: {file.name!r:.100} is in none of its classes")
+        if files and file.name <= files[-1].name:
+            raise ValueError(f"it is damaged: {file.name!r:.100} comes after {files[-1].name!r:.100}")
+        if file.nbytes >= 1 << 63:
+            raise ValueError(f"it is damaged: {file.name!r:.100} has {file.nbytes} bytes")
+        if not file.version.isascii():
             raise ValueError(f"it is damaged: {file.name!r:.100} has the version {file.version!r:.40}")
+        files.append(file)
     return created_s, classes, files
 
 
-def _decompressed(data: bytes) -> bytes:
-    """The content of a list.
+class _Text:
+    """The text of a list, which is decompressed as far as it is taken.
 
     Raises:
-        ValueError: It is larger than any list of this compressed size, or cut short.
+        OSError: It is not compressed, or its checksum is wrong.
+        EOFError: It is cut short.
+        zlib.error: It is damaged.
+        UnicodeDecodeError: It is not ASCII.
+        ValueError: It is longer than any list of this compressed size.
     """
-    stream = zlib.decompressobj(_GZIP)
-    content = stream.decompress(data, _MIN_LIMIT_BYTES + _MAX_RATIO * len(data))
-    if not stream.eof:
-        what = "it ends too early" if not stream.unconsumed_tail else "it grows too much when decompressed"
-        raise ValueError(what)
-    return content
+
+    def __init__(self, data: bytes) -> None:
+        self._file = gzip.GzipFile(fileobj=io.BytesIO(data))
+        self._left = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
+        self._known = ""
+        self._start = 0
+        self._has_more = True
+
+    def is_at(self, pattern: re.Pattern[str]) -> bool:
+        """Whether a part is next."""
+        return pattern.match(self._known, self._filled()) is not None
+
+    def take(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """The next part.
+
+        Args:
+            pattern: What it looks like.
+            what: It, for people.
+
+        Raises:
+            ValueError: There is something else.
+        """
+        start = self._filled()
+        match = pattern.match(self._known, start)
+        if match is None:
+            found = self._known[start : start + 40]
+            raise ValueError(f"it is damaged: {what} should come next, but there is {found!r}")
+        self._start = match.end()
+        return match
+
+    def _filled(self) -> int:
+        """Where the next part begins in what is known, to which the longest entry then belongs."""
+        while self._has_more and len(self._known) - self._start < _MAX_ENTRY_BYTES:
+            data = self._file.read(_READ_BYTES)
+            self._left -= len(data)
+            if self._left < 0:
+                raise ValueError("it is damaged: it grows too much when decompressed")
+            self._has_more = bool(data)
+            self._known = self._known[self._start :] + data.decode("ascii")
+            self._start = 0
+        return self._start
 
 
-def _is_below(name: Any) -> bool:
+def _string(text: str) -> str:
+    try:
+        found: str = json.loads(text) if "\\" in text else text[1:-1]
+    except ValueError as error:
+        raise ValueError(f"it is damaged: {text!r:.100} is no text: {error}") from error
+    if len(found) > _MAX_CHARACTERS:
+        raise ValueError(f"it is damaged: {found!r:.100}... has {len(found):,} characters")
+    return found
+
+
+def is_below(name: str) -> bool:
     """Whether a name stays below its folder on every kind of store, and can be a file's name here."""
-    if type(name) is not str or "\0" in name:
-        return False
+    if not _MAY_LEAD_OUT.search(name):
+        return True
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    parts = re.split(r"[/\\]", unquote(name))
-    return parts[0] != "" and not {".", ".."} & set(parts)
+    # Clients of web servers leave these characters out.
+    parts = re.split(r"[/\\]", unquote(re.sub(r"[\t\r\n]", "", name)))
+    return "\0" not in name and parts[0] != "" and ".." not in parts

@@ -8,6 +8,8 @@ fsspec and the package of the protocol are imported when the first file is read 
    out of the epoll instance that both processes share, and the parent would wait for its next answer in vain.
 3. Requests are watched and tried again (see `attempts`).
 4. A body of another length than the list of files says is never returned.
+5. No name leads out of the folder. The links of a web page are anybody's text: those that lead elsewhere are
+   neither followed nor taken for files.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from fastload.errors import ImageReadError, RemoteFolderError
 from fastload.files.attempts import Limits, OtherLengthError, answer, reason_of, retried
-from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, to_bytes
+from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, is_below, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 # The most files that one process reads at the same time.
 READS_AT_ONCE = 64
@@ -115,8 +118,25 @@ class RemoteFolder:
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
-            found = ask("find", prefix + name)
-            return [_file(_below(path, prefix), entry) for path, entry in found.items()]
+            entries = pages(name) if _is_web(fs) else ask("find", prefix + name).items()
+            files = (_file(_below(path, prefix), entry) for path, entry in entries)
+            return [file for file in files if file.name]
+
+        def pages(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+            """The links to files on the page of a class and on the pages below it."""
+            folders, known = [name], {name}
+            while folders:
+                try:
+                    entries = ask("ls", prefix + folders.pop())
+                except FileNotFoundError:
+                    continue  # a link to nothing
+                for entry in entries:
+                    below = _below(entry["name"], prefix)
+                    if entry["type"] != "directory":
+                        yield entry["name"], entry
+                    elif below and below not in known:
+                        known.add(below)
+                        folders.append(below)
 
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
@@ -382,9 +402,17 @@ def _keep_file_systems() -> None:
     _inherited.extend(_file_systems.values())
 
 
+def _is_web(fs: Any) -> bool:
+    """Whether folders are web pages, and their entries links."""
+    return type(fs).__module__ == "fsspec.implementations.http"
+
+
 def _below(path: str, prefix: str) -> str:
     """A path below the folder; empty for the folder itself and for anything outside of it."""
-    return path.rstrip("/").removeprefix(prefix) if path.startswith(prefix) else ""
+    name = path.rstrip("/").removeprefix(prefix) if path.startswith(prefix) else ""
+    if prefix.startswith("http"):  # a link, which may say "./"
+        name = "/".join(part for part in name.split("/") if unquote(part) != ".")
+    return name if is_below(name) else ""
 
 
 def _file(name: str, entry: Mapping[str, Any]) -> RemoteFile:

@@ -36,12 +36,35 @@ def check_private_directory(path: str) -> None:
         PermissionError: Another user owns it, or can write to it.
     """
     status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or not is_own(status):
+        raise PermissionError(
+            f"{path} is not a directory that only this user can write (owner {status.st_uid}, mode "
+            f"{stat.filemode(status.st_mode)}): its files could be another user's"
+        )
+
+
+def foreign_path(directory: str) -> str | None:
+    """A directory, or a file in it, that another user (besides root) can have written; None without one.
+
+    Links, and whatever is not a plain file, count as another user's.
+
+    Raises:
+        OSError: There is no such directory, or it cannot be read.
+    """
+    status = os.lstat(directory)
+    if not stat.S_ISDIR(status.st_mode) or not is_own(status):
+        return directory
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or not is_own(status):
+            return path
+    return None
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether nobody but this user (and root) can have written the file or directory with this status."""
     if not hasattr(os, "getuid"):
-        return  # Windows: its access rights are not in the mode
+        return True  # Windows: its access rights are not in the mode
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if stat.S_ISDIR(status.st_mode) and status.st_uid in (os.getuid(), _ROOT) and not others_write:
-        return
-    raise PermissionError(
-        f"{path} is not a directory that only this user can write (owner {status.st_uid}, mode "
-        f"{stat.filemode(status.st_mode)}): its files could be another user's"
-    )
+    return status.st_uid in (os.getuid(), _ROOT) and not others_write

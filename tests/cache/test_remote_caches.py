@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ from fastload.errors import (
 )
 from fastload.files import attempts
 from fastload.files.transfers import RemoteFiles
-from fastload.system import disk
 from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
@@ -159,26 +159,187 @@ def test_any_stops_and_faults_give_the_cache_of_one_build(
         cache.close()
 
 
-@pytest.mark.parametrize("change", ["the mode", "the owner", "a link"])
-def test_copies_that_another_user_can_have_placed_are_not_used(
-    change: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+def make_foreign(path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file or a directory one that another user can have written."""
+    if change == "the mode":
+        path.chmod(path.stat().st_mode | 0o020)
+    elif change == "a link":
+        path.rename(path.with_name("elsewhere"))
+        path.symlink_to("elsewhere")
+    else:
+        inode, lstat = path.lstat().st_ino, os.lstat
+        kept = os.open(path, os.O_RDONLY)  # so that no other file gets this number
+
+        def lstat_of_another(name: Any, **options: Any) -> os.stat_result:
+            found = lstat(name, **options)
+            fields = list(found)
+            fields[4] += 4321 if found.st_ino == inode else 0
+            return os.stat_result(fields)
+
+        weakref.finalize(lstat_of_another, os.close, kept)
+        monkeypatch.setattr(os, "lstat", lstat_of_another)
+
+
+CHANGES = ["the mode", "the owner", "a link"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["copies", "builds"])
+def test_a_directory_that_another_user_can_have_written_is_not_used(
+    name: str,
+    change: str,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The error says which directory, and what to change."""
+    """This user's files lie in a directory beside it; one warning says which, why, and what to change."""
+    (cache_dir / name).mkdir(parents=True, mode=0o700)
+    make_foreign(cache_dir / name, change, monkeypatch)
+
     build()
     LMDBCache(URL).close()
-    directory = Path(copies.copies_directory())
-    if change == "the mode":
-        directory.chmod(0o777)
-    elif change == "the owner":
-        owner = directory.stat().st_uid
-        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
-        monkeypatch.setattr(disk, "_ROOT", -1)  # the tests may run as root
-    else:
-        directory.rename(cache_dir / "elsewhere")
-        directory.symlink_to(cache_dir / "elsewhere")
+    cache = LMDBCache(URL)
 
-    with pytest.raises(CacheError, match=rf"{directory} is not a directory that only this user can write"):
+    own = cache_dir / f"{name}-{os.getuid()}"
+    assert_same_samples([cache.get(index) for index in range(20)], list(Images(20)))
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert [*(cache_dir / name).iterdir()] == []
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{cache_dir / name} is not a directory that only this user can write")
+    assert f"{own} is used instead" in warning
+    assert copies.DIRECTORY_VARIABLE in warning
+    cache.close()
+
+
+def test_two_directories_of_others_are_an_error(cache_dir: Path) -> None:
+    """Somebody has made this user's own directory, too."""
+    build()
+    for name in ("copies", f"copies-{os.getuid()}"):
+        (cache_dir / name).mkdir(parents=True)
+        (cache_dir / name).chmod(0o777)
+
+    with pytest.raises(
+        CacheError, match=rf"copies-{os.getuid()} is not a directory .*{copies.DIRECTORY_VARIABLE}"
+    ):
         LMDBCache(URL)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", [".", SHARDS[0], "cache.json"])
+def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
+    name: str,
+    change: str,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its files have the right names and lengths; one warning names what is not this user's."""
+    build()
+    LMDBCache(URL).close()
+    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    shard = manifest.parent / SHARDS[0]
+    shard.write_bytes(bytes(shard.stat().st_size))
+    make_foreign(manifest.parent / name, change, monkeypatch)
+
+    cache = LMDBCache(URL)
+
+    assert cache.verify() == []
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith(f"{manifest.parent / name} can be another user's")
+    assert warning.endswith("the copy is downloaded again")
+    cache.close()
+
+
+def test_an_unfinished_download_that_another_user_can_have_written_is_not_continued(cache_dir: Path) -> None:
+    """Its shards have lasting names, and were not checked by this user."""
+    build()
+    LMDBCache(URL).close()
+    (copy,) = cache_dir.glob("copies/*")
+    partial = copy.rename(copy.with_name(f"{copy.name}.partial"))
+    (partial / SHARDS[0]).write_bytes(bytes((partial / SHARDS[0]).stat().st_size))
+    (partial / SHARDS[0]).chmod(0o666)
+
+    cache = LMDBCache(URL)
+
+    assert cache.verify() == []
+    cache.close()
+
+
+def test_a_copy_that_another_user_can_have_written_is_not_used_without_a_network(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is that of the store."""
+    build()
+    LMDBCache(URL).close()
+    (shard,) = cache_dir.rglob(f"copies/*/{SHARDS[0]}")
+    shard.chmod(0o666)
+    FaultyFileSystem.faults["cache.json"] = [raising(ConnectionError("no route"))] * 20
+
+    with pytest.raises(CacheError, match=r"no route"):
+        LMDBCache(URL)
+
+
+def test_a_copy_that_is_exchanged_while_it_is_opened_is_not_used(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may write in the directory of several users can rename the directories in it."""
+    build()
+    LMDBCache(URL).close()
+    (copy,) = cache_dir.glob("copies/*-*")
+    inner, opened = copies.open_cache, []
+
+    def exchanged(path: str) -> Any:
+        opened.append(path)
+        (copy / SHARDS[0]).chmod(0o666 if len(opened) == 1 else 0o644)
+        try:
+            return inner(path)
+        finally:
+            if len(opened) == 1:  # the file that is open has another mode than the one that is there now
+                shutil.copy(copy / SHARDS[0], cache_dir / "good")
+                (cache_dir / "good").chmod(0o644)
+                (cache_dir / "good").rename(copy / SHARDS[0])
+
+    monkeypatch.setattr(copies, "open_cache", exchanged)
+
+    LMDBCache(URL).close()
+
+    assert opened == [str(copy)] * 2
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_any_umask_makes_copies_that_are_used_again(mask: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Copies are written by this user alone, also where new files are by default a group's."""
+    build()
+    before = os.umask(mask)
+    try:
+        LMDBCache(URL).close()
+    finally:
+        os.umask(before)
+    num_reads = sum(FaultyFileSystem.reads.values())
+
+    LMDBCache(URL).close()
+
+    assert sum(FaultyFileSystem.reads.values()) == num_reads + 1  # the manifest
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("owner", [0, 4321])
+def test_a_copy_of_root_is_used_and_one_of_another_user_is_not(
+    owner: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is downloaded but the manifest if an administrator has placed the copy."""
+    build()
+    LMDBCache(URL).close()
+    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    for path in (manifest.parent, *manifest.parent.iterdir()):
+        os.chown(path, owner, owner)
+    FaultyFileSystem.reads.clear()
+
+    LMDBCache(URL).close()
+
+    assert sum(FaultyFileSystem.reads.values()) == (1 if owner == 0 else 4)
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == (owner != 0)
 
 
 def test_a_copy_with_another_manifest_than_the_url_is_downloaded_again(cache_dir: Path) -> None:

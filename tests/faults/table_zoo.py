@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import itertools
+import logging
 import os
 import resource
 import signal
@@ -16,10 +17,13 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
+from fastload.files import attempts
+from fastload.system.logs import log
 from fastload.workers.channel import Channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SIZE = 40
 BATCH = 4
@@ -268,6 +272,21 @@ class Init:
                 _have_at_reply(self.fault)
             if self.fault.stage == "idle":
                 threading.Thread(target=self.fault.at, args=("idle",), daemon=True).start()
+
+
+class Impatient:
+    """At init: a worker that finds each request slow at once, pauses never, and writes its log to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, worker_id: int) -> None:
+        attempts._SLOW_S = attempts._WARN_EVERY_S = 0.0
+        attempts._sleep = lambda _: None
+        handler = logging.FileHandler(self.path)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
 
 
 def _have_at_reply(fault: Fault) -> None:

@@ -24,24 +24,29 @@ import sys
 from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 from typing import TYPE_CHECKING, Any
 
+import fsspec.asyn
 import numpy as np
 import pytest
 import torch.distributed as dist
+from PIL import Image
 
 import fastload
 from fastload.cache.ram import owners
 from fastload.cache.ram.generation import Generation
+from fastload.files import attempts
 from fastload.workers import pool
 from fastload.workers.process import wait_for_all
 from tests.faults import table_zoo as zoo
 from tests.kit import leaks
 from tests.kit.jobs import Job
+from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from tests.kit.processes import Gate
+    from tests.kit.stalling import Fault
 
 FORKSERVER = pytest.param("forkserver", marks=pytest.mark.slow)
 METHODS = ["fork", FORKSERVER]
@@ -499,6 +504,61 @@ def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
     with pytest.raises(fastload.LoaderClosedError):
         next(iterator)
     assert take(held) == (BEFORE, None)
+
+
+# --- a store ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thread_of_fsspec() -> None:
+    """Fsspec starts one thread for all requests of a process, and keeps it."""
+    fsspec.asyn.get_loop()
+
+
+@pytest.fixture
+def store(tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalling]:
+    """Images in one class, of which image i is full of i; clients wait for 0.3 s."""
+    monkeypatch.setenv(attempts.READ_VARIABLE, "0.3")
+    (tmp_path / "store" / "images").mkdir(parents=True)
+    for number in range(zoo.SIZE):
+        Image.new("RGB", (5, 5), (number,) * 3).save(tmp_path / "store" / "images" / f"{number:02}.png")
+    with Stalling(tmp_path / "store") as server:
+        server.faulty = f"{zoo.FAULTY}.png"
+        yield server
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("fault", ["never answers", "half of the body", "drops the connection"])
+def test_a_store_that_stalls_or_drops_a_request_costs_nothing(
+    fault: Fault, number: int, method: str, store: Stalling, tmp_path: Path
+) -> None:
+    """Each attempt has a connection of its own; a request that stalls is a warning before it is given up."""
+    loader = fastload.DataLoader(
+        fastload.ImageFolder(store.url),
+        zoo.BATCH,
+        num_workers=2,
+        multiprocessing_context=method,
+        worker_init_fn=zoo.Impatient(tmp_path / "log"),
+    )
+    store.faults = [fault] * number
+    file = f"images/{zoo.FAULTY}.png"
+
+    for _ in range(2):  # the second epoch has no fault
+        batches = [images[:, 0, 0, 0].tolist() for images, _ in loader]
+        assert batches == [list(range(first, first + zoo.BATCH)) for first in ALL]
+
+    assert store.faults == []
+    ports = [port for path, port in store.requests if path.endswith(file)]
+    assert len(set(ports[: number + 1])) == number + 1
+    if fault != "drops the connection":
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if file in line]
+        for attempt in range(number):
+            warning, retry = lines[2 * attempt : 2 * attempt + 2]
+            assert warning.startswith(f"WARNING {store.url}/{file}: no complete answer in 0 s")
+            assert attempts.READ_VARIABLE in warning
+            assert f"(attempt {attempt + 1} of 6" in retry
 
 
 # --- a rank ----------------------------------------------------------------------------------------------

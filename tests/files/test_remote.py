@@ -18,7 +18,7 @@ import pytest
 
 import fastload
 from fastload.files import attempts
-from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES
+from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, arrange
 from fastload.files.remote import RemoteFolder, is_url
 from tests.kit.remote import cut, meet, raising, until_set
 
@@ -257,6 +257,13 @@ def test_a_damaged_list_is_an_error_that_says_what_to_do(folder: RemoteFolder, d
         fastload.RemoteFolderError, match=r"listing='save' to replace it, or listing='ignore'"
     ):
         folder.saved_list()
+
+
+def test_names_that_are_no_utf_8_have_a_digest() -> None:
+    """Python has them with lone surrogates."""
+    (digest,) = {arrange(["a"], [RemoteFile("a/\udcff.jpg", 1, "v")], (".jpg",)).digest for _ in range(2)}
+
+    assert digest is not None
 
 
 def test_a_list_that_cannot_be_written_is_an_error(

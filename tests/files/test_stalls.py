@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import os
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fsspec.asyn
 import pytest
@@ -14,56 +11,15 @@ import pytest
 import fastload
 from fastload.files import attempts
 from fastload.files.remote import RemoteFolder
+from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from tests.kit.stalling import Fault
+
 CONTENT = bytes(range(256)) * 16
-
-
-class Stalling(http.server.ThreadingHTTPServer):
-    """A web server; the next requests do what `faults` says.
-
-    Attributes:
-        faults: "never answers" or "half of the body", for one request each.
-        num_requests: Requests that arrived.
-        is_over: Ends the requests that stall.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-        self.faults: list[str] = []
-        self.num_requests = 0
-        self.is_over = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        server: Any = self.server
-        server.num_requests += 1
-        fault = server.faults.pop(0) if server.faults else None
-        if fault is None:
-            super().do_GET()
-            return
-        if fault == "half of the body":
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(CONTENT)))
-            self.end_headers()
-            self.wfile.write(CONTENT[: len(CONTENT) // 2])
-        server.is_over.wait(60)
-        self.close_connection = True
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,21 +34,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float])
     monkeypatch.setenv(attempts.READ_VARIABLE, "0.3")
     (tmp_path / "a.bin").write_bytes(CONTENT)
     with Stalling(tmp_path) as found:
-        thread = threading.Thread(target=found.serve_forever)
-        thread.start()
         yield found
-        found.is_over.set()
-        found.shutdown()
-        thread.join()
 
 
-@pytest.mark.parametrize("fault", ["never answers", "half of the body"])
-def test_a_request_that_stalls_is_tried_again(fault: str, server: Stalling) -> None:
+@pytest.mark.parametrize("fault", ["never answers", "half of the body", "drops the connection"])
+def test_a_request_that_stalls_is_tried_again(fault: Fault, server: Stalling) -> None:
     """The content is complete, and came with the second request."""
     server.faults = [fault]
 
     assert RemoteFolder(server.url).read("a.bin", len(CONTENT)) == CONTENT
-    assert server.num_requests == 2
+    assert len(server.requests) == 2
 
 
 def test_a_store_that_always_stalls_is_an_error(server: Stalling) -> None:
@@ -141,4 +92,4 @@ def test_a_forked_reader_that_ends_leaves_the_connections_of_its_parent(server: 
 
     assert os.waitstatus_to_exitcode(status) == 0
     assert folder.read("a.bin", len(CONTENT)) == CONTENT
-    assert server.num_requests == 3  # none stalled
+    assert len(server.requests) == 3  # none stalled

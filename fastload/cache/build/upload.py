@@ -33,7 +33,7 @@ from fastload.cache.build.reports import parse_report, read_report, report_text
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import writing
 from fastload.cache.codecs import LOSSY, SOURCE
-from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, cache_directory, digest_of_url
+from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, digest_of_url, own_directory
 from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse_json, parse_plan
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.cache.lmdb.manifest import (
@@ -127,7 +127,7 @@ def build_at_url(
     """
     check_arguments(codec, quality, shards, on_error, error_budget)
     files = RemoteFiles(url)
-    root = os.path.join(cache_directory(), "builds")
+    root = own_directory("builds")
     scratch = os.path.join(root, digest_of_url(files.url))
     with _noting_directory(), writing(scratch):
         make_private_directory(root)

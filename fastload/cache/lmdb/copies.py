@@ -15,11 +15,15 @@ of the build. It holds the shards and the manifest, and is a cache on disk as an
    locks of all their files, the least recently opened first.
 5. Decisions about room are made under one lock. A copy counts with its whole size as soon as its download
    begins.
+6. `FASTLOAD_CACHE_DIR` may be a directory of several users. What another user can have written is neither
+   read nor continued: what is not this user's or root's, what others may write, and links. Open files are
+   looked at once more, because who may write in that directory may exchange the directories in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -39,7 +43,12 @@ from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError
 from fastload.files.transfers import RemoteFiles, may_pass
 from fastload.system.budget import parse_budget
-from fastload.system.disk import check_private_directory, make_private_directory, sync_directory
+from fastload.system.disk import (
+    check_private_directory,
+    foreign_path,
+    make_private_directory,
+    sync_directory,
+)
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
@@ -68,7 +77,32 @@ def cache_directory() -> str:
 
 def copies_directory() -> str:
     """The directory of copies."""
-    return os.path.join(cache_directory(), "copies")
+    return own_directory("copies")
+
+
+def own_directory(name: str) -> str:
+    """A directory below `cache_directory`, in which nobody but this user (or root) has written; or none yet.
+
+    Where several users share the directory, the first of them has the plain name.
+    """
+    path = os.path.join(cache_directory(), name)
+    try:
+        check_private_directory(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # it is made when it is needed
+    except PermissionError as error:
+        own = f"{path}-{os.getuid()}"
+        _warn_once(
+            f"{error}. {own} is used instead: name a directory of this user with {DIRECTORY_VARIABLE}, or "
+            "remove what is there"
+        )
+        return own
+    return path
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def digest_of_url(url: str) -> str:
@@ -118,7 +152,8 @@ def open_copy(
             opened = open_cache(path)
         except FileNotFoundError:
             continue  # another process removed it just now
-        if _is_complete(path, manifest):  # else it was removed before its files were locked
+        # Else it was removed before its files were locked.
+        if _is_complete(path, manifest) and all(file.is_own() for file in opened):
             with contextlib.suppress(OSError):
                 os.utime(path)  # its last use
             return path, opened
@@ -136,8 +171,7 @@ def _check_directory() -> None:
         pass  # it is made for the first copy
     except PermissionError as error:
         raise CacheError(
-            f"{error}. Set {DIRECTORY_VARIABLE} to a directory of this user, or remove the write permission "
-            "of others with chmod go-w"
+            f"{error}. Name a directory of this user with {DIRECTORY_VARIABLE}, or remove what is there"
         ) from None
 
 
@@ -168,12 +202,14 @@ def manifest_of_copy(path: str) -> Manifest | None:
 
 def _is_complete(path: str, manifest: Manifest) -> bool:
     """Whether all files of a copy are there, with their lengths and the digests of this manifest."""
-    found = manifest_of_copy(path)
-    if found is None or found.shards != manifest.shards:
-        return False
     try:
-        return all(
-            os.path.getsize(os.path.join(path, shard.name)) == shard.nbytes for shard in manifest.shards
+        if foreign_path(path) is not None:
+            return False
+        found = manifest_of_copy(path)
+        return (
+            found is not None
+            and found.shards == manifest.shards
+            and all(os.path.getsize(os.path.join(path, shard.name)) == shard.nbytes for shard in found.shards)
         )
     except OSError:
         return False
@@ -208,7 +244,14 @@ def _download(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) ->
             shutil.rmtree(partial, ignore_errors=True)
             os.rename(path, partial)
         found = manifest_of_copy(partial)
-        if found is not None and found.shards != manifest.shards:
+        if os.path.lexists(partial) and (foreign := foreign_path(partial)) is not None:
+            log.warning(
+                "%s can be another user's (it belongs to one, others may write it, or it is a link): "
+                "the copy is downloaded again",
+                path + foreign.removeprefix(partial),
+            )
+            _remove_tree(partial)
+        elif found is not None and found.shards != manifest.shards:
             shutil.rmtree(partial)  # else files of a complete copy were removed by hand
     _reserve(manifest, path)
     missing = [shard for shard in manifest.shards if not _is_there(partial, shard)]
@@ -243,6 +286,13 @@ def _download(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) ->
         sync_directory(os.path.dirname(path))
 
 
+def _remove_tree(path: str) -> None:
+    if os.path.islink(path):
+        os.unlink(path)
+    else:
+        shutil.rmtree(path)
+
+
 def _is_there(directory: str, shard: ShardFile) -> bool:
     try:
         return os.path.getsize(os.path.join(directory, shard.name)) == shard.nbytes
@@ -269,7 +319,7 @@ def _fetch(
         digest = new_digest()
         with contextlib.ExitStack() as stack:
             with _writing(part):
-                file = stack.enter_context(open(part, "wb", buffering=0))
+                file = stack.enter_context(open(part, "wb", buffering=0, opener=_open_own))
             try:
                 for data in files.parts(shard.name, shard.nbytes):
                     if is_stopped.is_set():
@@ -318,6 +368,13 @@ def _check_length(files: RemoteFiles, shard: ShardFile, error: RemoteFolderError
             f"{files.url}/{shard.name} is damaged: it has {nbytes:,} bytes, and the manifest says "
             f"{shard.nbytes:,}. Remove all files at that URL, and build the cache again"
         ) from error
+
+
+def _open_own(path: str, flags: int) -> int:
+    """Make a file that only this user can write; what was there is not written."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return os.open(path, flags | os.O_EXCL, 0o644)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -424,9 +481,10 @@ def _reserve(manifest: Manifest, path: str) -> None:
         others = [copy for copy in found if copy.path != path]
         _make_room(manifest, allowed, others)
         with _writing(path):
-            os.makedirs(partial, exist_ok=True)
+            make_private_directory(partial)
             new = os.path.join(partial, f"{MANIFEST_NAME}.new")
-            Path(new).write_bytes(manifest_text(manifest))
+            with open(new, "wb", opener=_open_own) as file:
+                file.write(manifest_text(manifest))
             os.replace(new, os.path.join(partial, MANIFEST_NAME))
 
 

@@ -28,6 +28,7 @@ from fastload.cache.lmdb.format import VALUE_HEADER_BYTES, check_tree, read_stor
 from fastload.cache.lmdb.indices import StoredIndices
 from fastload.cache.lmdb.tree import Table, read_table
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.system.disk import is_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +85,10 @@ class OpenFile:
         self._memory = memoryview(mapping)
         self._known = _Known(stamp, bytearray(len(self.stored)))
         weakref.finalize(self, os.close, fd).atexit = False
+
+    def is_own(self) -> bool:
+        """Whether nobody but this user (and root) can have written it."""
+        return is_own(os.fstat(self._fd))
 
     def check(self) -> bytearray:
         """Check that the file is still the one that was opened.
