@@ -21,10 +21,8 @@ import torch.utils.data
 from torch.utils.data import BatchSampler, IterDataPipe, MapDataPipe, SequentialSampler
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from fastload.batch.failures import check_error_budget, report_of
+from fastload.batch.failures import report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
-from fastload.batch.read_ahead import reads_ahead
-from fastload.device.cuda import check_device
 from fastload.epochs import agreement, resume
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder_of
@@ -32,12 +30,11 @@ from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.generators import warn_of_unseeded
-from fastload.rng.sample_streams import check_dataset
-from fastload.system import budget, cpus
+from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import starting
 from fastload.workers.auto_workers import AutoWorkers, check_countable
-from fastload.workers.settings import LoaderSettings
+from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -174,75 +171,16 @@ class DataLoader(LoaderSettings):
         restart_workers: int = 0,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
+        given = dict(locals())
         if isinstance(num_workers, str) and num_workers != "auto":
             raise ValueError(f'num_workers should be an int or "auto", but got {num_workers!r}')
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            1 if num_workers == "auto" else num_workers,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            multiprocessing_context,
-            generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-        )
-        if memory_format not in (None, torch.channels_last):
-            raise ValueError(
-                f"memory_format should be None or torch.channels_last, but got {memory_format!r}"
-            )
-        if ring_bytes != "auto":
-            budget.parse_budget(ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
-        if device is not None:
-            check_device(device)
-        if device_transform is not None:
-            is_list = isinstance(device_transform, (list, tuple))
-            transforms: Any = device_transform if is_list else [device_transform]
-            if device is None or not all(callable(transform) for transform in transforms):
-                raise ValueError(
-                    "device_transform should be a callable, or a list of callables, and needs device=, the "
-                    f"device that it runs on, but got device={device!r} and "
-                    f"device_transform={device_transform!r}"
-                )
-        if rng not in ("worker", "sample"):
-            raise ValueError(f'rng should be "worker" or "sample", but got {rng!r}')
-        if rng == "sample":
-            # The samples of a dataset that reads ahead are fetched one by one.
-            check_dataset(dataset, auto_collation=self._auto_collation and not reads_ahead(dataset))
-        if worker_method not in ("process", "thread"):
-            raise ValueError(f'worker_method should be "process" or "thread", but got {worker_method!r}')
-        if worker_method == "thread":
-            self._check_threads()
-        self.on_error = on_error
-        self.error_budget = error_budget
-        self.restart_workers = restart_workers
-        self._check_failures()
-        if snapshot_every_n_steps is not None and (
-            isinstance(snapshot_every_n_steps, bool)
-            or not isinstance(snapshot_every_n_steps, int)
-            or snapshot_every_n_steps < 1
-        ):
-            raise ValueError(
-                "snapshot_every_n_steps should be an int of at least 1, or None, but got "
-                f"{snapshot_every_n_steps!r}"
-            )
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.memory_format = memory_format
-        self.ring_bytes = ring_bytes
-        self.seed_pipelines = seed_pipelines
-        self.rng = rng
+        options = Options(**{name: given.pop(name) for name in OPTION_NAMES})
+        for name in ("self", "__class__"):
+            del given[name]
+        super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
+        options.check_with(self)
+        vars(self).update(vars(options))
         self._looks_for_generators = rng == "sample"  # once, for a warning
-        self.worker_method = worker_method
-        self.device = device
-        self.device_transform = device_transform
         self._auto_workers: AutoWorkers | None = None
         agreement.note(self)  # before any process is forked
         if num_workers == "auto":
@@ -271,35 +209,10 @@ class DataLoader(LoaderSettings):
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
-    def _check_failures(self) -> None:
-        on_error, restarts = self.on_error, self.restart_workers
-        if on_error not in ("raise", "replace") and not callable(on_error):
-            raise ValueError(f'on_error should be "raise", "replace" or a function, but got {on_error!r}')
-        check_error_budget(self.error_budget)
-        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-            raise ValueError(f"restart_workers should be an int of at least 0, but got {restarts!r}")
-        name = "on_error" if on_error != "raise" else "restart_workers" if restarts else ""
-        if name and isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
-            raise ValueError(
-                f"{name} needs a map-style dataset, whose samples can be read again by their indices, "
-                f"but the dataset is a {type(self.dataset).__name__}"
-            )
-
     @property
     def failed_samples(self) -> list[FailedSample]:
         """The samples that could not be read so far, of all epochs; see `on_error`."""
         return list(report_of(self))
-
-    def _check_threads(self) -> None:
-        if isinstance(self.dataset, (torch.utils.data.IterableDataset, MapDataPipe)):
-            raise ValueError(
-                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
-                f'{type(self.dataset).__name__}; use worker_method="process"'
-            )
-        if self.multiprocessing_context is not None:
-            raise ValueError(
-                'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
-            )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -321,12 +234,12 @@ class DataLoader(LoaderSettings):
         except KeyError:
             raise AttributeError("this loader has no collate_fn yet") from None
         known = self.__dict__.get
-        if all(known(name, default) is default for name, default in _own_defaults().items()):
+        if all(known(name, default) is default for name, default in default_options().items()):
             return own  # each epoch asks for it
         names = ['rng="sample"'] if known("rng") == "sample" else []
         names += [name for name in ("device", "device_transform") if known(name) is not None]
-        settings = {name: known(name, default) for name, default in _own_defaults().items()}
-        if settings == _own_defaults():
+        settings = {name: known(name, default) for name, default in default_options().items()}
+        if settings == default_options():
             return own
         channels_last = settings["memory_format"] is torch.channels_last
         return LoaderCollate(
@@ -550,12 +463,3 @@ def _warn_of_workers(num_workers: int) -> None:
             "CPUs, because of the host's other ranks or a CPU quota. Workers then compete for CPUs, unless "
             'samples wait for storage or a network. Use fewer workers, or num_workers="auto"'
         )
-
-
-@functools.cache
-def _own_defaults() -> dict[str, Any]:
-    """The arguments of fastload's loader that torch's does not have, with their defaults."""
-    ours, theirs = (
-        inspect.signature(kind.__init__).parameters for kind in (DataLoader, torch.utils.data.DataLoader)
-    )
-    return {name: parameter.default for name, parameter in ours.items() if name not in theirs}

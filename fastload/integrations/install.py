@@ -52,16 +52,16 @@ def install(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
         TypeError: An argument that `fastload.DataLoader` does not have, or that torch's loader has, too.
         ValueError: A value that `fastload.DataLoader` does not accept.
     """
-    from fastload.integrations.replaced import OWN_NAMES
     from fastload.loader import DataLoader
+    from fastload.workers.settings import OPTION_NAMES
 
     if cache not in (None, "ram"):
         raise ValueError(f'cache should be "ram" or None, but got {cache!r}')
     for name in defaults:
-        if name not in OWN_NAMES:
+        if name not in OPTION_NAMES:
             raise TypeError(
                 f"install() got an unexpected argument {name!r}; it takes the arguments that torch's loader "
-                f"does not have: {', '.join(sorted(OWN_NAMES))}"
+                f"does not have: {', '.join(sorted(OPTION_NAMES))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
     _install(cache, defaults)

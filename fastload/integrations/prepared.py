@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 import fastload.loader
 from fastload.epochs.resume import progress_of
-from fastload.integrations.replaced import OWN_NAMES
+from fastload.workers.settings import OPTION_NAMES
 
 # These arguments of torch's loader do not depend on the rank.
 _KEPT_NAMES = (
@@ -57,7 +57,7 @@ def loader_in_place_of(
     Raises:
         ValueError: ``source`` has another device.
     """
-    arguments = {name: getattr(source, name) for name in (*_KEPT_NAMES, *OWN_NAMES)}
+    arguments = {name: getattr(source, name) for name in (*_KEPT_NAMES, *OPTION_NAMES)}
     arguments |= {"worker_init_fn": built.worker_init_fn, "generator": built.generator}
     arguments["device"] = device_of(source.device, device)
     if isinstance(built.dataset, IterableDataset):

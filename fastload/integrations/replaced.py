@@ -18,7 +18,6 @@ from fastload.rng.seeding import pipeline_streams
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
 _COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments
-OWN_NAMES = frozenset(inspect.signature(fastload.loader.DataLoader.__init__).parameters) - {*_TORCH_NAMES}
 
 
 class DataLoader(fastload.loader.DataLoader):

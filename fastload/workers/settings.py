@@ -2,15 +2,124 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
+from torch.utils.data import IterableDataset, MapDataPipe
+
+from fastload.batch.failures import check_error_budget
+from fastload.batch.read_ahead import reads_ahead
+from fastload.device.cuda import check_device
+from fastload.rng.sample_streams import check_dataset
+from fastload.system import budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `fastload.DataLoader` that torch's loader does not have; it documents them.
+
+    Raises:
+        ValueError, TypeError: A value that is never valid. `check_with` compares it with the loader.
+    """
+
+    memory_format: torch.memory_format | None = None
+    ring_bytes: int | float | str = "auto"
+    seed_pipelines: bool = True
+    rng: str = "worker"
+    worker_method: str = "process"
+    device: str | int | torch.device | None = None
+    device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
+    on_error: str | Callable[..., Any] = "raise"
+    error_budget: int | float = 0.01
+    restart_workers: int = 0
+    snapshot_every_n_steps: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.memory_format not in (None, torch.channels_last):
+            raise ValueError(
+                f"memory_format should be None or torch.channels_last, but got {self.memory_format!r}"
+            )
+        if self.ring_bytes != "auto":
+            budget.parse_budget(self.ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
+        if self.device is not None:
+            check_device(self.device)
+        if self.device_transform is not None:
+            is_list = isinstance(self.device_transform, (list, tuple))
+            transforms: Any = self.device_transform if is_list else [self.device_transform]
+            if self.device is None or not all(callable(transform) for transform in transforms):
+                raise ValueError(
+                    "device_transform should be a callable, or a list of callables, and needs device=, the "
+                    f"device that it runs on, but got device={self.device!r} and "
+                    f"device_transform={self.device_transform!r}"
+                )
+        if self.rng not in ("worker", "sample"):
+            raise ValueError(f'rng should be "worker" or "sample", but got {self.rng!r}')
+        if self.worker_method not in ("process", "thread"):
+            raise ValueError(f'worker_method should be "process" or "thread", but got {self.worker_method!r}')
+        if self.on_error not in ("raise", "replace") and not callable(self.on_error):
+            raise ValueError(
+                f'on_error should be "raise", "replace" or a function, but got {self.on_error!r}'
+            )
+        check_error_budget(self.error_budget)
+        if not _is_int(self.restart_workers, 0):
+            raise ValueError(
+                f"restart_workers should be an int of at least 0, but got {self.restart_workers!r}"
+            )
+        if self.snapshot_every_n_steps is not None and not _is_int(self.snapshot_every_n_steps, 1):
+            raise ValueError(
+                "snapshot_every_n_steps should be an int of at least 1, or None, but got "
+                f"{self.snapshot_every_n_steps!r}"
+            )
+
+    def check_with(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+        """Check that torch's arguments of the loader allow these.
+
+        Raises:
+            ValueError: The dataset is not map-style, or has a `__getitems__` of its own; or the loader has a
+                `multiprocessing_context` and worker threads.
+        """
+        dataset = loader.dataset
+        is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
+        if self.rng == "sample":
+            # The samples of a dataset that reads ahead are fetched one by one.
+            check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
+        if self.worker_method == "thread" and is_stream:
+            raise ValueError(
+                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
+                f'{type(dataset).__name__}; use worker_method="process"'
+            )
+        if self.worker_method == "thread" and loader.multiprocessing_context is not None:
+            raise ValueError(
+                'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
+            )
+        name = "on_error" if self.on_error != "raise" else "restart_workers" if self.restart_workers else ""
+        if name and is_stream:
+            raise ValueError(
+                f"{name} needs a map-style dataset, whose samples can be read again by their indices, "
+                f"but the dataset is a {type(dataset).__name__}"
+            )
+
+
+OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
+
+
+@functools.cache
+def default_options() -> dict[str, Any]:
+    """The options of a loader that was given none."""
+    return dict(vars(Options()))
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class LoaderSettings(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in `loader`
@@ -26,4 +135,5 @@ class LoaderSettings(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # 
     on_error: str | Callable[..., Any]
     error_budget: int | float
     restart_workers: int
+    snapshot_every_n_steps: int | None
     _auto_workers: AutoWorkers | None
