@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import fastload
+from docs import layers
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
@@ -118,6 +119,15 @@ def test_folders_inside_the_cache_make_no_circle() -> None:
 
     assert "cache.lmdb" in needs
     assert _circles(needs) == {}
+
+
+def test_the_page_counts_the_lines_of_each_layer() -> None:
+    """Within a tenth; `python docs/layers.py` counts again."""
+    counted = layers.lines_of_layers(PACKAGE)
+    shown = layers.lines_in_page(layers.PAGE.read_text(encoding="utf-8"))
+
+    assert list(shown) == [layer for layer in LAYERS if not layer.startswith("__")]
+    assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
 
 def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
