@@ -12,8 +12,9 @@ import os
 import pickle
 import random
 import select
+import signal
 import time
-from multiprocessing import process
+from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix, process
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from fastload import loader as loader_module
 from fastload.system.logs import say_once
 from fastload.workers import auto_workers, starting
 from fastload.workers.auto_workers import AutoWorkers, Cost, Model, costs
-from tests.kit import datasets
+from tests.kit import datasets, leaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 SECONDS = st.floats(1e-5, 10.0)
 MODELS = st.builds(
@@ -45,6 +47,11 @@ LEAST = st.integers(0, 1)
 # 10 ms of computing, or of waiting, for each of 100 batches, on four CPUs.
 COMPUTES = Model(Cost(0.01, 0.01), num_batches=100, num_cpus=4)
 WAITS = Model(Cost(0.01, 0.0001), num_batches=100, num_cpus=4)
+LAUNCHERS: dict[str, Any] = {
+    "fork": popen_fork.Popen,
+    "spawn": popen_spawn_posix.Popen,
+    "forkserver": popen_forkserver.Popen,
+}
 WAITING = "more than this rank's 4 CPUs, because batches wait 9.9 ms"
 
 
@@ -533,6 +540,101 @@ def test_the_trial_starts_its_process_as_the_loader_does(method: str, chosen: An
     with fastload.DataLoader(Counted(), 16, num_workers="auto", **options) as loader:
         assert len(list(loader)) == 4
     assert "measured in" in chosen()[0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
+    method: str, monkeypatch: pytest.MonkeyPatch, chosen: Any
+) -> None:
+    """Its exception reaches the caller, no process is left behind, and the next epoch makes the trial."""
+    launcher = LAUNCHERS[method]
+    launch = launcher._launch
+
+    def launch_and_ring(self: Any, child: Any) -> None:
+        launch(self, child)
+        signal.raise_signal(signal.SIGALRM)
+
+    def handler(*_: object) -> None:
+        raise TimeoutError("of the handler")
+
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto", multiprocessing_context=method)
+    starting.start_helpers(method)
+    before = leaks.held()
+    handler_before = signal.signal(signal.SIGALRM, handler)
+    try:
+        monkeypatch.setattr(launcher, "_launch", launch_and_ring)
+        with pytest.raises(TimeoutError, match="of the handler"):
+            iter(loader)
+    finally:
+        signal.signal(signal.SIGALRM, handler_before)
+
+    monkeypatch.setattr(launcher, "_launch", launch)
+    assert leaks.held_soon(before) == before
+    assert chosen() == []
+    assert len(list(loader)) == 4
+    assert "measured in" in chosen()[0]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_an_interrupted_trial_is_repeated(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, chosen: Any
+) -> None:
+    """By Ctrl-C, or the exception of a handler: nothing was measured, and nothing is remembered."""
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
+    before = leaks.held()
+    follow = AutoWorkers._follow
+    monkeypatch.setattr(AutoWorkers, "_follow", interrupt)
+    with pytest.raises(error):
+        iter(loader)
+
+    monkeypatch.setattr(AutoWorkers, "_follow", follow)
+    assert leaks.held_soon(before) == before
+    assert chosen() == []
+    assert len(list(loader)) == 4
+    assert "measured in" in chosen()[0]
+
+
+class Signals(Counted):
+    """Writes to a file what a signal would do in the process that reads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def __getitem__(self, index: int) -> Any:
+        blocked = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+        self.path.write_text(repr((blocked, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)))
+        return index
+
+
+def test_signals_with_a_handler_wait_while_the_trial_is_forked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Their handlers do not run in its process, which blocks what this one blocked before."""
+    fork, masks = os.fork, []
+
+    def fork_and_look() -> int:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_and_look)
+    handler_before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        dataset = Signals(tmp_path / "signals")
+        AutoWorkers(1).choose(fastload.DataLoader(dataset, 16, multiprocessing_context="fork", num_workers=1))
+        expected = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
+        signal.signal(signal.SIGUSR1, handler_before)
+
+    assert signal.SIGUSR1 in masks[0]
+    assert dataset.path.read_text() == repr((expected, True))
+    assert signal.SIGUSR1 not in expected
 
 
 def test_a_dataset_that_cannot_be_pickled_is_an_error_of_the_epoch(chosen: Any) -> None:

@@ -247,7 +247,7 @@ class CachedDataset(Dataset[Any]):
         transform = self.transform  # read once: another thread may set it
         if transform is None:
             return private_copy(self.lend(index))
-        return self._caller_of(transform)(lambda: self.view(index), index)
+        return self._caller_of(transform)(self.view, index)
 
     def __repr__(self) -> str:
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", type(self.cache).__name__]

@@ -28,6 +28,7 @@ from fastload.cache.codecs import SOURCE
 from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, without_fingerprint
+from fastload.cache.in_memory import held_bytes
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.no_cache import NoCache
@@ -95,6 +96,7 @@ class Opener:
         self.examples: dict[int, Any] = {}
         self._num_samples = len(dataset)
         self._is_examined = False
+        self._held_bytes = 0  # of an array that holds the samples in memory already
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -369,8 +371,11 @@ class Opener:
             return
         last = self._num_samples - 1
         indices = list(dict.fromkeys([0, self._num_samples // 2, last]))
-        self.examples = random_check.probe(self.source, indices, rechecked=[0, last])
+        self.examples = random_check.probe(self.source, indices, [0, last], look=self._look)
         self._is_examined = True
+
+    def _look(self, sample: Any) -> None:
+        self._held_bytes = held_bytes(sample, self._num_samples)
 
     def _report(self, cache: SampleCache) -> None:
         num_samples, budget_bytes = self._num_samples, cache.budget_bytes
@@ -387,6 +392,13 @@ class Opener:
                 fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
             memory = getattr(cache, "fast", cache)
             is_own = not isinstance(memory, SharedMemoryCache) or memory.origin.pid == os.getpid()
+            if is_own and self._held_bytes:
+                log.warning(
+                    "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
+                    "much memory again and, with a transform, is no faster than the dataset. Give the loader "
+                    "a dataset that calls the transform itself, without CachedDataset",
+                    readable_size(self._held_bytes),
+                )
             if is_known and is_own and fit < num_samples:
                 log_short(budget_bytes, fit, num_samples, needed_bytes)
                 if isinstance(memory, SharedMemoryCache):

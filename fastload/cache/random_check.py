@@ -20,15 +20,23 @@ from fastload.nested.tree import first_difference
 from fastload.rng.pipelines import find_pipelines, parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
 
 
-def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, Any]:
+def probe(
+    dataset: Any, indices: list[int], rechecked: list[int], look: Callable[[Any], None] | None = None
+) -> dict[int, Any]:
     """Read the samples at `indices`, and read the samples at `rechecked` again, under another seed.
+
+    Args:
+        dataset: Map-style.
+        indices: Of the samples.
+        rechecked: Those that are read again.
+        look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:
         RandomDatasetError: The second reading differs from the first; names the leaf.
@@ -39,7 +47,10 @@ def probe(dataset: Any, indices: list[int], rechecked: list[int]) -> dict[int, A
     with _random_state_kept(transforms):
         for index in indices:
             # Copied as bytes: a dataset may return the same buffer again at its next access.
-            samples[index] = decode(encode(_read(dataset, index, transforms, _SEEDS[0])))
+            fresh = _read(dataset, index, transforms, _SEEDS[0])
+            if look is not None:
+                look(fresh)
+            samples[index] = decode(encode(fresh))
             if index in rechecked:
                 path = first_difference(samples[index], _read(dataset, index, transforms, _SEEDS[1]))
                 if path is not None:

@@ -130,19 +130,19 @@ class TransformCaller:
             return "whole images are decoded: the transform is not an albumentations pipeline"
         return pushdown.explain()
 
-    def __call__(self, fetch: Callable[[], Any], index: int) -> Any:
-        """The transform's output for the sample that `fetch()` returns; it shares no memory with the cache.
+    def __call__(self, fetch: Callable[[int], Any], index: int) -> Any:
+        """The transform's output for the sample `fetch(index)`; it shares no memory with the cache.
 
         Args:
             fetch: Returns the sample: read-only arrays, private tensors. Called again after a refusal,
                 because the transform may have changed the containers.
-            index: The sample's index, for the note on an error.
+            index: The sample's index.
 
         Raises:
             Exception: An error of the transform, with a note that describes its input.
         """
         if not self.needs_copies:
-            sample = fetch()
+            sample = fetch(index)
             try:
                 output = self._call(sample, sample, index)
             except Exception as error:
@@ -156,7 +156,7 @@ class TransformCaller:
                     return detached(output, arrays)
             self.needs_copies = True
             rewind()  # this call drew random numbers; the next call starts from the same random state
-        sample = fetch()
+        sample = fetch(index)
         return self._call(sample, private_copy(sample), index)
 
 
@@ -240,10 +240,12 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
                 f"element {position} of the sample has the image's height and width {image.shape[:2]}: a "
                 'mask must be transformed with its image. Return {"image": ..., "mask": ...} from the dataset'
             )
-    values = [transform(image=image)["image"], *rest]
+    values = (transform(image=image)["image"], *rest)
+    if type(sample) is tuple:
+        return values
     if is_namedtuple(sample):
         return type(sample)._make(values)  # type: ignore[union-attr]
-    return tuple(values) if isinstance(sample, tuple) else values
+    return values if isinstance(sample, tuple) else list(values)
 
 
 def _join(keys: Iterable[Any]) -> str:

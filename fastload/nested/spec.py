@@ -41,10 +41,12 @@ class Spec:
         text: The structure as JSON, which is what a record stores.
     """
 
-    __slots__ = ("leaves", "node", "text")
+    __slots__ = ("_flat_type", "leaves", "node", "text")
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        is_flat = node[0] in ("tuple", "list") and not any(child[0] in _CONTAINERS for child in node[1])
+        self._flat_type: Any = {"tuple": tuple, "list": list}[node[0]] if is_flat else None
         self.leaves: tuple[Leaf, ...] = tuple(_leaves(node))
         self.text = json.dumps(node, separators=(",", ":")).encode("ascii")
 
@@ -70,6 +72,8 @@ class Spec:
         Raises:
             CacheError: The class of a namedtuple is not imported in this process.
         """
+        if self._flat_type is not None:  # most samples: quicker than the walk
+            return self._flat_type(values)
         return _build(self.node, iter(values))
 
     def paths(self) -> list[str]:

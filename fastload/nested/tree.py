@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
     from fastload.nested.leaves import Array, Leaf
 
+    _Function = Callable[[Any], Any]
+    _IsLeaf = Callable[[Any], bool]
+    _Rebuild = Callable[[Any, _Function, _IsLeaf | None], Any]
+
 
 # Sequences that are values, and types whose objects hold no leaves.
 _VALUES = (torch.Tensor, np.ndarray, str, bytes, bytearray, memoryview, range)
@@ -46,11 +50,11 @@ def map_leaves(
     rebuild = _rebuilder(value.__class__)
     if rebuild is None or (is_leaf is not None and is_leaf(value)):
         return function(value)
-    return rebuild(value, lambda part: map_leaves(part, function, is_leaf))
+    return rebuild(value, function, is_leaf)
 
 
 @functools.lru_cache(maxsize=1024)
-def _rebuilder(cls: type) -> Callable[[Any, Callable[[Any], Any]], Any] | None:
+def _rebuilder(cls: type) -> _Rebuild | None:
     """The function that maps the parts of a container of this class; None if its objects are leaves."""
     if issubclass(cls, _VALUES):
         return None
@@ -61,11 +65,11 @@ def _rebuilder(cls: type) -> Callable[[Any, Callable[[Any], Any]], Any] | None:
     return _map_dataclass if dataclasses.is_dataclass(cls) else None
 
 
-def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
+def _map_mapping(value: Mapping[Any, Any], function: _Function, is_leaf: _IsLeaf | None) -> Any:
     parts = dict(value.items())
     changed = {}
     for key, part in parts.items():
-        mapped = visit(part)
+        mapped = map_leaves(part, function, is_leaf)
         if mapped is not part:
             changed[key] = mapped
     if not changed:
@@ -81,11 +85,16 @@ def _map_mapping(value: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
     return _make_like(value, {**parts, **changed})
 
 
-def _map_sequence(value: Any, visit: Callable[[Any], Any]) -> Any:
+def _map_sequence(value: Any, function: _Function, is_leaf: _IsLeaf | None) -> Any:
     parts = list(value)
-    mapped = [visit(part) for part in parts]
-    if all(new is old for new, old in zip(mapped, parts, strict=True)):
+    mapped = [map_leaves(part, function, is_leaf) for part in parts]
+    for new, old in zip(mapped, parts, strict=True):
+        if new is not old:
+            break
+    else:
         return value
+    if type(value) is tuple:
+        return tuple(mapped)
     if type(value) is list:
         return mapped
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -105,13 +114,13 @@ def _make_like(value: Any, content: Any) -> Any:
         return content  # as torch's pin_memory does
 
 
-def _map_dataclass(value: Any, visit: Callable[[Any], Any]) -> Any:
+def _map_dataclass(value: Any, function: _Function, is_leaf: _IsLeaf | None) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue  # declared with init=False and never set
         part = getattr(value, field.name)
-        mapped = visit(part)
+        mapped = map_leaves(part, function, is_leaf)
         if mapped is not part:
             changed[field.name] = mapped
     if not changed:
@@ -161,12 +170,13 @@ def owns_its_memory(nest: Any) -> bool:
 
     Most outputs of transforms do; this is a quick check before `is_seen_through` and `detached`.
     """
-    for leaf in leaves(nest):
+    parts = nest if type(nest) is tuple else leaves(nest)  # most outputs: quicker than the walk
+    for leaf in parts:
         if type(leaf) is np.ndarray:
             if not leaf.flags.owndata or leaf.dtype.hasobject:
                 return False
         elif type(leaf) not in _NUMBERS_AND_TEXTS:
-            return False
+            return isinstance(leaf, (dict, list, tuple)) and owns_its_memory(leaves(nest))
     return True
 
 

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 from fastload.system.posix import resource
+
+_OPEN_FILES = Path("/proc/self/fd")
 
 
 def too_many_files() -> str:
     """The reason why a descriptor was not received, with the limit and the remedy."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"because this process has reached its limit on open files: RLIMIT_NOFILE is {soft:,} and may be "
-        f"raised to {hard:,} (ulimit -n). Raise the limit, or close files"
+        f"because this process has reached its limit on open files: {limit_on_files()}. Raise the limit, or "
+        "close files"
     )
+
+
+def limit_on_files() -> str:
+    """The limit on open files, and how far it may be raised, as a clause."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
+    return f"RLIMIT_NOFILE is {soft:,} and may be raised {most} (ulimit -n)"
+
+
+def allows_files(number: int) -> bool:
+    """Whether this process may open so many files beside those that are open; True where that is unknown."""
+    if resource is None or not _OPEN_FILES.is_dir():
+        return True
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return bool(soft == resource.RLIM_INFINITY or len(os.listdir(_OPEN_FILES)) + number <= soft)

@@ -15,7 +15,9 @@ After each epoch, the measured times correct the model. Rules:
    returns to that number.
 6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. If the
    first sample came too late, the trial is repeated after an epoch, with a tenth of its time.
-7. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
+7. A trial that an exception in this process interrupts, such as one of a signal handler, is made again.
+   Signals that have a handler wait while its process is started, as in `process`.
+8. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import itertools
 import logging
 import math
 import os
+import signal
 import time
 import warnings
 from multiprocessing import process
@@ -40,6 +43,7 @@ from fastload.batch.iterable_state import keeps_state
 from fastload.system.cgroups import read_text
 from fastload.system.cpus import rank_cpus
 from fastload.system.logs import log
+from fastload.workers.process import end_unrecorded, without_handlers
 from fastload.workers.starting import check_not_inheriting, start_helpers
 from fastload.workers.worker import be_quiet, drop_signal_handlers, leave_with
 
@@ -265,34 +269,42 @@ class AutoWorkers:
     def _try(self, loader: Any, length: int) -> Model | str:
         """The model, or the reason why the trial failed, as a clause."""
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-        if context.get_start_method() != "fork":
-            start_helpers(context.get_start_method())
+        method = context.get_start_method()
+        if method != "fork":
+            start_helpers(method)
         receiver, sender = context.Pipe(duplex=False)
+        child: Any = None
         try:
             began_s = time.perf_counter()
-            arguments = sender, _twin_of(loader), self._least > 0, process.current_process().pid
-            child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
-            try:
-                child.start()
-            except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
-                return f"its process could not be started: {error!r}"
+            # Also with a fork server: the exception of a handler would look like an error of the start.
+            with without_handlers() as mask:
+                arguments = sender, _twin_of(loader), self._least > 0, process.current_process().pid, mask
+                child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
+                try:
+                    child.start()
+                except BaseException as error:
+                    if method != "forkserver":
+                        end_unrecorded(error)
+                    if not isinstance(error, Exception):
+                        raise
+                    # The first epoch raises it again if it matters.
+                    return f"its process could not be started: {error!r}"
             sender.close()
-            try:
-                if not receiver.poll(_START_LIMIT_S):
-                    return f"its process took more than {_START_LIMIT_S:.0f} s to start"
-                receiver.recv()
-                is_free = loader.worker_method == "thread" or loader.persistent_workers
-                start_s = 0.0 if is_free else time.perf_counter() - began_s
-                return self._follow(receiver, Model(Cost(0.0, 0.0), length, rank_cpus(), start_s))
-            except EOFError:
-                child.join()
-                return f"its process ended with exit code {child.exitcode}"
-            finally:
-                child.kill()  # its work is done
-                child.join()
+            if not receiver.poll(_START_LIMIT_S):
+                return f"its process took more than {_START_LIMIT_S:.0f} s to start"
+            receiver.recv()
+            is_free = loader.worker_method == "thread" or loader.persistent_workers
+            start_s = 0.0 if is_free else time.perf_counter() - began_s
+            return self._follow(receiver, Model(Cost(0.0, 0.0), length, rank_cpus(), start_s))
+        except EOFError:
+            child.join()
+            return f"its process ended with exit code {child.exitcode}"
         finally:
             sender.close()
             receiver.close()
+            if child is not None and child.pid is not None:
+                child.kill()  # its work is done
+                child.join()
 
     def _follow(self, receiver: Connection, model: Model) -> Model | str:
         """The model with the last cost that the trial sends in its time."""
@@ -359,11 +371,13 @@ def _twin_of(loader: Any) -> Any:
 # --- in the process of the trial --------------------------------------------------------------------------
 
 
-def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int) -> None:
+def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal_mask: set[Any]) -> None:
     """Send "" at once, then the cost of a batch again and again, at last "" or why it failed, as a clause."""
     try:
         drop_signal_handlers()
-        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 7
+        if hasattr(signal, "pthread_sigmask"):  # not on Windows
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open: rule 8
             leave_with(parent_pid)
         be_quiet()
         warnings.simplefilter("ignore")

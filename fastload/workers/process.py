@@ -10,7 +10,7 @@ Rules:
    process has recorded the worker, and never in the worker. A fork server may take long, until it has
    imported what it preloads; it looks after its children itself, and signals are not blocked. A signal may
    also arrive in another thread, which does not block it, and Python then runs the handler in this thread
-   all the same: if that raises, `_end_unrecorded` ends the process.
+   all the same: if that raises, `end_unrecorded` ends the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class WorkerProcess:
             OSError: The system refuses to start a process.
         """
         method = self._context.get_start_method()
-        with _without_handlers(method != "forkserver") as mask, end.socket:
+        with without_handlers(method != "forkserver") as mask, end.socket:
             setup = Setup(self._worker_id, job, end, os.getpid(), inherited if method == "fork" else [], mask)
             self._process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
                 target=main, args=(setup,), name=self.name, daemon=True
@@ -79,7 +79,7 @@ class WorkerProcess:
                 self._process.start()
             except BaseException as error:
                 if method != "forkserver":
-                    _end_unrecorded(error)
+                    end_unrecorded(error)
                 if not isinstance(error, (EOFError, ConnectionError)):
                     raise
                 raise WorkerStartError(  # a fork server that cannot fork ends
@@ -228,10 +228,11 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
 
 
-def _end_unrecorded(error: BaseException) -> None:
+def end_unrecorded(error: BaseException) -> None:
     """End a process whose start was interrupted by ``error`` before multiprocessing had recorded it.
 
     Only the frames of the traceback know it: multiprocessing's Popen, with the process id, and the two pipes.
+    A fork server looks after its children itself.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):  # the frame of the pipes first
         known = frame.f_locals
@@ -256,8 +257,14 @@ def _end_unrecorded(error: BaseException) -> None:
 
 
 @contextlib.contextmanager
-def _without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
-    """Block the signals that have a Python handler; yields the signals that were blocked before."""
+def without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
+    """Block the signals that have a Python handler; yields the signals that were blocked before.
+
+    Nothing happens on Windows, where no signal can be blocked.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield set()
+        return
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         if blocks:

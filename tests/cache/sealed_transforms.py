@@ -221,7 +221,7 @@ def run(title: str, pipeline: Any, sample: dict[str, Any], num_seeds: int, found
             return  # this kind of sample, or this argument, is not for the transform
         found["runs"] += 1
         seed_all(pipeline, seed)
-        output = caller(lambda: copied(given, lambda array: array), 0)
+        output = caller(lambda _: copied(given, lambda array: array), 0)
         if caller.needs_copies:
             found["refusals"] += 1
             return

@@ -11,6 +11,7 @@ import pickle
 import platform
 import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.build import build_lmdb, build_shard
+from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.layout import Layout, Origin
@@ -509,5 +511,34 @@ def test_shards_beyond_the_limit_of_descriptors(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_NOFILE, used + 20), pytest.raises((OSError, CacheError)) as caught:
         LMDBCache(tmp_path / "cache")
 
-    assert "two files open for each of the 40 shards" in caught.value.__notes__[-1]
-    assert "ulimit -n" in caught.value.__notes__[-1]
+    note = caught.value.__notes__[-1]
+    assert "two files open for each of the 40 shards" in note
+    assert f"RLIMIT_NOFILE is {used + 20}" in note
+    assert "ulimit -n" in note
+
+
+def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:
+    with ThreadPoolExecutor(1) as executor:
+        return build_on(executor, lambda: dataset, path, num_cpus=1, shards=shards)
+
+
+@pytest.mark.parametrize("build", [build_lmdb, built_by_tasks])
+def test_shards_beyond_the_limit_of_descriptors_are_not_built(build: Any, tmp_path: Path) -> None:
+    """The limit would end a long build in its last step, so it is an error at its beginning."""
+    path, dataset = tmp_path / "cache", Images(40)
+    used = len(os.listdir("/proc/self/fd"))
+    expected = rf"40 shards.* 80 open files.*RLIMIT_NOFILE is {used + 60} .*ulimit -n.* fewer shards"
+
+    with limited(resource.RLIMIT_NOFILE, used + 60), pytest.raises(CacheError, match=expected):
+        build(dataset, path, shards=40)
+
+    assert not list(tmp_path.iterdir())
+    assert sum(map(bool, dataset.reads)) <= 3  # those that show whether the dataset is random
+
+
+def test_shards_of_one_machine_need_few_descriptors(tmp_path: Path) -> None:
+    """A machine that builds one shard of many does not open the others."""
+    used = len(os.listdir("/proc/self/fd"))
+
+    with limited(resource.RLIMIT_NOFILE, used + 60):
+        build_shard(Images(40), tmp_path / "cache", 3, 40, num_workers=0, progress=False)

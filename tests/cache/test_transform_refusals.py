@@ -35,9 +35,9 @@ def test_a_refusal_is_answered_and_remembered() -> None:
     caller = TransformCaller(divide_in_place())
     fetched: list[int] = []
 
-    def fetch() -> Any:
-        fetched.append(1)
-        image = FloatImages().sample(0)
+    def fetch(index: int) -> Any:
+        fetched.append(index)
+        image = FloatImages().sample(index)
         image.flags.writeable = False
         return image
 

@@ -123,7 +123,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     image = ds.view(1)
     seen: list[Any] = []
     caller._call = lambda sample, given, index: seen.append(given)
-    caller(lambda: image, 1)
+    caller(lambda _: image, 1)
 
     assert seen[0] is image
 

@@ -27,6 +27,7 @@ from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.build.writer import ShardWriter
 from fastload.cache.lmdb.description import Description, runs_of
+from fastload.cache.lmdb.files import check_openable
 from fastload.cache.lmdb.format import VALUE_HEADER_BYTES
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.shapes import SeenShapes
@@ -87,7 +88,8 @@ def build_lmdb(
             machines build another cache there.
         CacheBusyError: Another process is building it.
         UnsupportedSampleError: A value in a sample cannot be cached.
-        CacheError: The files could not be written.
+        CacheError: The files could not be written, or this process may not open as many files as the shards
+            need.
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
         ValueError: An argument is invalid.
     """
@@ -97,6 +99,7 @@ def build_lmdb(
     dataset, fingerprint = as_stored(dataset, fingerprint, codec)
     skips = on_error == "skip"
     if not os.path.lexists(path):
+        check_openable(min(shards or 1, len(dataset)))
         with only_builder(path) as lock, contextlib.closing(Unfinished(path)) as files:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock
                 plan = make_plan(

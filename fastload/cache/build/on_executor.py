@@ -27,6 +27,7 @@ from fastload.cache.build.build import build_shard, join, started
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.codecs import SOURCE
 from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb.files import check_openable
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import refuse_random
@@ -173,6 +174,8 @@ def build_on(
         refuse_random(dataset)
     if shards is None and not os.path.lexists(path):
         shards = _shards_of_unfinished(path) or max(1, min(_MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
+    if not os.path.lexists(path):
+        check_openable(min(shards or 1, len(dataset)))
     with started(
         dataset if codec == SOURCE else decoded_source(dataset),
         path,

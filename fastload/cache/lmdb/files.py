@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from fastload.cache.lmdb.open_file import OpenFile
 from fastload.cache.locks import share_lock
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, add_note
+from fastload.system.limits import allows_files, limit_on_files
 
 if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARD_SUFFIX = ".lmdb"
 MANIFEST_NAME = "cache.json"  # in an object store and in a local copy, see `manifest` and `copies`
+_FILES_A_SHARD = 2  # its descriptor, and that of its mapping
 _MOST_NAMED = 10  # missing shards that an error lists
 
 # By device and inode; a forked child inherits its parent's open files.
@@ -63,8 +65,8 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
             if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
                 add_note(
                     error,
-                    f"A process keeps two files open for each of the {len(names):,} shards of {path}: raise "
-                    "the limit (ulimit -n), or build the cache with fewer shards",
+                    f"A process keeps two files open for each of the {len(names):,} shards of {path}, but "
+                    f"{limit_on_files()}: raise the limit, or build the cache with fewer shards",
                 )
             raise
         number = file.description.shard
@@ -86,6 +88,21 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
             "or delete the directory and build it again"
         )
     return tuple(shards[number] for number in range(num_shards))
+
+
+def check_openable(num_shards: int) -> None:
+    """Check that this process may open a cache of so many shards.
+
+    Raises:
+        CacheError: It may not.
+    """
+    num_files = _FILES_A_SHARD * num_shards
+    if not allows_files(num_files):
+        raise CacheError(
+            f"a cache of {num_shards:,} shards needs {num_files:,} open files in each process that reads it, "
+            f"but {limit_on_files()}: raise the limit, or build the cache with fewer shards. Nothing was "
+            "built yet"
+        )
 
 
 def _check_same_cache(file: OpenFile, first: OpenFile) -> None:
