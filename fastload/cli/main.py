@@ -528,12 +528,6 @@ def profile(
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")
     ] = None,
-    plot_path: Annotated[
-        str | None,
-        typer.Option(
-            "--plot", metavar="FILE.png", help="Draw the last 300 steps: waiting, computing, workers."
-        ),
-    ] = None,
     trace_path: Annotated[
         str | None,
         typer.Option("--trace", metavar="FILE.json", help="Write a trace for Perfetto or chrome://tracing."),
@@ -548,7 +542,7 @@ def profile(
     """
     from fastload.cli.profile_command import check, profile_script
 
-    check(json_path, plot_path, trace_path)
+    check(json_path, trace_path)
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(
         profile_script,
@@ -557,7 +551,6 @@ def profile(
         as_module=is_module,
         replay=replay,
         json_path=json_path,
-        plot_path=plot_path,
         trace_path=trace_path,
     )
 

@@ -7,7 +7,6 @@ signal or traceback that ends it, is the command's.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import sys
@@ -24,21 +23,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def check(json_path: str | None, plot_path: str | None, trace_path: str | None) -> None:
+def check(json_path: str | None, trace_path: str | None) -> None:
     """Refuse what cannot be written, before hours of training are spent.
 
     Raises:
-        CommandError: A file cannot be written there, or matplotlib is missing.
+        CommandError: A file cannot be written there.
     """
-    for path in (json_path, plot_path, trace_path):
+    for path in (json_path, trace_path):
         if path is not None:
             directory = os.path.dirname(os.path.abspath(path))
             if os.path.isdir(path) or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
                 raise CommandError(f"{path} cannot be written: its directory must exist, and be writable")
-    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError(
-            '--plot needs matplotlib: pip install matplotlib, or the extra "plot" of fastload-torch'
-        )
 
 
 def profile_script(
@@ -48,7 +43,6 @@ def profile_script(
     as_module: bool,
     replay: int,
     json_path: str | None,
-    plot_path: str | None,
     trace_path: str | None,
 ) -> None:
     """Run a script to its end under a profile, and print the report, also after an error or Ctrl-C.
@@ -59,7 +53,6 @@ def profile_script(
         as_module: Run it as `python -m` does.
         replay: See `fastload.profile`.
         json_path: Where the report is written as JSON; None: nowhere.
-        plot_path: Where a picture is written; None: nowhere.
         trace_path: Where a trace is written; None: nowhere.
 
     Raises:
@@ -77,18 +70,16 @@ def profile_script(
             try:
                 profile.stop()
             finally:
-                _save(profile, json_path, plot_path, trace_path)
+                _save(profile, json_path, trace_path)
 
 
-def _save(profile: Profile, json_path: str | None, plot_path: str | None, trace_path: str | None) -> None:
+def _save(profile: Profile, json_path: str | None, trace_path: str | None) -> None:
     report = profile.report()
     with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
         sys.stdout.flush()
     write_stderr(f"\n{report}\n")
     if json_path is not None:
         _write(json_path, lambda: _write_json(json_path, report.as_dict()))
-    if plot_path is not None:
-        _write(plot_path, lambda: profile.plot(plot_path))
     if trace_path is not None:
         _write(trace_path, lambda: profile.save_trace(trace_path))
 

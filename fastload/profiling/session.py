@@ -82,18 +82,6 @@ class Profile:
         self._expect_end()
         return self._report
 
-    def plot(self, path: str) -> None:
-        """Draw the times of a few hundred steps as a PNG file.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            RuntimeError: The profile has not ended.
-        """
-        self._expect_end()
-        from fastload.profiling.pictures import draw
-
-        draw(self._timelines, path)
-
     def save_trace(self, path: str) -> None:
         """Write a trace in Chrome's format, which Perfetto and chrome://tracing read.
 
@@ -101,7 +89,7 @@ class Profile:
             RuntimeError: The profile has not ended.
         """
         self._expect_end()
-        from fastload.profiling.pictures import write_trace
+        from fastload.profiling.trace import write_trace
 
         write_trace(self._timelines, path)
 

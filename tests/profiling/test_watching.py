@@ -18,7 +18,6 @@ from torch.utils.data import _utils
 
 import fastload
 from fastload.batch.fetch import Fetcher
-from fastload.profiling.session import Profile
 from fastload.profiling.timeline import Machine
 from fastload.profiling.watching import AHEAD, NEW, REPLAYED
 from fastload.workers import process
@@ -308,12 +307,6 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     assert report.speedup_replayed > 2
 
 
-@pytest.fixture(scope="module")
-def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Matplotlib keeps the files of its fonts open from the first picture on."""
-    Profile((), 0).plot(str(tmp_path_factory.mktemp("fonts") / "empty.png"))
-
-
 class TestReport:
     """What can be done with a report."""
 
@@ -383,15 +376,6 @@ class TestReport:
         assert any("too few batches were made to say" in line for line in lines)
         assert not any(line.endswith(":") for line in lines)
 
-    @pytest.mark.usefixtures("fonts")
-    def test_as_a_picture(self, profile: fastload.Profile, tmp_path: Path) -> None:
-        """A PNG file."""
-        path = tmp_path / "profile.png"
-
-        profile.plot(str(path))
-
-        assert path.read_bytes().startswith(b"\x89PNG")
-
     def test_as_a_trace(self, profile: fastload.Profile, tmp_path: Path) -> None:
         """Complete events of the loop and of the batches that were made."""
         path = tmp_path / "trace.json"
@@ -403,12 +387,11 @@ class TestReport:
         assert names.count("waiting for data") == names.count("making a batch") == 24
         assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
-    @pytest.mark.usefixtures("fonts")
     def test_without_a_loader(self, tmp_path: Path) -> None:
         """Nothing to say, and no error."""
         with fastload.profile() as profile:
             pass
-        profile.plot(str(tmp_path / "empty.png"))
+        profile.save_trace(str(tmp_path / "empty.json"))
 
         assert str(profile.report()) == "No DataLoader was used."
 
