@@ -37,6 +37,7 @@ from tests.kit.batches import read_epoch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
 WAYS: list[dict[str, Any]] = [
@@ -341,6 +342,26 @@ def test_caches_inside_other_datasets_count(way: dict[str, Any], wrap: Any) -> N
         list(loader)
 
         assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22, 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("has_transform", [False, True])
+def test_hits_of_every_tier_count(num_workers: int, has_transform: bool, tmp_path: Path) -> None:
+    """A sample that the file holds is a hit, whether it is in RAM already or not."""
+    fastload.CachedDataset(ROWS, cache=f"lmdb:{tmp_path}/rows", progress=False).cache.close()
+    transform = _unchanged if has_transform else None
+    tiers = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
+    with DataLoader(tiers, 4, num_workers=num_workers) as loader:
+        for num_epochs in (1, 2):
+            list(loader)
+
+            assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22 * num_epochs, 0)
+    tiers.cache.close()
+
+
+def _unchanged(sample: Any) -> Any:
+    """A transform of nothing."""
+    return sample
 
 
 def test_hits_of_another_loader_and_of_the_caller_do_not_count() -> None:

@@ -10,10 +10,13 @@ import albumentations as A
 import numpy as np
 import pytest
 from albumentations.augmentations.crops.transforms import CropSizeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.pushdown import Pushdown
+from fastload.errors import ImageReadError
 from fastload.images import regions
 from fastload.images.encoded import EncodedImage
 from tests.images.test_encoded import image_file
@@ -317,6 +320,36 @@ def test_fast_decoding_of_small_images_is_exact() -> None:
         Pushdown(pipeline, reduces=True)(image=EncodedImage(content))["image"],
         pipeline(image=EncodedImage(content).decode())["image"],
     )
+
+
+@pytest.mark.parametrize("crop", [A.Resize(50, 60), A.RandomResizedCrop((40, 56), scale=(0.5, 1))], ids=str)
+@given(share=st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_fast_decoding_of_a_truncated_file(crop: Any, share: float) -> None:
+    """ImageReadError, or the pixels of the whole file: never an image that is partly grey."""
+    content = smooth_file(512, 640)
+    cut = content[: round(share * len(content))]
+    fast, whole = (A.Compose([crop], seed=3) for _ in range(2))
+    try:
+        found = Pushdown(fast, reduces=True)(image=EncodedImage(cut))["image"]
+    except ImageReadError:
+        assert cut != content
+    else:
+        expected = whole(image=EncodedImage(content).decode())["image"]
+        assert psnr_db(found, expected) > 30
+
+
+@pytest.mark.parametrize(("height", "width"), [(2048, 2560), (100, 90), (512, 90), (1, 1)])
+def test_fast_decoding_of_a_file_whose_header_lies(height: int, width: int) -> None:
+    """Other sides than those of the picture: ImageReadError, or an image of the pipeline's shape."""
+    content = bytearray(smooth_file(512, 640))
+    frame = content.index(b"\xff\xc0")
+    content[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
+    try:
+        found = Pushdown(A.Compose([A.Resize(50, 60)]), reduces=True)(image=EncodedImage(bytes(content)))
+    except ImageReadError:
+        return
+    assert found["image"].shape == (50, 60, 3)
 
 
 # --- in a CachedDataset ----------------------------------------------------------------------------------

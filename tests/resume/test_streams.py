@@ -62,6 +62,28 @@ def test_any_cut(num_workers: int, data: Any) -> None:
     assert [batch.tolist() for batch in loader] == whole  # the next epoch is a whole one
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resumed_epoch_is_resumed_again(num_workers: int) -> None:
+    """The second state counts the batches of both parts, also where each part is long."""
+    with loader_of(num_workers, batch_size=1) as loader:
+        whole = [batch.tolist() for batch in loader]
+    found: list[Any] = []
+    state = None
+    for num_batches in (7, 6):
+        loader = loader_of(num_workers, batch_size=1)
+        if state is not None:
+            loader.load_state_dict(state)
+        part, state = cut(loader, num_batches)
+        found += part
+        assert state["_num_yielded"] == len(found)
+    with loader_of(num_workers, batch_size=1) as loader:
+        loader.load_state_dict(state)
+        found += [batch.tolist() for batch in loader]
+
+    assert len(whole) > 14
+    assert found == whole
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_persistent_workers_resume_twice(drop_last: bool) -> None:
     """A state that is loaded between epochs of persistent workers reaches them; so does a second one."""
