@@ -25,14 +25,14 @@ from fastload.cache.build import inventory
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cli import main
+from fastload.cli import cache_commands, main
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
-COMMANDS = ("build", "join", "info", "verify", "ls", "rm")
+COMMANDS = ("build", "build-shard", "join", "info", "verify", "ls", "rm")
 
 
 def run(*words: Any) -> Any:
@@ -193,7 +193,7 @@ class TestHelp:
 
     def test_codecs_are_those_of_the_caches(self) -> None:
         """What --codec offers is what there is."""
-        assert tuple(codec.value for codec in main.Codec) == CACHE_CODECS
+        assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS
 
 
 class TestBuild:
@@ -217,7 +217,7 @@ class TestBuild:
         dest = tmp_path / "my 'own' cache"
 
         whole = run("build", folder, tmp_path / "whole", "--size", "8x10")
-        shard = run("build", folder, dest, "--size", "8x10", "--shard", "1/1")
+        shard = run("build-shard", folder, dest, "1/1", "--size", "8x10")
         command = shlex.split(shard.stdout.splitlines()[-1].partition("run '")[2][:-1])
         joined = run(*command[2:])
 

@@ -19,9 +19,10 @@ import fastload
 from fastload.bench import apart, measure
 from fastload.bench.contenders import Contender
 from fastload.bench.measure import Epochs
+from fastload.bench.report import ending_lines
 from fastload.bench.result import Result
-from fastload.cli import bench_command, main
-from fastload.cli.bench_report import ending_lines
+from fastload.cli import arguments, main
+from fastload.cli.source_argument import setup_code
 from tests.bench import made_up
 from tests.cli_zoo import NUM_SAMPLES, Plain
 from tests.kit.processes import still_running
@@ -200,7 +201,7 @@ class TestWhole:
         """A folder, a class, a function, a dataset inside a class, and both kinds of transform."""
         monkeypatch.chdir(photos.parent)
         transform = None if named is None else f"{__name__}:{named}"
-        setup = {"8x8": bench_command.setup_of(source, "8x8" if source == "photos" else None, transform)}
+        setup = {"8x8": setup_code(source, (8, 8) if source == "photos" else None, transform)}
         rows = [made_up.row(Contender("fastload", "lmdb", 0, 4, size="8x8"), 2.0)]
         found = made_up.result(*rows, source=source, transform=transform)
 
@@ -370,7 +371,7 @@ class TestImpossible:
         def refuse(*paths: str) -> None:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(bench_command.os, "replace", refuse)
+        monkeypatch.setattr(arguments.os, "replace", refuse)
 
         result = run("tests.cli_zoo:factory", *ALONE, "--save", saved)
 

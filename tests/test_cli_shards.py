@@ -1,4 +1,4 @@
-"""Claims of `fastload cache build --shard`, `fastload cache join` and `--ray`: many processes, one cache."""
+"""Claims of `fastload cache build-shard`, `fastload cache join` and `--ray`: many processes, one cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastload.cache.build import build as builds
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cli import cache_commands
 from tests.cli_zoo import NUM_SAMPLES
 from tests.test_cli import run
 from tests.test_cli_mistakes import complaint
@@ -45,7 +45,7 @@ fi
 
 
 def shard(text: str, dest: Path, *options: str, source: str = ZOO) -> Any:
-    return run("build", source, dest, "--workers", "0", "--shard", text, *options)
+    return run("build-shard", source, dest, text, "--workers", "0", *options)
 
 
 @pytest.mark.slow
@@ -130,20 +130,19 @@ def test_join_without_all_shards_fails(tmp_path: Path) -> None:
 
     assert result.exit_code == 1
     assert re.match(
-        r"shards 1, 3 of 3 are missing: .* --shard 1/3', .* --shard 3/3'; then", complaint(result)
+        r"shards 1, 3 of 3 are missing: .*build-shard SOURCE .* 1/3', .* 3/3'; then", complaint(result)
     )
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0/4", "I from 1 to N"),
-        ("5/4", "I from 1 to N"),
-        ("1/0", "an N of at least 1"),
-        ("3", "should be I/N, such as 3/64"),
-        ("-1/4", "should be I/N"),
-        ("a/b", "should be I/N"),
-        ("1/2/3", "should be I/N"),
+        ("0/4", "K from 1 to N"),
+        ("5/4", "K from 1 to N"),
+        ("1/0", "K from 1 to N"),
+        ("3", "should be K/N, such as 3/64"),
+        ("a/b", "should be K/N"),
+        ("1/2/3", "should be K/N"),
     ],
 )
 def test_a_shard_that_does_not_exist_is_wrong_usage(text: str, said: str, tmp_path: Path) -> None:
@@ -158,8 +157,6 @@ def test_a_shard_that_does_not_exist_is_wrong_usage(text: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--shard", "1/2", "--shards", "2"], "omit --shards"),
-        (["--shard", "1/2", "--ray", "auto"], "omit --shard"),
         (["--workers", "2", "--ray", "auto"], "--workers is for builds on one machine"),
     ],
 )
@@ -193,10 +190,15 @@ def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_an_interrupt_says_what_is_kept(tmp_path: Path) -> None:
+def test_an_interrupt_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All samples that were decoded, those of unfinished shards too."""
     shard("1/2", tmp_path / "cache")
 
-    assert cache_commands.interrupted(str(tmp_path / "cache")).startswith(
-        "interrupted: the decoded samples are kept"
-    )
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builds, "build_shard", interrupted)
+    result = shard("2/2", tmp_path / "cache")
+
+    assert result.exit_code == 130
+    assert "interrupted: the decoded samples are kept" in result.stderr

@@ -19,10 +19,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cli import doctor, main, sizing
+from fastload.cache import sizing
+from fastload.cli import main
 from fastload.device import probe
 from fastload.device.probe import GPUCopies, GPUProcess
 from fastload.errors import SegmentError
+from fastload.training import machine_report
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,8 +99,8 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
         GPUCopies(1, "Full", None, None, "CUDA out of memory"),
     ]
     processes = [GPUProcess(0, 4711, 3 << 30), GPUProcess(1, 4712, None)]
-    monkeypatch.setattr(doctor, "measure_copies", lambda: (gpus, ""))
-    monkeypatch.setattr(doctor, "gpu_processes", lambda: (processes, ""))
+    monkeypatch.setattr(machine_report, "measure_copies", lambda: (gpus, ""))
+    monkeypatch.setattr(machine_report, "gpu_processes", lambda: (processes, ""))
     lines = run().stdout.splitlines()
     first, second = lines.index("cuda:0 Big"), lines.index("cuda:1 Full")
 
@@ -257,8 +259,8 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str
 
 def test_what_is_not_installed_has_no_version() -> None:
     """None, under whatever names it is looked for."""
-    assert doctor._version(("no-such-distribution", "neither-this")) is None
-    assert doctor._version(("no-such-distribution", "numpy")) is not None
+    assert machine_report._version(("no-such-distribution", "neither-this")) is None
+    assert machine_report._version(("no-such-distribution", "numpy")) is not None
 
 
 def test_help_lists_the_exit_codes() -> None:

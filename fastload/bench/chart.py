@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import warnings
 from typing import TYPE_CHECKING
@@ -15,13 +14,6 @@ if TYPE_CHECKING:
 _COLOURS = {"none": "#2f6fb3", "ram": "#2e8b57", "lmdb": "#8a6fb3"}
 _TORCH_COLOUR = "#9aa5b1"
 _ROW_INCHES = 0.32
-
-
-def why_no_chart() -> str:
-    """Why no chart can be drawn, and what to install; "" if it can."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return 'a chart needs matplotlib, which is not installed: pip install "fastload-torch[plot]"'
-    return ""
 
 
 def draw(result: Result, path: str) -> None:

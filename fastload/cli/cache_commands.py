@@ -1,4 +1,4 @@
-"""Do the work of the `fastload cache` commands, and word their results.
+"""The commands `fastload cache ...`.
 
 Heavy modules are imported when a command runs. Rules:
 
@@ -12,301 +12,223 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import sys
+import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastload.cli.source_argument import SourceElsewhere, code_ended, is_folder, open_source
-from fastload.cli.terminal import Answer, CommandError, ExitCode, table
-from fastload.errors import CacheCorruptError, CacheMismatchError
+import typer
+
+from fastload.cli.arguments import Size, Source, check_url, is_url, parse_error_budget, place
+from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
+from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
+from fastload.errors import CacheMismatchError
 from fastload.system.sizes import readable_size
+from fastload.system.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastload.cache.build.build import BuiltShard
-    from fastload.cache.fingerprint import Fingerprint
-    from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
     from fastload.cache.lmdb.manifest import Manifest
 
+app = typer.Typer(help="Caches of decoded samples: build them once, train from them.", **APP)
 
-# --- caches on disk --------------------------------------------------------------------------------------
+# --- building --------------------------------------------------------------------------------------------
+
+Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE"])
+OnError = StrEnum("OnError", ["RAISE", "SKIP"])
+
+CodecOption = Annotated[
+    Codec | None,
+    typer.Option(
+        "--codec",
+        help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
+        "source stores the files as they are, and each access decodes them.",
+    ),
+]
+Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
+]
+OnErrorOption = Annotated[
+    OnError,
+    typer.Option(
+        "--on-error",
+        help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out and "
+        "writes a line with its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
+    ),
+]
+ErrorBudget = Annotated[
+    Any,  # int | float | None
+    typer.Option(
+        parser=parse_error_budget,
+        metavar="NUMBER",
+        show_default=False,
+        help="With --on-error skip: how many samples of the whole cache may be left out, as a number or as a "
+        "share such as 0.01; default: all of them.",
+    ),
+]
 
 
-def absolute(name: str, path: str) -> str:
-    """The absolute path of an argument.
+def _url(text: str) -> str:
+    if not is_url(text):
+        raise CommandError(f"--out should be a URL such as s3://bucket/caches/train, but is {text!r}")
+    check_url(text)
+    return text
 
-    Args:
-        name: The name of the argument, for messages.
-        path: The path as given.
 
-    Raises:
-        CommandError: The path is empty, or LMDB cannot open it because it is not valid UTF-8.
+@answers(app)
+def build(
+    source: Source,
+    dest: Annotated[
+        str,
+        typer.Argument(
+            parser=place("DEST", is_new=True),
+            metavar="DEST",
+            help="The cache: a file, or with --shards a directory; or a URL such as "
+            "s3://bucket/caches/train, to which shards are uploaded as they are finished.",
+        ),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(parser=_url, metavar="URL", help="Upload the cache at DEST to this URL, too."),
+    ] = None,
+    size: Size = None,
+    codec: CodecOption = None,
+    quality: Quality = None,
+    workers: Workers = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of files of the cache; default: 1, with --ray a few for each CPU, for a URL so many "
+            "that a file has about 1 GiB.",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Build on a Ray cluster, one task for each shard: 'auto' for the running cluster, 'local' "
+            "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
+            "DEST. Needs the extra 'ray'.",
+        ),
+    ] = None,
+    on_error: OnErrorOption = OnError.RAISE,
+    error_budget: ErrorBudget = "1.0",
+) -> Answer:
+    """Decode every sample of SOURCE once, into a cache at DEST.
+
+    DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
+    was interrupted or killed, run the same command again to continue it.
     """
-    if not path:
-        raise CommandError(f"{name} is empty: give a path")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise CommandError(f"{name} {path!a} is not valid UTF-8: give another name") from None
-    return os.path.abspath(path)
+    options = {**_options(codec, quality, on_error, error_budget), "shards": shards}
+    path, url = (None, dest) if is_url(dest) else (dest, out)
+    if out is not None and path is None:
+        raise CommandError("DEST is a URL, and so is --out: give one of them")
+    if ray is not None and url is not None:
+        raise CommandError(
+            "--ray builds in a directory that all machines see: give a DEST there, and upload the cache "
+            "with 'fastload cache build SOURCE DEST --out URL'"
+        )
+    if ray is not None and workers is not None:
+        raise CommandError("--workers is for builds on one machine: with --ray, a task for each CPU decodes")
+    was_built = path is not None and not os.path.exists(path)
+    started_s = time.monotonic()
+    with _interruptible(path, url):
+        cache: LMDBCache | Manifest
+        if ray is not None:
+            cache = _build_on_ray(SourceElsewhere(source, size, os.getcwd()), dest, ray, options)
+        else:
+            from fastload.cache.build.build import build_lmdb
+            from fastload.cache.build.upload import build_at_url
+
+            with _opened(source, size, codec) as (dataset, fingerprint):
+                options |= {"num_workers": workers, "fingerprint": fingerprint}
+                if url is not None:
+                    cache, was_built = build_at_url(dataset, url, path=path, **options)
+                else:
+                    cache = build_lmdb(dataset, dest, **options)
+    elapsed_s = time.monotonic() - started_s
+    done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
+    return _finished(cache, done, was_built=was_built, elapsed_s=round(elapsed_s, 3))
 
 
-def opened(path: str) -> LMDBCache:
-    """The finished cache at a path.
-
-    Raises:
-        CommandError: There is no finished cache.
-        CacheMismatchError: The path is not a cache, or shards are missing.
-        CacheCorruptError: A file is damaged.
-    """
-    from fastload.cache.lmdb.lmdb_cache import LMDBCache
-
-    if is_url(path):
-        with _url_errors():
-            return LMDBCache(path)
-    path = absolute("PATH", path)
-    try:
-        return LMDBCache(path)
-    except FileNotFoundError as error:
-        is_unfinished = os.path.lexists(f"{path}.partial")
-        raise CommandError(str(error), ExitCode.FAILED if is_unfinished else ExitCode.USAGE) from error
-    except NotADirectoryError as error:
-        raise CommandError(f"there is no cache at {path}: a part of that path is a file") from error
-    except CacheMismatchError as error:
-        if os.path.isdir(path):
-            error.add_note(f"'fastload cache ls {shlex.quote(path)}' lists the caches in a directory")
-        raise
-
-
-def is_url(path: str) -> bool:
-    """Whether an argument names a place that fsspec reads."""
-    from fastload.files.remote import is_url
-
-    return is_url(path)
-
-
-def local(name: str, path: str, instead: str) -> str:
-    """The absolute path of an argument that must not be a URL.
-
-    Args:
-        name: The name of the argument, for messages.
-        path: The argument as given.
-        instead: What to do with a URL.
-
-    Raises:
-        CommandError: It is a URL; or as for `absolute`.
-    """
-    if is_url(path):
-        raise CommandError(f"{name} should be a path on this machine, but is {path}: {instead}")
-    return absolute(name, path)
-
-
-@contextlib.contextmanager
-def _url_errors() -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CommandError(str(error)) from error
-    except CacheMismatchError:  # a ValueError, too
-        raise
-    except (ImportError, ValueError) as error:
-        raise CommandError(str(error)) from error
-
-
-def manifest_at(url: str) -> Manifest:
-    """The manifest of the cache at a URL.
-
-    Raises:
-        CommandError: There is no finished cache, or the URL cannot be opened.
-    """
-    from fastload.cache.lmdb.manifest import read_manifest
-    from fastload.files.transfers import RemoteFiles
-
-    with _url_errors():
-        return read_manifest(RemoteFiles(url))
-
-
-def build_at_url(
-    source: str, size: str | None, path: str | None, url: str, **options: Any
-) -> tuple[Manifest, bool]:
-    """The manifest of the cache at a URL, and whether the cache was built now.
-
-    Args:
-        source: The user's SOURCE, see `source_argument`.
-        size: The user's `--size`; None if not given.
-        path: The absolute path at which the cache is kept too; None for nowhere.
-        url: The URL.
-        options: Further arguments for `upload.build_at_url`.
-    """
-    from fastload.cache.build import upload
-    from fastload.files.transfers import RemoteFiles
-
-    with _url_errors():
-        RemoteFiles(url).check()
-    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
-        return upload.build_at_url(dataset, url, path=path, fingerprint=fingerprint, **options)
-
-
-def build(source: str, size: str | None, path: str, **options: Any) -> LMDBCache:
-    """The cache at an absolute path; built from SOURCE if it does not exist.
-
-    Args:
-        source: The user's SOURCE, see `source_argument`.
-        size: The user's `--size`; None if not given.
-        path: The path of the cache.
-        options: Arguments for `build_lmdb`.
-    """
-    from fastload.cache.build.build import build_lmdb
-
-    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
-        return build_lmdb(dataset, path, fingerprint=fingerprint, **options)
-
-
-def build_on_ray(
-    source: str, size: str | None, path: str, address: str, shards: int | None, **options: Any
-) -> LMDBCache:
-    """The cache at an absolute path; built on a Ray cluster if it does not exist.
-
-    Args:
-        source: The user's SOURCE, see `source_argument`.
-        size: The user's `--size`; None if not given.
-        path: The path of the cache.
-        address: The user's `--ray`.
-        shards: The user's `--shards`; None if not given.
-        options: Further arguments for `ray_build.build`.
-
-    Raises:
-        CommandError: Ray is not installed, or there is no cluster.
-    """
+def _build_on_ray(source: SourceElsewhere, path: str, address: str, options: dict[str, Any]) -> LMDBCache:
     from fastload.integrations import ray_build
 
-    _check_directory(os.path.dirname(path))
     try:
         ray_build.imported()
     except ImportError as error:
         raise CommandError(f"--ray: {error}") from error
-    try:
-        return ray_build.build(
-            SourceElsewhere(source, size, os.getcwd()), path, address=address, shards=shards, **options
-        )
-    except SystemExit as error:
-        raise code_ended(source, error) from error
-    except ConnectionError as error:
-        raise CommandError(str(error), ExitCode.FAILED, "ConnectionError") from error
-    except (CacheCorruptError, CacheMismatchError) as error:
-        if _is_foreign(path):
-            error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
-        raise
+    with users_code(source.source):
+        return ray_build.build(source, path, address=address, **options)
 
 
-def build_shard(
-    source: str, size: str | None, path: str, shard: tuple[int, int], **options: Any
-) -> BuiltShard:
-    """One shard of the cache at an absolute path.
-
-    Args:
-        source: The user's SOURCE, see `source_argument`.
-        size: The user's `--size`; None if not given.
-        path: The path of the cache.
-        shard: The shard, from 0, and the number of shards.
-        options: Further arguments for `build_shard`.
-    """
-    from fastload.cache.build import build as builds
-
-    with _source_opened(source, size, path, options["codec"]) as (dataset, fingerprint):
-        return builds.build_shard(dataset, path, *shard, fingerprint=fingerprint, **options)
-
-
-@contextlib.contextmanager
-def _source_opened(
-    source: str, size: str | None, path: str | None, codec: str | None
-) -> Iterator[tuple[Any, Fingerprint | None]]:
-    """The dataset of SOURCE and its fingerprint, to build a cache at a path, with the errors of a build.
-
-    A path of None is that of a cache that is not kept on this machine.
-    """
-    from fastload.cache.codecs import SOURCE
-    from fastload.cache.fingerprint import fingerprint_of
-    from fastload.cache.random_check import refuse_random
-    from fastload.cache.sources import decoded_source
-
-    if path is not None:
-        _check_directory(os.path.dirname(path))
-    try:
-        dataset = open_source(source, size)
-        if not is_folder(source):
-            refuse_random(dataset)
-        with warnings.catch_warnings():
-            # The user chose the number of workers, or it is the number of cores.
-            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-            fingerprint = fingerprint_of(dataset)
-            yield dataset if codec == SOURCE else decoded_source(dataset), fingerprint
-    except SystemExit as error:
-        raise code_ended(source, error) from error
-    except (CacheCorruptError, CacheMismatchError) as error:
-        if path is not None and _is_foreign(path):
-            error.add_note("DEST exists already and is not a cache: give a path that does not exist yet")
-        raise
-
-
-def parse_shard(text: str) -> tuple[int, int]:
-    """The shard of `--shard I/N`, from 0, and the number of shards.
-
-    Raises:
-        CommandError: It is not I/N, or I is not from 1 to N.
-    """
-    first, slash, second = text.partition("/")
-    if not slash or not first.isdecimal() or not second.isdecimal():
-        raise CommandError(f"--shard should be I/N, such as 3/64, but got {text!r}")
-    number, num_shards = int(first), int(second)
-    if not num_shards:
-        raise CommandError(f"--shard should be I/N with an N of at least 1, such as 3/64, but got {text!r}")
-    if not 1 <= number <= num_shards:
+def _shard(text: str) -> tuple[int, int]:
+    """The shard of K/N, from 0, and the number of shards."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal()):
+        raise CommandError(f"the shard should be K/N, such as 3/64, but got {text!r}")
+    if not 1 <= int(number) <= int(count):
         raise CommandError(
-            f"--shard should be I/N with I from 1 to N, but got {text!r}: shards count from 1, so that the "
-            f"last of {max(1, num_shards)} is {max(1, num_shards)}/{max(1, num_shards)}"
+            f"the shard should be K/N with K from 1 to N, but got {text!r}: shards count from 1, and "
+            "the last of 64 is 64/64"
         )
-    return number - 1, num_shards
+    return int(number) - 1, int(count)
 
 
-def join(path: str, error_budget: int | float | None) -> LMDBCache:
-    """The cache at an absolute path, made from its shards.
+@answers(app)
+def build_shard(
+    source: Source,
+    dest: Annotated[
+        str,
+        typer.Argument(
+            parser=place(
+                "DEST",
+                is_new=True,
+                instead="shards are built in a directory that all machines see: give a DEST there, join, and "
+                "upload the cache with 'fastload cache build SOURCE DEST --out {url}'",
+            ),
+            metavar="DEST",
+            help="The cache, on a file system that all machines see.",
+        ),
+    ],
+    shard: Annotated[
+        str, typer.Argument(metavar="K/N", help="The shard, from 1 to N, and the number of shards.")
+    ],
+    size: Size = None,
+    codec: CodecOption = None,
+    quality: Quality = None,
+    workers: Workers = None,
+    on_error: OnErrorOption = OnError.RAISE,
+    error_budget: ErrorBudget = "1.0",
+) -> Answer:
+    """Decode the samples of one shard of a cache, in DEST.partial.
 
-    Raises:
-        CommandError: There is neither a cache nor a shard.
+    Any machine that sees DEST may build any shard, at any time. When all are built, run
+    'fastload cache join DEST'.
     """
-    from fastload.cache.build import build as builds
+    from fastload.cache.build.build import build_shard
 
-    try:
-        return builds.join(path, error_budget=error_budget)
-    except FileNotFoundError as error:
-        raise CommandError(str(error)) from error
-    except NotADirectoryError as error:
-        raise CommandError(f"there is no cache at {path}: a part of that path is a file") from error
-
-
-def shard_facts(path: str, built: BuiltShard) -> dict[str, Any]:
-    """The `--json` output of `build --shard`; shards count from 1, as in the option."""
-    return {
-        "path": path,
-        "shard": built.shard + 1,
-        "num_shards": built.num_shards,
-        "num_samples": built.num_samples,
-        "num_skipped": built.num_left_out,
-        "nbytes": built.nbytes,
-        "was_built": built.was_built,
-        "is_joined": built.is_joined,
-    }
-
-
-def shard_lines(path: str, built: BuiltShard, elapsed_s: float) -> list[str]:
-    """The result of `build --shard`, as text."""
-    named = f"{path}: shard {built.shard + 1} of {built.num_shards}"
+    numbers = _shard(shard)
+    options = _options(codec, quality, on_error, error_budget)
+    started_s = time.monotonic()
+    with _interruptible(dest, None), _opened(source, size, codec) as (dataset, fingerprint):
+        built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
+    elapsed_s = time.monotonic() - started_s
+    result = {"path": dest, **asdict(built), "shard": built.shard + 1, "elapsed_s": round(elapsed_s, 3)}
+    result["num_skipped"] = result.pop("num_left_out")
+    named = f"{dest}: shard {built.shard + 1} of {built.num_shards}"
     if not built.num_samples:
-        return [f"{named}: nothing to build, because the dataset has fewer samples than shards"]
+        return Answer(
+            result, [f"{named}: nothing to build, because the dataset has fewer samples than shards"]
+        )
     if built.is_joined and not built.was_built:
-        return [f"{named}: the shards are joined already, and the cache matches"]
+        return Answer(result, [f"{named}: the shards are joined already, and the cache matches"])
     done = f"built in {elapsed_s:,.1f} s" if built.was_built else "was built before"
     lines = [f"{named}: {done}: {built.num_samples:,} samples, {readable_size(built.nbytes)}"]
     if built.num_left_out:
@@ -314,92 +236,309 @@ def shard_lines(path: str, built: BuiltShard, elapsed_s: float) -> list[str]:
             f"{built.num_left_out:,} of {built.num_samples:,} samples could not be read: 'fastload cache "
             "join' writes the report"
         )
-    return [*lines, f"when all shards are built, run 'fastload cache join {shlex.quote(path)}'"]
+    lines.append(f"when all shards are built, run 'fastload cache join {shlex.quote(dest)}'")
+    return Answer(result, lines, ExitCode.SKIPPED if built.num_left_out else ExitCode.FINE)
 
 
-def sizing(source: str) -> tuple[dict[str, Any], list[str]]:
-    """Which cache fits SOURCE: as plain data, and as text."""
-    from fastload.cli.sizing import size_up
+def _options(
+    codec: Codec | None, quality: int | None, on_error: OnError, error_budget: int | float
+) -> dict[str, Any]:
+    """The arguments that all builds take."""
+    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
+        raise CommandError(
+            f"--quality is for jpeg and webp, but --codec {codec or Codec.RAW} changes no pixels"
+        )
+    return {
+        "codec": None if codec is None else codec.value,
+        "quality": quality,
+        "on_error": on_error.value,
+        "error_budget": error_budget,
+        "progress": not is_quiet(),
+    }
 
+
+@contextlib.contextmanager
+def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
+    """The dataset of SOURCE as a build reads it, and its fingerprint."""
+    from fastload.cache.build.plan import source_of_build
+    from fastload.cache.random_check import refuse_random
+
+    with users_code(source), warnings.catch_warnings():
+        # The user chose the number of workers, or it is the number of cores.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+        dataset = open_source(source, size)
+        refuse_random(dataset)
+        yield source_of_build(dataset, codec)
+
+
+@contextlib.contextmanager
+def _interruptible(path: str | None, url: str | None) -> Iterator[None]:
+    """Say after Ctrl-C what a build has kept."""
     try:
-        found = size_up(open_source(source, None), source)
-    except SystemExit as error:
-        raise code_ended(source, error) from error
-    except ValueError as error:
-        raise CommandError(f"{source}: {error}") from error
-    return found.as_dict(), found.lines()
+        yield
+    except KeyboardInterrupt as error:
+        if url is not None:
+            said = f"interrupted: uploaded shards are kept at {url}. Run the same command again to continue"
+        elif not os.path.exists(f"{path}.partial"):
+            said = "interrupted before anything was written"
+        else:
+            said = (
+                f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
+                f"continue, or 'fastload cache rm {shlex.quote(path or '')}' to remove them"
+            )
+        raise CommandError(said, ExitCode.INTERRUPTED) from error
 
 
-def _check_directory(directory: str) -> None:
-    if os.path.isdir(directory):
-        return
-    if os.path.lexists(directory):
-        raise CommandError(f"DEST should lie in a directory, but {directory} is a file")
-    raise CommandError(f"there is no directory at {directory}: make it first, or give another DEST")
+@answers(app)
+def join(
+    dest: Annotated[
+        str,
+        typer.Argument(
+            parser=place(
+                "DEST",
+                instead="shards at a URL are joined by the build that uploads them, 'fastload cache build'",
+            ),
+            metavar="DEST",
+            help="The cache whose shards 'fastload cache build-shard' has built.",
+        ),
+    ],
+    error_budget: Annotated[
+        Any,
+        typer.Option(
+            parser=parse_error_budget,
+            metavar="NUMBER",
+            help="How many samples may be left out, as a number or as a share such as 0.01; default: the "
+            "budget of the process that began the build.",
+        ),
+    ] = None,
+) -> Answer:
+    """Make the cache at DEST from its shards, when all of them are built.
+
+    If shards are missing, the error names the commands that build them. The reports about skipped samples
+    become one report, DEST.errors.jsonl.
+    """
+    from fastload.cache.build import build as builds
+
+    was_there = os.path.exists(dest)
+    cache = builds.join(dest, error_budget=error_budget)
+    return _finished(cache, "was joined before" if was_there else "joined", was_joined=not was_there)
 
 
-def _is_foreign(path: str) -> bool:
+# --- caches that are there -------------------------------------------------------------------------------
+
+CachePlace = Annotated[
+    str,
+    typer.Argument(
+        parser=place("PATH"), metavar="PATH", help="A cache: a file, a directory of shards, or a URL."
+    ),
+]
+
+
+@answers(app)
+def info(path: CachePlace) -> Answer:
+    """Show the contents and the origin of a cache."""
+    if is_url(path):  # the manifest says all of it, without a download
+        from fastload.cache.lmdb.manifest import read_manifest
+        from fastload.files.transfers import RemoteFiles
+
+        found = _facts(read_manifest(RemoteFiles(path)))
+    else:
+        found = _facts(_cache_at(path))
+    rows = [
+        ["path", found["path"]],
+        ["holds", _held(found)],
+        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["created_s"]))],
+    ]
+    if found["parts"]:
+        rows += [["made of", ""], *([f"  {name}", value] for name, value in found["parts"].items())]
+    skipped = _skipped(found)
+    return Answer(found, [*table(rows), *skipped, *([_training(found)] if skipped else [])])
+
+
+@answers(app)
+def verify(path: CachePlace) -> Answer:
+    """Read the whole cache and compare every record with its checksum.
+
+    A cache at a URL is verified in its local copy, which is downloaded unless it is there.
+    """
+    cache = _cache_at(path)
+    damaged = cache.verify(progress=True)
+    result = {
+        "path": cache.path,
+        "num_samples": cache.num_samples,
+        "num_cached": cache.num_cached,
+        "num_damaged": len(damaged),
+        "damaged": damaged,
+    }
+    if not damaged:
+        return Answer(result, [f"{cache.path}: {cache.num_cached:,} records, none damaged"])
     from fastload.cache.build import inventory
 
+    url = inventory.url_of_copy(cache.path)
+    cure = "Remove the cache and build it again"
+    if url is not None:
+        remove = f"Remove this copy with 'fastload cache rm {shlex.quote(cache.path)}'"
+        cure = f"{remove}, and open {url} again, which downloads it again"
+    shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
+    lines = [
+        f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged",
+        f"indices of their samples: {shown}. {cure}",
+    ]
+    return Answer(result, lines, ExitCode.FAILED, lines[0])
+
+
+@answers(app, short_help="List the caches in DIRECTORY, or in memory.")
+def ls(
+    directory: Annotated[
+        str | None,
+        typer.Argument(
+            parser=place("DIRECTORY", instead="'fastload cache info {url}' shows the cache there"),
+            metavar="[DIRECTORY]",
+            help="Where to look for caches on disk; its subfolders are not searched.",
+        ),
+    ] = None,
+) -> Answer:
+    """List the caches and unfinished builds in DIRECTORY; without one, your caches in memory.
+
+    Caches in memory are those that your running processes hold and share by SharedMemoryCache.
+    """
+    return _in_memory() if directory is None else _on_disk(directory)
+
+
+def _on_disk(directory: str) -> Answer:
+    from fastload.cache.build import inventory
+
+    rows, result = [], []
+    for item in inventory.list_caches(directory):
+        if item.cache is not None:
+            found = _facts(item.cache)
+            said = _held(found) + ("" if item.url is None else f", a copy of {item.url}")
+        else:
+            found = {"path": item.path, "problem": item.problem}
+            said = f"run the build again to continue with {item.path}{inventory.PARTIAL}"
+            said = item.problem or ("a build is running" if item.state == "building" else said)
+        url = {} if item.url is None else {"url": item.url}
+        result.append({**found, "state": item.state, "nbytes": item.nbytes, **url})
+        rows.append([item.path, item.state, readable_size(item.nbytes), said])
+    return Answer({"caches": result}, table(rows) if rows else [f"no caches in {directory}"])
+
+
+def _in_memory() -> Answer:
+    from fastload.cache.lmdb.copies import copies, copies_directory
+    from fastload.cache.ram.registry import live_caches
+
+    live, found = live_caches(), copies()
+    nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
+    rows = [
+        [
+            cache.key or cache.name,
+            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
+            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
+            f"held by {', '.join(map(str, cache.owners))}",
+        ]
+        for cache in live
+    ]
+    nothing = (
+        "no process of yours shares a cache in memory; 'fastload cache ls DIRECTORY' lists those on disk"
+    )
+    lines = table(rows) if rows else [nothing]
+    if found:
+        lines.append(
+            f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
+            f"{directory}' lists them"
+        )
+    copied = {"directory": directory, "number": len(found), "nbytes": nbytes}
+    return Answer({"caches": [asdict(cache) for cache in live], "copies": copied}, lines)
+
+
+@answers(app)
+def rm(
+    path: Annotated[
+        str,
+        typer.Argument(
+            parser=place("PATH", instead="remove files there with your store's own tool"),
+            metavar="PATH",
+            help="A cache: a file, or a directory of shards.",
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> Answer:
+    """Remove a cache or an unfinished build, with its report of errors.
+
+    Files that are not fastload's stay, and so does a cache that is being built. Processes that have the cache
+    open can continue to use it.
+    """
+    from fastload.cache.build import inventory
+
+    nbytes = inventory.removable_bytes(path)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise CommandError(
+                f"{path} was not removed: standard input is not a terminal to confirm on; add --yes"
+            )
+        if not typer.confirm(f"remove {path} and all its files, {readable_size(nbytes)}?", err=True):
+            raise CommandError(f"{path} was not removed", ExitCode.FAILED) from typer.Abort()
+    removed, nbytes = inventory.remove(path)
+    result = {"path": path, "removed": removed, "nbytes": nbytes}
+    return Answer(result, [f"removed {path}: {readable_size(nbytes)}"])
+
+
+# --- what a cache holds ----------------------------------------------------------------------------------
+
+
+def _cache_at(path: str) -> LMDBCache:
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache
+
     try:
-        inventory.files_of(os.path.realpath(path))
-    except CacheMismatchError:
-        return True
-    except FileNotFoundError:
-        pass
-    return False
+        return LMDBCache(path)
+    except FileNotFoundError as error:
+        if os.path.lexists(f"{path}.partial"):
+            raise CommandError(str(error), ExitCode.FAILED) from error
+        raise
+    except CacheMismatchError as error:
+        if os.path.isdir(path):
+            error.add_note(f"'fastload cache ls {shlex.quote(path)}' lists the caches in a directory")
+        raise
 
 
-def interrupted(path: str) -> str:
-    """The message after Ctrl-C."""
-    if not os.path.exists(f"{path}.partial"):
-        return "interrupted before anything was written"
-    return (
-        f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
-        f"continue, or 'fastload cache rm {shlex.quote(path)}' to remove them"
-    )
+def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
+    """The `--json` output about a cache on disk or at a URL."""
+    from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
 
-
-def interrupted_upload(url: str) -> str:
-    """The message after Ctrl-C while a cache was built for a URL."""
-    return f"interrupted: uploaded shards are kept at {url}. Run the same command again to continue"
-
-
-def facts_at_url(manifest: Manifest) -> dict[str, Any]:
-    """The `--json` output of `build` and `info` about a cache at a URL."""
-    from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME
-
-    report = f"{manifest.url}/{REMOTE_REPORT_NAME}" if manifest.num_left_out else None
-    return _facts(manifest.url, manifest.plan, manifest.num_left_out, report, manifest.nbytes)
-
-
-def facts(cache: LMDBCache) -> dict[str, Any]:
-    """The `--json` output of `build` and `info`."""
-    report = f"{cache.path}.errors.jsonl"
-    num_skipped = cache.num_samples - cache.num_cached
-    return _facts(
-        cache.path, cache.plan, num_skipped, report if os.path.exists(report) else None, cache.nbytes
-    )
-
-
-def _facts(path: str, plan: Plan, num_skipped: int, report: str | None, nbytes: int) -> dict[str, Any]:
+    plan, num_shapes = cache.plan, None
+    if isinstance(cache, Manifest):
+        path, report = cache.url, f"{cache.url}/{REMOTE_REPORT_NAME}"
+        num_skipped, has_report = cache.num_left_out, cache.num_left_out > 0
+    else:
+        path, report = cache.path, f"{cache.path}.errors.jsonl"
+        num_skipped, has_report = cache.num_samples - cache.num_cached, os.path.exists(report)
+        num_shapes = cache.num_shapes
     return {
         "path": path,
         "num_samples": plan.num_samples,
         "num_cached": plan.num_samples - num_skipped,
         "num_skipped": num_skipped,
-        "report": report,
-        "nbytes": nbytes,
+        "report": report if has_report else None,
+        "nbytes": cache.nbytes,
         "codec": plan.codec,
         "quality": plan.quality,
         "num_shards": plan.num_shards,
+        "num_shapes": num_shapes,
         "classes": plan.classes,
         "parts": None if plan.parts is None else dict(plan.parts),
         "created_s": plan.created_s,
     }
 
 
-def held(found: dict[str, Any]) -> str:
+def _finished(cache: LMDBCache | Manifest, done: str, **more: Any) -> Answer:
+    """The answer of a command that has made a cache, or has found it."""
+    found = _facts(cache)
+    skipped = _skipped(found)
+    lines = [f"{found['path']}: {done}: {_held(found)}", *skipped, _training(found)]
+    return Answer({**found, **more}, lines, ExitCode.SKIPPED if skipped else ExitCode.FINE)
+
+
+def _held(found: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its facts."""
     quality = "" if found["quality"] is None else f" of quality {found['quality']}"
     shards = "" if found["num_shards"] == 1 else f" in {found['num_shards']} shards"
@@ -407,20 +546,7 @@ def held(found: dict[str, Any]) -> str:
     return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
 
 
-def cure(path: str) -> str:
-    """What to do about a damaged cache: a local copy is downloaded again."""
-    from fastload.cache.build import inventory
-
-    url = inventory.url_of_copy(path)
-    if url is None:
-        return "Remove the cache and build it again"
-    return (
-        f"Remove this copy with 'fastload cache rm {shlex.quote(path)}', and open {url} again, which "
-        "downloads it again"
-    )
-
-
-def skipped(found: dict[str, Any]) -> list[str]:
+def _skipped(found: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
     if not found["num_skipped"]:
         return []
@@ -428,7 +554,7 @@ def skipped(found: dict[str, Any]) -> list[str]:
     return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
 
 
-def training(found: dict[str, Any]) -> str:
+def _training(found: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
     path = found["path"]
     if found["num_samples"] and not found["num_cached"]:
@@ -441,124 +567,3 @@ def training(found: dict[str, Any]) -> str:
         f"train from it with fastload.CachedDataset.from_cache({path!r}), which leaves these samples out"
         f"{transform}; CachedDataset(dataset, ...) would read them from the dataset again and fail"
     )
-
-
-def list_disk(directory: str, answer: Answer) -> None:
-    """Answer with the caches in a directory.
-
-    Raises:
-        CommandError: There is no such directory.
-    """
-    from fastload.cache.build import inventory
-
-    path = local(
-        "DIRECTORY", directory, f"'fastload cache info {shlex.quote(directory)}' shows the cache there"
-    )
-    try:
-        found = inventory.list_caches(path)
-    except FileNotFoundError as error:
-        raise CommandError(f"there is no directory at {path}") from error
-    except NotADirectoryError as error:
-        raise CommandError(
-            f"{path} is not a directory: give the directory in which to look for caches"
-        ) from error
-    rows = []
-    for item in found:
-        copied = "" if item.url is None else f", a copy of {item.url}"
-        said = item.problem or f"run the build again to continue with {item.path}{inventory.PARTIAL}"
-        said = "a build is running" if item.state == "building" and item.problem is None else said
-        rows.append(
-            [
-                item.path,
-                item.state,
-                readable_size(item.nbytes),
-                held(facts(item.cache)) + copied if item.cache else said,
-            ]
-        )
-    answer.result = {
-        "caches": [
-            {
-                **(facts(item.cache) if item.cache else {"path": item.path, "problem": item.problem}),
-                "state": item.state,
-                "nbytes": item.nbytes,
-                **({} if item.url is None else {"url": item.url}),
-            }
-            for item in found
-        ]
-    }
-    answer.lines = table(rows) if rows else [f"no caches in {path}"]
-
-
-def removable_bytes(path: str) -> int:
-    """Size of all files of the cache or unfinished build at an absolute path.
-
-    Raises:
-        CommandError: The path does not exist, or this user may not change its directory.
-        CacheMismatchError: The path is not a cache.
-    """
-    from fastload.cache.build import inventory
-
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(path)  # raises if a directory may not be entered; a search for the name would not
-    try:
-        files = inventory.files_of(path)
-    except FileNotFoundError as error:
-        raise CommandError(str(error)) from error
-    directory = os.path.dirname(path)
-    effective = os.access in os.supports_effective_ids
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=effective):
-        raise CommandError(
-            f"{path} was not removed: files in {directory} may not be removed by this user",
-            ExitCode.FAILED,
-            "PermissionError",
-        )
-    return inventory.size_of(files)
-
-
-# --- caches in memory ------------------------------------------------------------------------------------
-
-
-def list_memory(answer: Answer) -> None:
-    """Answer with the caches that this user's processes share."""
-    from fastload.cache.lmdb.copies import copies, copies_directory
-    from fastload.cache.ram.registry import live_caches
-
-    live = live_caches()
-    names = (
-        "name",
-        "key",
-        "parts",
-        "owners",
-        "num_samples",
-        "num_cached",
-        "nbytes",
-        "budget_bytes",
-        "created_s",
-    )
-    found = copies()
-    nbytes = sum(copy.on_disk for copy in found)
-    answer.result = {
-        "caches": [{name: getattr(cache, name) for name in names} for cache in live],
-        "copies": {"directory": copies_directory(), "number": len(found), "nbytes": nbytes},
-    }
-    rows = [
-        [
-            cache.key or cache.name,
-            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
-            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
-            f"held by {', '.join(map(str, cache.owners))}",
-        ]
-        for cache in live
-    ]
-    answer.lines = (
-        table(rows)
-        if rows
-        else [
-            "no process of yours shares a cache in memory; 'fastload cache ls DIRECTORY' lists those on disk"
-        ]
-    )
-    if found:
-        answer.lines.append(
-            f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
-            f"{copies_directory()}' lists them"
-        )

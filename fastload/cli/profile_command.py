@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fastload.cli.arguments import write_output
 from fastload.cli.script import run_script
 from fastload.cli.terminal import CommandError
 from fastload.profiling.hooks import FOLDER
@@ -20,30 +21,11 @@ from fastload.system.logs import write_stderr
 from fastload.system.sent_error import hide_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-def check(json_path: str | None, trace_path: str | None) -> None:
-    """Refuse what cannot be written, before hours of training are spent.
-
-    Raises:
-        CommandError: A file cannot be written there.
-    """
-    for path in (json_path, trace_path):
-        if path is not None:
-            directory = os.path.dirname(os.path.abspath(path))
-            if os.path.isdir(path) or not os.path.isdir(directory) or not os.access(directory, os.W_OK):
-                raise CommandError(f"{path} cannot be written: its directory must exist, and be writable")
+    from collections.abc import Mapping
 
 
 def profile_script(
-    target: str,
-    args: list[str],
-    *,
-    as_module: bool,
-    replay: int,
-    json_path: str | None,
-    trace_path: str | None,
+    target: str, args: list[str], *, as_module: bool, replay: int, files: Mapping[str, str | None]
 ) -> None:
     """Run a script to its end under a profile, and print the report, also after an error or Ctrl-C.
 
@@ -52,8 +34,7 @@ def profile_script(
         args: Its arguments.
         as_module: Run it as `python -m` does.
         replay: See `fastload.profile`.
-        json_path: Where the report is written as JSON; None: nowhere.
-        trace_path: Where a trace is written; None: nowhere.
+        files: The files to write, by option.
 
     Raises:
         BaseException: Whatever ends the script.
@@ -70,31 +51,26 @@ def profile_script(
             try:
                 profile.stop()
             finally:
-                _save(profile, json_path, trace_path)
+                _save(profile, files)
 
 
-def _save(profile: Profile, json_path: str | None, trace_path: str | None) -> None:
-    report = profile.report()
+def _save(profile: Profile, files: Mapping[str, str | None]) -> None:
+    """Print the report, and write the files; an error does not hide how the script ended."""
+
+    def write_json(path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(profile.report().as_dict(), file, indent=2)
+            file.write("\n")
+
     with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
         sys.stdout.flush()
-    write_stderr(f"\n{report}\n")
-    if json_path is not None:
-        _write(json_path, lambda: _write_json(json_path, report.as_dict()))
-    if trace_path is not None:
-        _write(trace_path, lambda: profile.save_trace(trace_path))
-
-
-def _write(path: str, write: Callable[[], None]) -> None:
-    """Write one of the files; an error is printed, and does not hide how the script ended."""
-    try:
-        write()
-    except OSError as error:
-        write_stderr(f"fastload: error: {path} could not be written: {error}\n")
-    else:
-        write_stderr(f"fastload: wrote {path}\n")
-
-
-def _write_json(path: str, value: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+    write_stderr(f"\n{profile.report()}\n")
+    writers = {"--json": write_json, "--trace": profile.save_trace}
+    for option, path in files.items():
+        if path is not None:
+            try:
+                write_output(option, path, writers[option])
+            except CommandError as error:
+                write_stderr(f"fastload: error: {error}\n")
+            else:
+                write_stderr(f"fastload: wrote {path}\n")

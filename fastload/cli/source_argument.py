@@ -7,6 +7,7 @@ MODULE is imported as by `python -m`: from the working directory first.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import operator
@@ -15,36 +16,37 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastload.cli.arguments import check_url, is_url
 from fastload.cli.terminal import CommandError, ExitCode
 from fastload.errors import add_note
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _MOST_LISTED = 9
 
 
-def open_source(source: str, size: str | None) -> Any:
+def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     """The dataset that SOURCE names.
 
     Raises:
         CommandError: SOURCE names no dataset.
     """
     if is_folder(source):
-        return _open_folder(source, _parse_size(size))
+        return _open_folder(source, size)
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
-    found = _import(module, name)
-    dataset = found
-    if isinstance(found, type) or not _is_dataset(found):
-        if not callable(found):
-            raise CommandError(
-                f"{source} should be a dataset or a function, but is of type {type(found).__name__}"
-            )
-        _check_needs_nothing(source, found)
-        dataset = found()
+    with users_code(source):
+        found = dataset = _import(module, name)
+        if _makes_dataset(found):
+            if not callable(found):
+                raise CommandError(
+                    f"{source} should be a dataset or a function, but is of type {type(found).__name__}"
+                )
+            _check_needs_nothing(source, found)
+            dataset = found()
     if not _is_dataset(dataset):
         raise CommandError(
             f"{source} should return a map-style dataset, with __len__ and __getitem__, but returned an "
@@ -55,8 +57,6 @@ def open_source(source: str, size: str | None) -> Any:
 
 def is_folder(source: str) -> bool:
     """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    from fastload.files.remote import is_url
-
     return is_url(source) or os.path.isdir(source)
 
 
@@ -71,12 +71,10 @@ def open_transform(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
         raise CommandError(f"--transform should be MODULE:NAME, but got {name!r}")
-    try:
+    with users_code(name):
         found = _import(module, attribute)
         if _makes_transform(found):
             found = found()
-    except SystemExit as error:
-        raise code_ended(name, error) from error
     try:
         check_callable("--transform", found)
     except TypeError as error:
@@ -84,44 +82,43 @@ def open_transform(name: str) -> Any:
     return found
 
 
-def source_code(source: str, size: str | None) -> list[str]:
-    """The lines of Python that make the dataset of SOURCE, which `open_source` opens, as `dataset`."""
-    from fastload.files.remote import is_url
-
+def setup_code(source: str, size: int | tuple[int, int] | None, transform: str | None) -> list[str]:
+    """The lines of Python that make the variables `dataset` and `transform`."""
     if is_folder(source):
-        sides = _parse_size(size)
-        scaled = "" if sides is None else f", size={sides}"
+        scaled = "" if size is None else f", size={size}"
         root = source if is_url(source) else os.path.abspath(source)
-        return ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
-    found = _import(*_parse_names(source))
-    return _code("dataset", source, is_called=isinstance(found, type) or not _is_dataset(found))
+        lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
+    else:
+        lines = _code("dataset", source, _makes_dataset)
+    return lines if transform is None else [*lines, *_code("transform", transform, _makes_transform)]
 
 
-def transform_code(name: str) -> list[str]:
-    """The lines of Python that make the transform which `open_transform` opens, as `transform`."""
-    module, _, attribute = name.partition(":")
-    return _code("transform", name, is_called=_makes_transform(_import(module, attribute)))
-
-
-def _code(variable: str, names: str, *, is_called: bool) -> list[str]:
+def _code(variable: str, names: str, is_called: Callable[[Any], bool]) -> list[str]:
     module, _, attribute = names.partition(":")
     imported = f"from {module} import {attribute.partition('.')[0]}"
-    value = f"{attribute}()" if is_called else attribute
+    value = f"{attribute}()" if is_called(_import(module, attribute)) else attribute
     return [imported] if value == variable else [imported, f"{variable} = {value}"]
+
+
+def _makes_dataset(found: Any) -> bool:
+    return isinstance(found, type) or not _is_dataset(found)
 
 
 def _makes_transform(found: Any) -> bool:
     return inspect.isfunction(found) and not inspect.signature(found).parameters
 
 
-def code_ended(source: str, error: SystemExit) -> CommandError:
-    """The error of a command whose process the user's code wanted to end."""
-    return CommandError(
-        f"the code of {source} ended the process with exit code {error.code!r}: put the actions of a "
-        'script under if __name__ == "__main__"',
-        ExitCode.FAILED,
-        "SystemExit",
-    )
+@contextlib.contextmanager
+def users_code(name: str) -> Iterator[None]:
+    """Run code that an argument names: if it wants to end the process, this is an error of the command."""
+    try:
+        yield
+    except SystemExit as error:
+        raise CommandError(
+            f"the code of {name} ended the process with exit code {error.code!r}: put the actions of a "
+            'script under if __name__ == "__main__"',
+            ExitCode.FAILED,
+        ) from error
 
 
 # --- folders ---------------------------------------------------------------------------------------------
@@ -130,12 +127,12 @@ def code_ended(source: str, error: SystemExit) -> CommandError:
 def _open_folder(root: str, size: int | tuple[int, int] | None) -> Any:
     from fastload.images.folder import ImageFolder
 
+    if is_url(root):
+        check_url(root)
     try:
         return ImageFolder(root, size)
     except FileNotFoundError as error:
         raise CommandError(_why_no_folder(root)) from error
-    except (ImportError, ValueError) as error:  # of the URL's protocol
-        raise CommandError(str(error)) from error
 
 
 def _why_no_folder(root: str) -> str:
@@ -160,15 +157,6 @@ def _why_no_folder(root: str) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
-
-
-def _parse_size(size: str | None) -> int | tuple[int, int] | None:
-    if size is None:
-        return None
-    sides = size.lower().split("x")
-    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
-        raise CommandError(f"--size should be like 256 or 224x320 (height x width), but got {size!r}")
-    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
 
 
 # --- MODULE:NAME -----------------------------------------------------------------------------------------
@@ -203,27 +191,15 @@ def _import(module: str, name: str) -> Any:
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         return operator.attrgetter(name)(importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            add_note(
-                error, _while_importing(module)
-            )  # the module exists, but a module that it imports does not
-            raise
-        raise CommandError(
-            f"there is no module {error.name!r} in the working directory or among the installed packages"
-        ) from error
-    except AttributeError as error:
-        if module in sys.modules:
-            raise CommandError(f"module {module!r} has no {name!r}") from error
-        add_note(error, _while_importing(module))
-        raise
     except Exception as error:
-        add_note(error, _while_importing(module))
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise CommandError(
+                f"there is no module {error.name!r} in the working directory or among the installed packages"
+            ) from error
+        if isinstance(error, AttributeError) and module in sys.modules:
+            raise CommandError(f"module {module!r} has no {name!r}") from error
+        add_note(error, f"while module {module!r} was imported; fastload --debug ... shows where")
         raise
-
-
-def _while_importing(module: str) -> str:
-    return f"while module {module!r} was imported; fastload --debug ... shows where"
 
 
 def _check_needs_nothing(source: str, maker: Any) -> None:
@@ -252,12 +228,12 @@ class SourceElsewhere:
 
     Attributes:
         source: The user's SOURCE.
-        size: The user's `--size`; None if not given.
+        size: The size of the images of a folder.
         directory: The working directory of the command.
     """
 
     source: str
-    size: str | None
+    size: int | tuple[int, int] | None
     directory: str
 
     def __call__(self) -> Any:
@@ -274,28 +250,3 @@ class SourceElsewhere:
                 "the command in a directory that all machines share"
             ) from error
         return open_source(self.source, self.size)
-
-
-# --- --error-budget --------------------------------------------------------------------------------------
-
-
-def parse_error_budget(budget: str | None) -> int | float:
-    """The number of samples that may be left out, or their share; all of them if the option is missing.
-
-    Raises:
-        CommandError: The text is neither a number of samples nor a share.
-    """
-    if budget is None:
-        return 1.0
-    if budget.isdecimal():
-        return int(budget)
-    try:
-        share = float(budget)
-    except ValueError:
-        share = 0.0
-    if 0 < share <= 1:
-        return share
-    raise CommandError(
-        "--error-budget should be a number of samples such as 20 or a share of them such as 0.01, "
-        f"but got {budget!r}"
-    )

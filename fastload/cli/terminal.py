@@ -1,4 +1,4 @@
-"""Print the results and errors of all commands of the command line.
+"""How every command answers: its result as text or as --json, any error as one line and an exit code.
 
 Rules:
 
@@ -11,13 +11,16 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import logging
 import os
 import sys
 import traceback
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -27,7 +30,7 @@ from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 class ExitCode(IntEnum):
@@ -50,21 +53,29 @@ Exit codes:
    75  another build is running: try again later
   130  interrupted: run the same command again to continue"""
 
+APP: dict[str, Any] = {
+    "invoke_without_command": True,  # our own callback handles this, because releases of click differ
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+    "epilog": EPILOG,
+}
+
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
 
 class CommandError(Exception):
-    """A command cannot continue; the message is for users.
+    """A command cannot continue; the message is for users. In --json, the error has the type of its cause.
 
     Attributes:
         exit_code: The exit code of the process.
-        kind: The type of the error in the output of `--json`.
     """
 
-    def __init__(self, message: str, exit_code: ExitCode = ExitCode.USAGE, kind: str = "UsageError") -> None:
+    def __init__(self, message: str, exit_code: ExitCode = ExitCode.USAGE) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        self.kind = kind
+
+
+# --- errors ----------------------------------------------------------------------------------------------
 
 
 class CommandGroup(TyperGroup):
@@ -79,12 +90,13 @@ class CommandGroup(TyperGroup):
             if code == ExitCode.INTERRUPTED:  # newer releases of typer return this after Ctrl-C, silently
                 raise KeyboardInterrupt
         except (KeyboardInterrupt, typer.Abort):
-            error = CommandError("interrupted", ExitCode.INTERRUPTED, "KeyboardInterrupt")
-            code = _fail(error, _wants_json(words))
+            interrupted = CommandError("interrupted", ExitCode.INTERRUPTED)
+            interrupted.__cause__ = KeyboardInterrupt()
+            code = _fail(interrupted, words)
         except Exception as error:  # noqa: BLE001 - the user gets one line for any error
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
-            code = _fail(error, _wants_json(words))
+            code = _fail(error, words)
         # If a KeyboardInterrupt has left an exec() of text (for example of a dataclass in a module that is
         # being imported), CPython ends `python -m` by SIGINT, even if the interrupt was handled. Another
         # exec() of text resets this.
@@ -95,24 +107,26 @@ class CommandGroup(TyperGroup):
         sys.exit(int(code or 0))
 
 
-def _wants_json(words: Sequence[str]) -> bool:
-    """Whether the answer is one JSON object; for commands that run a script, --json names a file instead."""
-    command = next((word for word in words if not word.startswith("-")), "")
-    return "--json" in words and command not in ("profile", "run")
-
-
-def _fail(error: Exception, as_json: bool) -> int:
-    message = _one_line(error)
+def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
+    """Print an error; returns the exit code."""
+    message, code = _one_line(error), _exit_code(error)
     typer.echo(f"fastload: error: {message}", err=True)
-    is_usage = isinstance(error, _ClickUsageError)
-    if as_json:
-        kind = "UsageError" if is_usage else getattr(error, "kind", type(error).__name__)
+    command = next((word for word in words if not word.startswith("-")), "")
+    if "--json" in words and command not in ("profile", "run"):  # there, it may be the script's
+        cause = (error.__cause__ or error) if isinstance(error, CommandError) else error
+        kind = "UsageError" if code == ExitCode.USAGE else type(cause).__name__
         typer.echo(json.dumps({"error": message, "type": kind}))
+    return code
+
+
+def _exit_code(error: Exception) -> ExitCode:
     if isinstance(error, CommandError):
         return error.exit_code
     if isinstance(error, CacheBusyError):
         return ExitCode.BUSY
-    return ExitCode.USAGE if is_usage else ExitCode.FAILED
+    # Without a number, it is not the system's error but fastload's: an argument names nothing.
+    names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
+    return ExitCode.USAGE if names_nothing or isinstance(error, _ClickUsageError) else ExitCode.FAILED
 
 
 def _one_line(error: Exception) -> str:
@@ -131,6 +145,10 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split())
 
 
+# --- results ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Answer:
     """The result of a command.
 
@@ -138,29 +156,54 @@ class Answer:
         result: The output with --json.
         lines: The output without --json.
         exit_code: The exit code of the command.
+        complaint: Why the command failed; for standard error, where the lines are not printed.
     """
 
-    def __init__(self) -> None:
-        self.result: dict[str, Any] = {}
-        self.lines: list[str] = []
-        self.exit_code = ExitCode.FINE
+    result: dict[str, Any]
+    lines: Sequence[str]
+    exit_code: ExitCode = ExitCode.FINE
+    complaint: str = ""
 
 
-@contextlib.contextmanager
-def answering(as_json: bool, *, quiet: bool = False) -> Iterator[Answer]:
-    """Keep standard output clean while a command runs, then print its answer and exit."""
-    answer = Answer()
-    with _logs_shown(logging.ERROR if quiet else logging.INFO):
-        if as_json:
-            with _stdout_diverted():
-                yield answer
-        else:
-            yield answer
-    if as_json:
-        typer.echo(json.dumps(answer.result))
-    elif not quiet:
-        typer.echo("\n".join(answer.lines))
-    raise typer.Exit(answer.exit_code)
+def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Make a command of a function that returns its answer, and give it the options --json and --quiet."""
+
+    def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        @functools.wraps(function)
+        def command(*, as_json: bool, quiet: bool, **arguments: Any) -> None:
+            with (
+                _logs_shown(logging.ERROR if quiet else logging.INFO),
+                _stdout_diverted() if as_json else contextlib.nullcontext(),
+            ):
+                answer = function(**arguments)
+                if answer.complaint and (as_json or quiet):
+                    log.error("%s", answer.complaint)
+            if as_json:
+                typer.echo(json.dumps(answer.result))
+            elif not quiet:
+                typer.echo("\n".join(answer.lines))
+            raise typer.Exit(answer.exit_code)
+
+        own, added = (inspect.signature(one, eval_str=True).parameters for one in (function, _output))
+        vars(command)["__signature__"] = inspect.Signature([*own.values(), *added.values()])
+        app.command(epilog=EPILOG, **settings)(command)
+        return function
+
+    return register
+
+
+def _output(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on standard output.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """The options of all commands that answer."""
+
+
+def is_quiet() -> bool:
+    """Whether the command that runs was called with --quiet."""
+    return not log.isEnabledFor(logging.INFO)
 
 
 @contextlib.contextmanager
@@ -195,11 +238,3 @@ def _logs_shown(level: int) -> Iterator[None]:
     finally:
         log.setLevel(level_before)
         log.removeHandler(handler)
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Format rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

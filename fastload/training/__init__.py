@@ -1,1 +1,1 @@
-"""Tools for the training loop: out-of-memory retries, torch's speed switches, the memory report."""
+"""Tools for the training loop: out-of-memory retries, torch's speed switches, memory and machine reports."""

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fastload.bench import chart
 from fastload.bench.baseline import compare
-from fastload.cli.bench_report import baseline_lines, ending_lines, report_lines, table_lines
+from fastload.bench.report import baseline_lines, ending_lines, report_lines, table_lines
 from tests.bench.made_up import PLAIN, RAM, TORCH, result, row
 
 if TYPE_CHECKING:

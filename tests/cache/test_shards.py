@@ -209,13 +209,13 @@ def test_a_join_that_was_killed_after_it_had_published_is_finished(tmp_path: Pat
 
 
 def test_join_names_missing_shards_as_commands(tmp_path: Path) -> None:
-    """The numbers are those of --shard, and everything is kept."""
+    """The numbers are those of `build-shard`, and everything is kept."""
     for shard in (0, 1, 3, 4, 5):
         shard_of(Images(20), tmp_path / "cache", shard, 7)
     with pytest.raises(CacheError) as caught:
         join(tmp_path / "cache")
 
-    command = f"fastload cache build SOURCE {tmp_path}/cache --shard"
+    command = f"fastload cache build-shard SOURCE {tmp_path}/cache"
     assert str(caught.value) == (
         "shards 3, 7 of 7 are missing: with the SOURCE and the options of the other shards, run "
         f"'{command} 3/7', '{command} 7/7'; then join again"

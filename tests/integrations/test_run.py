@@ -206,12 +206,12 @@ print([int(batch[0, 0, 0, 0]) for batch in loader])
 
 @pytest.mark.parametrize(
     ("has_pipeline", "words", "is_said"),
-    [(True, [], True), (True, ["--seed-pipelines", "off"], False), (False, [], False)],
+    [(True, [], True), (True, ["--no-seed-pipelines"], False), (False, [], False)],
 )
 def test_seeded_pipelines_are_told_in_one_line(
     folder: Path, has_pipeline: bool, words: list[str], is_said: bool
 ) -> None:
-    """Only if there was one; with --seed-pipelines off the draws are those of torch's loader."""
+    """Only if there was one; with --no-seed-pipelines the draws are those of torch's loader."""
     (folder / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
 
     plain, done = run(folder, "flips.py", plain=True), run(folder, *words, "flips.py")

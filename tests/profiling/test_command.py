@@ -168,9 +168,11 @@ def test_a_path_that_cannot_be_written_is_refused_first(
     done = profiled(interpreter, tmp_path, option, place, "train.py")
 
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"fastload: error: {place} cannot be written: its directory must exist, and be writable\n"
-    )
+    reasons = {
+        "absent/file": f"absent/file: there is no directory at {tmp_path}/absent: make it first",
+        "folder": "should be a file, but got 'folder'",
+    }
+    assert done.stderr == f"fastload: error: {option} {reasons[place]}\n"
 
 
 def test_a_file_that_fails_later_hides_nothing(interpreter: Interpreter, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_a_file_that_fails_later_hides_nothing(interpreter: Interpreter, tmp_pat
     done = profiled(interpreter, tmp_path, "--json", "out/a.json", "--trace", "b.json", "train.py")
 
     assert done.returncode == 5
-    assert "fastload: error: out/a.json could not be written: " in done.stderr
+    assert "fastload: error: --json out/a.json could not be written: " in done.stderr
     assert done.stderr.endswith("fastload: wrote b.json\n")
 
 

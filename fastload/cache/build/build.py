@@ -601,7 +601,7 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
 def _what_is_missing(files: Unfinished, missing: list[int], path: str) -> str:
     num_shards = files.plan.num_shards
     commands = ", ".join(
-        f"'fastload cache build SOURCE {shlex.quote(path)} --shard {shard + 1}/{num_shards}'"
+        f"'fastload cache build-shard SOURCE {shlex.quote(path)} {shard + 1}/{num_shards}'"
         for shard in missing[:_MAX_LISTED]
     )
     more = f", and so on for all {len(missing)}" if len(missing) > _MAX_LISTED else ""

@@ -63,7 +63,15 @@ def list_caches(directory: str) -> list[Found]:
     directory = os.path.abspath(directory)
     if _is_finished(directory):
         return [_look(directory)]
-    paths = {os.path.join(directory, name.removesuffix(PARTIAL)) for name in os.listdir(directory)}
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no directory at {directory}") from None
+    except NotADirectoryError:
+        raise NotADirectoryError(
+            f"{directory} is not a directory: give the directory in which to look for caches"
+        ) from None
+    paths = {os.path.join(directory, name.removesuffix(PARTIAL)) for name in names}
     found, closed = [], []
     for path in sorted(paths):
         try:
@@ -89,10 +97,13 @@ def files_of(path: str) -> list[str]:
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
         CacheMismatchError: There is something else at the path.
+        PermissionError: A directory may not be entered.
     """
     found = []
     for place, is_ours in ((path, _is_finished), (path + PARTIAL, _is_partial)):
-        if not os.path.lexists(place):
+        try:
+            os.lstat(place)
+        except (FileNotFoundError, NotADirectoryError):
             continue
         if not is_ours(place):
             raise CacheMismatchError(
@@ -108,6 +119,20 @@ def files_of(path: str) -> list[str]:
 def _files_at(place: str) -> list[str]:
     inside = sorted(os.listdir(place)) if os.path.isdir(place) else []
     return [*(os.path.join(place, name) for name in inside), place]
+
+
+def removable_bytes(path: str) -> int:
+    """The size of all files that `remove` would remove.
+
+    Raises:
+        FileNotFoundError: There is neither a cache nor an unfinished build.
+        CacheMismatchError: There is something else at the path.
+        CacheError: This user may not change the directory.
+    """
+    files, directory = files_of(path), os.path.dirname(path)
+    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        raise CacheError(f"{path} was not removed: files in {directory} may not be removed by this user")
+    return size_of(files)
 
 
 def remove(path: str) -> tuple[list[str], int]:
@@ -187,7 +212,8 @@ def _what_shards_lack(path: str) -> str | None:
             return (
                 f"all {files.plan.num_shards} shards are built: run 'fastload cache join {shlex.quote(path)}'"
             )
-        return f"{missing} of {files.plan.num_shards} shards are missing: build them with --shard, then join"
+        build = "build them with 'fastload cache build-shard', then join"
+        return f"{missing} of {files.plan.num_shards} shards are missing: {build}"
 
 
 def url_of_copy(directory: str) -> str | None:

@@ -24,16 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import most_failures
 from fastload.cache.build.build import build_shard, join, started
+from fastload.cache.build.plan import source_of_build
 from fastload.cache.build.unfinished import Unfinished
-from fastload.cache.codecs import SOURCE
-from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.files import check_openable
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import refuse_random
-from fastload.cache.sources import decoded_source
 from fastload.errors import CacheError, ErrorBudgetError, add_note
-from fastload.images.folder import ImageFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,9 +100,9 @@ class Task:
         try:
             # `open_dataset` may change the working directory; the process goes on to other tasks.
             with contextlib.chdir(os.curdir):
-                dataset = self.open_dataset()
+                source, fingerprint = source_of_build(self.open_dataset(), self.codec)
                 built = build_shard(
-                    dataset if self.codec == SOURCE else decoded_source(dataset),
+                    source,
                     self.path,
                     shard,
                     self.num_shards,
@@ -115,7 +112,7 @@ class Task:
                     quality=self.quality,
                     on_error=self.on_error,
                     error_budget=self.error_budget,
-                    fingerprint=fingerprint_of(dataset),
+                    fingerprint=fingerprint,
                 )
         except CacheError as error:
             if type(error) is CacheError:  # the file system has refused
@@ -170,14 +167,14 @@ def build_on(
     """
     path = os.path.abspath(os.fspath(path))
     dataset = open_dataset()
-    if not isinstance(dataset, ImageFolder):
-        refuse_random(dataset)
+    refuse_random(dataset)
     if shards is None and not os.path.lexists(path):
         shards = _shards_of_unfinished(path) or max(1, min(_MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     if not os.path.lexists(path):
         check_openable(min(shards or 1, len(dataset)))
+    source, fingerprint = source_of_build(dataset, codec)
     with started(
-        dataset if codec == SOURCE else decoded_source(dataset),
+        source,
         path,
         shards,
         probed={},
@@ -185,7 +182,7 @@ def build_on(
         quality=quality,
         on_error=on_error,
         error_budget=error_budget,
-        fingerprint=fingerprint_of(dataset),
+        fingerprint=fingerprint,
     ) as (plan, files):
         if files is None:
             cache = LMDBCache(path)

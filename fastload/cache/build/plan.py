@@ -19,11 +19,13 @@ from fastload.batch.failures import check_error_budget
 from fastload.cache.build.differences import source_differences
 from fastload.cache.codecs import LOSSY, SOURCE, check_codec
 from fastload.cache.encoded import encoded_source, holds_images
+from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.description import Plan
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.random_check import read_unnoticed
 from fastload.cache.record import encode, outline
-from fastload.errors import CacheMismatchError, UnsupportedSampleError, add_note
+from fastload.cache.sources import decoded_source
+from fastload.errors import CacheCorruptError, CacheMismatchError, UnsupportedSampleError, add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested import tree
 
@@ -52,6 +54,11 @@ def check_arguments(
         raise ValueError(f'on_error should be "raise" or "skip", but got {on_error!r}')
     check_error_budget(error_budget)
     return built_quality
+
+
+def source_of_build(dataset: Any, codec: str | None) -> tuple[Any, Fingerprint | None]:
+    """A user's dataset as a build of this codec reads it, and its fingerprint."""
+    return dataset if codec == SOURCE else decoded_source(dataset), fingerprint_of(dataset)
 
 
 def as_stored(
@@ -156,7 +163,11 @@ def open_finished(
     Raises:
         CacheMismatchError: It was made from other samples, or in another form.
     """
-    cache = LMDBCache(path)
+    try:
+        cache = LMDBCache(path)
+    except (CacheCorruptError, CacheMismatchError) as error:
+        add_note(error, "To build a cache, give a path that does not exist yet")
+        raise
     _check_form(cache, codec, quality, shards)
     num_samples = len(dataset)
     first = None

@@ -137,7 +137,7 @@ def _open_file(path: str, *, is_copy: bool = False) -> OpenFile:
         raise CacheMismatchError(f"{path} is not a file: a cache is a file or a directory of files")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
     try:
         if is_copy and not share_lock(fd):

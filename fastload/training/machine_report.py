@@ -1,4 +1,4 @@
-"""`fastload doctor`: show what this machine offers to a data loader, and how to look for an error.
+"""What this machine offers to a data loader, and how to look for an error, for `fastload doctor`.
 
 It changes nothing and ends no process.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import fastload
-from fastload.cli.terminal import table
 from fastload.device.probe import GPUCopies, GPUProcess, driver_version, gpu_processes, measure_copies
 from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.system.sizes import readable_memory, readable_size
+from fastload.system.tables import table
 from fastload.training.report import MemoryReport, memory_report
 
 _DISTRIBUTIONS = {  # OpenCV is distributed under four names
@@ -44,8 +44,8 @@ HINTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Findings:
-    """The results; `--json` prints `as_dict()`, and `lines()` is the readable form.
+class MachineReport:
+    """The machine at one moment; `str()` returns tables, `as_dict()` plain data.
 
     Attributes:
         versions: The versions of the software, by name; None if it is not installed.
@@ -79,8 +79,7 @@ class Findings:
         """Plain data, ready for JSON."""
         return {**dataclasses.asdict(self), "memory": self.memory.as_dict(), "hints": list(HINTS)}
 
-    def lines(self) -> list[str]:
-        """The results as text."""
+    def __str__(self) -> str:
         quota = "no limit by a cgroup" if self.cpu_quota is None else f"{self.cpu_quota:g} by cgroup"
         shm = "none"
         if self.shm_bytes is not None and self.shm_free_bytes is not None:
@@ -91,17 +90,10 @@ class Findings:
             ["/dev/shm", shm],
             ["start methods", f"{', '.join(self.start_methods)} (the first is the default)"],
         ]
-        return [
-            *table(rows),
-            "",
-            # Without its lines on GPUs: it was made before there was a CUDA context, and the GPUs follow.
-            *str(dataclasses.replace(self.memory, devices=(), devices_note="")).splitlines(),
-            "",
-            *self._gpu_lines(),
-            "",
-            "to find an error",
-            *(f"  {hint}" for hint in HINTS),
-        ]
+        # Without its lines on GPUs: it was made before there was a CUDA context, and the GPUs follow.
+        memory = str(dataclasses.replace(self.memory, devices=(), devices_note=""))
+        hints = ["to find an error", *(f"  {hint}" for hint in HINTS)]
+        return "\n".join([*table(rows), "", memory, "", *self._gpu_lines(), "", *hints])
 
     def _gpu_lines(self) -> list[str]:
         lines = [f"GPU bandwidth: n/a, {self.gpus_note}"] if self.gpus_note else []
@@ -132,13 +124,13 @@ def _gpu_rows(gpu: GPUCopies) -> list[list[str]]:
     ]
 
 
-def examine() -> Findings:
+def machine_report() -> MachineReport:
     """Examine this machine; takes about a second, and makes a CUDA context on every GPU."""
     memory = memory_report()  # before there is a CUDA context
     processes, processes_note = gpu_processes()
     gpus, gpus_note = measure_copies()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    return Findings(
+    return MachineReport(
         versions=_versions(),
         num_cpus=os.cpu_count() or 1,
         num_usable_cpus=usable_cpus(),

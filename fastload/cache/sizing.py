@@ -1,4 +1,4 @@
-"""`fastload doctor SOURCE`: which cache fits a source on this machine, with bytes and images a second.
+"""Which cache fits a source on this machine, with bytes and images a second, for `fastload doctor SOURCE`.
 
 It reads a few samples, and measures on one CPU. The rates are those of all usable CPUs, after the first
 epoch, for a random crop to 224 x 224 pixels and a flip; transport and training cost more. It writes nothing.
@@ -21,13 +21,13 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.cache.encoded import decoded_nbytes, encoded_source
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.random_check import probe
-from fastload.cli.terminal import table
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
 from fastload.system.budget import available_bytes
 from fastload.system.cpus import usable_cpus
 from fastload.system.sizes import readable_size
+from fastload.system.tables import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,8 +90,7 @@ class Sizing:
         """Plain data, ready for JSON."""
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """The results as text."""
+    def __str__(self) -> str:
         best = next((option for option in self.options if option.fits), None)
         rows = [["", "needs", "fits", "images/s", "how"]]
         for option in self.options:
@@ -102,26 +101,27 @@ class Sizing:
         ram, disk = readable_size(self.free_ram_bytes), readable_size(self.free_disk_bytes)
         head = f"{self.num_samples:,} samples, {self.num_measured} measured; {self.num_cpus} CPUs"
         foot = f"images/s: after the first epoch, for a random crop to {_CROP_SIDE} x {_CROP_SIDE} and a flip"
-        return [
+        lines = [
             f"{head}; {ram} of RAM and {disk} of disk are free",
             *table(rows),
             f"{foot}; the loader and the training take their part",
-            *([self.region] if self.region else []),
-            *([f"no cache can hold these samples: {self.refusal}"] if self.refusal else []),
-            *([_REMOTE] if self.is_remote else []),
+            self.region,
+            f"no cache can hold these samples: {self.refusal}" if self.refusal else "",
+            _REMOTE if self.is_remote else "",
         ]
+        return "\n".join(filter(None, lines))
 
 
 def size_up(dataset: Any, source: str) -> Sizing:
     """Measure the ways to keep the samples of a dataset, which `--codec source` finds as SOURCE.
 
     Raises:
-        ValueError: The dataset is empty, or its samples have no image.
+        UnsupportedSampleError: The dataset is empty, or its samples have no image.
         Exception: An error of the dataset.
     """
     num_samples = len(dataset)
     if not num_samples:
-        raise ValueError("the source has no samples")
+        raise UnsupportedSampleError(f"{source} has no samples")
     chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MOST_SAMPLES))
     samples, read_s = _timed(lambda index: dataset[index], chosen)
     images = [_image_of(sample) for sample in samples]
@@ -210,7 +210,9 @@ def _image_of(sample: Any) -> Any:
     for leaf in leaves(sample):
         if isinstance(leaf, EncodedImage) or (isinstance(leaf, np.ndarray) and leaf.ndim in (2, 3)):
             return leaf
-    raise ValueError("the samples of the source have no image: no array (H, W) or (H, W, C), no EncodedImage")
+    raise UnsupportedSampleError(
+        "the samples of the source have no image: no array (H, W) or (H, W, C), no EncodedImage"
+    )
 
 
 def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage] | None:
@@ -218,7 +220,7 @@ def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage] | None:
     source = encoded_source(dataset)
     try:
         images = [_image_of(source[index]) for index in chosen]
-    except ValueError:  # an ImageFolder that resizes
+    except UnsupportedSampleError:  # an ImageFolder that resizes
         return None
     return images if all(isinstance(image, EncodedImage) for image in images) else None
 

@@ -1,4 +1,4 @@
-"""Words for the result of `fastload bench`: the table, the code of the fastest loader, the baseline."""
+"""The result of a benchmark as text: the table, the code of the fastest loader, the baseline."""
 
 from __future__ import annotations
 

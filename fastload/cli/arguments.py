@@ -1,0 +1,191 @@
+"""Arguments and options that several commands share, and the functions that parse and check them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fastload.cli.terminal import CommandError, ExitCode
+from fastload.system.refusals import writing_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# --- paths and URLs --------------------------------------------------------------------------------------
+
+
+def is_url(path: str) -> bool:
+    """Whether an argument names a place that fsspec reads."""
+    from fastload.files.remote import is_url
+
+    return is_url(path)
+
+
+def check_url(url: str) -> None:
+    """Check that there is a package for a URL; sends no request.
+
+    Raises:
+        CommandError: There is none.
+    """
+    from fastload.files.transfers import RemoteFiles
+
+    try:
+        RemoteFiles(url).check()
+    except (ImportError, ValueError) as error:
+        raise CommandError(str(error)) from error
+
+
+def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[str], str]:
+    """A parser of paths, which become absolute, and URLs.
+
+    Args:
+        name: The name of the argument, for messages.
+        instead: What to do with a URL, if the argument must not be one.
+        is_new: Whether a file is made at the path, so that its directory must exist.
+    """
+
+    def parse(text: str) -> str:
+        if is_url(text):
+            if instead:
+                hint = instead.format(url=shlex.quote(text))
+                raise CommandError(f"{name} should be a path on this machine, but is {text}: {hint}")
+            check_url(text)
+            return text
+        if not text:
+            raise CommandError(f"{name} is empty: give a path")
+        try:
+            text.encode()  # LMDB opens no other names
+        except UnicodeEncodeError:
+            raise CommandError(f"{name} {text!a} is not valid UTF-8: give another name") from None
+        path = os.path.abspath(text)
+        directory = os.path.dirname(path)
+        if is_new and not os.path.isdir(directory):
+            if os.path.lexists(directory):
+                raise CommandError(f"{name} should lie in a directory, but {directory} is a file")
+            raise CommandError(f"there is no directory at {directory}: make it first, or give another {name}")
+        return path
+
+    return parse
+
+
+def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str]:
+    """A parser of files that a command writes in the end, which are checked before hours are spent."""
+
+    def parse(path: str) -> str:
+        directory = os.path.dirname(os.path.abspath(path))
+        if not path or os.path.isdir(path):
+            raise CommandError(f"{option} should be a file, but got {path!r}")
+        if not os.path.isdir(directory):
+            raise CommandError(f"{option} {path}: there is no directory at {directory}: make it first")
+        if not os.access(directory, os.W_OK):
+            raise CommandError(f"{option} {path}: {directory} cannot be written: change its permissions")
+        if is_picture and importlib.util.find_spec("matplotlib") is None:
+            raise CommandError(
+                f"{option} {path}: a picture needs matplotlib, which is not installed: "
+                'pip install "fastload-torch[plot]"'
+            )
+        return path
+
+    return parse
+
+
+def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
+    """Write a file completely, or leave the earlier one.
+
+    Args:
+        option: The option, for messages.
+        path: The file.
+        write: Writes to the path that it is given.
+
+    Raises:
+        CommandError: The file could not be written.
+    """
+    partial = f"{path}.{os.getpid()}.partial"
+    try:
+        write(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        reason = writing_refused(error, os.path.abspath(path))
+        raise CommandError(f"{option} {path} could not be written: {reason}", ExitCode.FAILED) from error
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+
+
+# --- sizes, numbers and names ----------------------------------------------------------------------------
+
+
+def parse_size(text: str) -> int | tuple[int, int]:
+    """The shorter side of images, or both sides.
+
+    Raises:
+        CommandError: The text has neither form.
+    """
+    sides = text.lower().split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
+        raise CommandError(f"--size should be like 256 or 224x320 (height x width), but got {text!r}")
+    return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def parse_error_budget(text: str) -> int | float:
+    """The number of samples that may be left out, or their share.
+
+    Raises:
+        CommandError: The text is neither.
+    """
+    with contextlib.suppress(ValueError):
+        if text.isdecimal() or 0 < float(text) <= 1:
+            return int(text) if text.isdecimal() else float(text)
+    raise CommandError(
+        "--error-budget should be a number of samples such as 20 or a share of them such as 0.01, "
+        f"but got {text!r}"
+    )
+
+
+def numbers(option: str, *, least: int) -> Callable[[str], tuple[int, ...]]:
+    """A parser of numbers with commas."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        words = [word.strip() for word in text.split(",")]
+        if not all(word.isdecimal() and int(word) >= least for word in words):
+            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {text!r}")
+        return tuple(dict.fromkeys(map(int, words)))
+
+    return parse
+
+
+def names(option: str, known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of names with commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+        for word in words:
+            if known and word not in known:
+                raise CommandError(f"{option} should be some of {','.join(known)}, but got {word!r}")
+        return words
+
+    return parse
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A folder with a folder of images for each class: a path, or a URL such as s3://bucket/train; "
+        "or MODULE:NAME, a dataset or a function without arguments that returns one. The working directory "
+        "is searched for MODULE, too.",
+    ),
+]
+Size = Annotated[
+    Any,  # int | tuple[int, int] | None: typer would take a tuple for several words
+    typer.Option(
+        help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.",
+        metavar="PIXELS",
+        parser=parse_size,
+    ),
+]
