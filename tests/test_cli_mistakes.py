@@ -244,10 +244,13 @@ class TestSource:
     @pytest.mark.parametrize(
         ("files", "said"),
         [
-            ([], "there is no folder in photos: SOURCE should have a folder of images for each class"),
-            (["1.png"], "there is no folder in photos: SOURCE should have a folder of images for each class"),
-            (["cat/notes.txt"], "the folders in photos have no images"),
-            (["cat/1.png", "dog/notes.txt"], "there is no image in photos/dog: remove"),
+            ([], "Couldn't find any class folder in photos: images of a class lie in photos/cat"),
+            (["1.png"], "Couldn't find any class folder in photos: images of a class lie in photos/cat"),
+            (
+                ["cat/notes.txt"],
+                "Found no valid file for the classes cat in photos. Supported extensions are",
+            ),
+            (["cat/1.png", "dog/notes.txt"], "Found no valid file for the classes dog in photos."),
         ],
     )
     def test_a_folder_without_images_is_wrong_usage(self, files: list[str], said: str, here: Path) -> None:

@@ -126,11 +126,11 @@ def size_up(dataset: Any, source: str) -> Sizing:
     samples, read_s = _timed(lambda index: dataset[index], chosen)
     images = [_image_of(sample) for sample in samples]
     pixels = [image.decode() if isinstance(image, EncodedImage) else image for image in images]
-    pipeline = _pipeline()
-    _, crop_s = _timed(lambda image: pipeline(image=image), pixels)
+    crop, decode_and_crop, explanation = _random_crop()
+    _, crop_s = _timed(crop, pixels)
     _, copy_s = _timed(np.copy, pixels)
     smaller = [_smaller(image) for image in pixels]
-    _, small_s = _timed(lambda image: pipeline(image=image), smaller)
+    _, small_s = _timed(crop, smaller)
     num_cpus, ram_bytes = usable_cpus(), available_bytes()
     disk_bytes = shutil.disk_usage(os.getcwd()).free
     found: list[Option] = []
@@ -147,24 +147,14 @@ def size_up(dataset: Any, source: str) -> Sizing:
     add("decoded in RAM", 'cache="ram"', "RAM", decoded_bytes, crop_s)
     add("decoded in LMDB", 'cache="lmdb:PATH"', "disk", decoded_bytes, crop_s + copy_s)
     if small_bytes < decoded_bytes:
-        add(
-            "smaller in RAM",
-            f'ImageFolder(root, size={_STORED_SIDE}), cache="ram"',
-            "RAM",
-            small_bytes,
-            small_s,
-        )
+        how = f'ImageFolder(root, size={_STORED_SIDE}), cache="ram"'
+        add("smaller in RAM", how, "RAM", small_bytes, small_s)
     encoded = _encoded(dataset, chosen)
-    region = ""
     if encoded is None:
         add("no cache", "cache=None", "", 0, read_s + crop_s)
     else:
-        decoder: Any = _decoded_and_copied
-        if pipeline is not _copied:
-            decoder = Pushdown(pipeline, reduces=False)
-            region = f"where images are not stored decoded, {decoder.explain()}"
         _, file_s = _timed(lambda image: image.content(), encoded)
-        _, region_s = _timed(lambda image: decoder(image=image), encoded)
+        _, region_s = _timed(decode_and_crop, encoded)
         file_bytes = statistics.mean(len(image.content()) for image in encoded)
         add("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, region_s)
         command = f"fastload cache build {shlex.quote(source)} files.lmdb --codec source"
@@ -180,7 +170,7 @@ def size_up(dataset: Any, source: str) -> Sizing:
         num_cpus=num_cpus,
         free_ram_bytes=ram_bytes,
         free_disk_bytes=disk_bytes,
-        region=region,
+        region="" if encoded is None else explanation,
         refusal=refusal,
         is_remote=reads_ahead(dataset),
         options=options,
@@ -225,24 +215,20 @@ def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage] | None:
     return images if all(isinstance(image, EncodedImage) for image in images) else None
 
 
-def _pipeline() -> Any:
-    """A random crop and a flip."""
+def _random_crop() -> tuple[Callable[[Any], Any], Callable[[EncodedImage], Any], str]:
+    """A random crop and a flip of pixels, the same of an undecoded image, and what the latter decodes.
+
+    Without albumentations, pixels are only copied, and an image is only decoded.
+    """
     try:
         import albumentations
     except ImportError:
-        return _copied
+        return np.array, EncodedImage.decode, ""
     crop = albumentations.RandomResizedCrop((_CROP_SIDE, _CROP_SIDE))
-    return albumentations.Compose([crop, albumentations.HorizontalFlip()], seed=0)
-
-
-def _copied(*, image: Any) -> dict[str, Any]:
-    """In place of a pipeline, without albumentations."""
-    return {"image": np.array(image)}
-
-
-def _decoded_and_copied(*, image: EncodedImage) -> dict[str, Any]:
-    """The same for undecoded images."""
-    return {"image": image.decode()}
+    pipeline = albumentations.Compose([crop, albumentations.HorizontalFlip()], seed=0)
+    pushdown = Pushdown(pipeline, reduces=False)
+    explanation = f"where images are not stored decoded, {pushdown.explain()}"
+    return lambda image: pipeline(image=image), lambda image: pushdown(image=image), explanation
 
 
 def _smaller(image: Any) -> Any:

@@ -22,9 +22,7 @@ from fastload.errors import add_note
 from fastload.system.refusals import reading_refused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-_MOST_LISTED = 9
+    from collections.abc import Callable, Iterator
 
 
 def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
@@ -32,9 +30,14 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
     Raises:
         CommandError: SOURCE names no dataset.
+        FileNotFoundError: The folder has no images.
     """
     if is_folder(source):
-        return _open_folder(source, size)
+        from fastload.images.folder import ImageFolder
+
+        if is_url(source):
+            check_url(source)
+        return ImageFolder(source, size)
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
@@ -119,44 +122,6 @@ def users_code(name: str) -> Iterator[None]:
             'script under if __name__ == "__main__"',
             ExitCode.FAILED,
         ) from error
-
-
-# --- folders ---------------------------------------------------------------------------------------------
-
-
-def _open_folder(root: str, size: int | tuple[int, int] | None) -> Any:
-    from fastload.images.folder import ImageFolder
-
-    if is_url(root):
-        check_url(root)
-    try:
-        return ImageFolder(root, size)
-    except FileNotFoundError as error:
-        raise CommandError(_why_no_folder(root)) from error
-
-
-def _why_no_folder(root: str) -> str:
-    import numpy as np
-
-    from fastload.images.folder import IMAGE_EXTENSIONS, ImageFolder
-
-    layout = f"SOURCE should have a folder of images for each class, such as {os.path.join(root, 'cat')}"
-    try:
-        folder = ImageFolder(root, allow_empty=True)
-    except FileNotFoundError:
-        return f"there is no folder in {root}: {layout}"
-    if not len(folder):
-        return f"the folders in {root} have no images: {layout}; images end in {_listed(IMAGE_EXTENSIONS)}"
-    counts = np.bincount(folder.targets, minlength=len(folder.classes))
-    empty = [os.path.join(root, folder.classes[label]) for label in np.flatnonzero(counts == 0)]
-    return (
-        f"there is no image in {_listed(empty)}: remove folders that are not classes, or give MODULE:NAME "
-        "of a fastload.ImageFolder(..., allow_empty=True)"
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_LISTED]) + (", ..." if len(names) > _MOST_LISTED else "")
 
 
 # --- MODULE:NAME -----------------------------------------------------------------------------------------

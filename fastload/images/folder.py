@@ -43,6 +43,7 @@ T = TypeVar("T")
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _DIGEST_BYTES = 16
+_MAX_LISTED = 9  # classes, in an error
 _ListingMode = Literal["use", "save", "ignore"]
 
 
@@ -129,15 +130,17 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             found = _list_remote(self._remote, self.extensions, listing)
         self.classes = found.classes
         if not self.classes:
-            msg = f"Couldn't find any class folder in {self.root}."
+            example = os.path.join(self.root, "cat")
+            msg = f"Couldn't find any class folder in {self.root}: images of a class lie in {example}"
             raise FileNotFoundError(msg)
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
         if empty and not allow_empty:
+            named = ", ".join(empty[:_MAX_LISTED]) + (", ..." if len(empty) > _MAX_LISTED else "")
             msg = (
-                f"Found no valid file for the classes {', '.join(empty)} in {self.root}. "
-                f"Supported extensions are: {', '.join(self.extensions)}. "
-                "Pass allow_empty=True to keep classes without images."
+                f"Found no valid file for the classes {named} in {self.root}. "
+                f"Supported extensions are: {', '.join(self.extensions)}. Remove folders that are not "
+                "classes, or pass allow_empty=True to keep classes without images."
             )
             raise FileNotFoundError(msg)
         paths = [path for files in found.names for path in files]

@@ -365,7 +365,7 @@ def test_a_build_into_a_missing_bucket_is_an_error(host: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("s3://nowhere/train", "there is no folder in s3://nowhere/train"),
+        ("s3://nowhere/train", "there is no folder at s3://nowhere/train"),
         ("gs://bucket/train", "gs://bucket/train needs a package that is not installed"),
         ("s9://bucket/train", "Protocol not known: s9"),
     ],
