@@ -269,23 +269,30 @@ def _ended_in_order() -> Iterator[None]:
 @contextlib.contextmanager
 def _progress(result: Result) -> Iterator[Callable[[int, Row], None]]:
     """A function to call before each run: it moves a bar on a terminal, and logs each round elsewhere."""
-    with contextlib.ExitStack() as stack:
-        bar: Any = None
-        seen = -1
+    if is_quiet() or not sys.stderr.isatty():
+        seen: set[int] = set()
 
-        def on_run(number: int, row: Row) -> None:
-            nonlocal bar, seen
-            if bar is not None:
-                bar.update(1, row.contender)
-            elif sys.stderr.isatty() and not is_quiet():
-                total = result.rounds * sum(not row.problem for row in result.rows)
-                bar = stack.enter_context(
-                    typer.progressbar(
-                        length=total, file=sys.stderr, item_show_func=lambda one: str(one or row.contender)
-                    )
-                )
-            elif number > seen:
-                seen = number
+        def log_round(number: int, row: Row) -> None:
+            if number not in seen:
+                seen.add(number)
                 log.info("round %d of %d", number + 1, result.rounds)
 
-        yield on_run
+        yield log_round
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    # It starts no thread, because runs are forked.
+    bar = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
+    task = bar.add_task("")
+
+    def draw(number: int, row: Row) -> None:
+        total = result.rounds * sum(not one.problem for one in result.rows)
+        done = sum(len(one.later) for one in result.rows)
+        bar.start()
+        bar.update(task, total=total, completed=done, description=str(row.contender), refresh=True)
+
+    try:
+        yield draw
+    finally:
+        bar.stop()
