@@ -155,7 +155,7 @@ class TestHelp:
 
         assert result.exit_code == 0
         listed = [line.split()[0] for line in result.stdout.partition("Exit codes:")[2].splitlines() if line]
-        assert listed == ["0", "1", "2", "3", "75", "130"]
+        assert listed == ["0", "1", "2", "3", "4", "75", "130"]
 
     @pytest.mark.parametrize("words", [[], ["cache"]])
     def test_without_a_command_the_help_is_printed_line_by_line(self, words: list[str]) -> None:

@@ -142,7 +142,7 @@ class TestWhole:
         """A table, code that runs, a chart, a file that can be read again, no cache, and few other lines."""
         chart, saved = tmp_path / "chart.png", tmp_path / "result.json"
 
-        result = run(photos, "--size", "16x16", *QUICK, "--chart", chart, "--save", saved)
+        result = run(photos, "--size", "16x16", *QUICK, "--chart", chart, "--output", saved)
 
         assert result.exit_code == 0, result.stderr
         loaded = Result.from_dict(json.loads(saved.read_text()))
@@ -170,7 +170,7 @@ class TestWhole:
         """Nothing else is on standard output."""
         saved = tmp_path / "result.json"
 
-        result = run(photos, "--size", "16x16", *QUICK, "--cache", "none", "--json", "--save", saved)
+        result = run(photos, "--size", "16x16", *QUICK, "--cache", "none", "--json", "--output", saved)
 
         assert json.loads(result.stdout) == json.loads(saved.read_text())
 
@@ -323,10 +323,10 @@ class TestImpossible:
             (["tests.cli_zoo:factory", "--start-method", "clone"], 2, "but got 'clone'"),
             (["tests.cli_zoo:factory", "--cache", "disk"], 2, "none,ram,lmdb, but got 'disk'"),
             (["tests.cli_zoo:factory", "--scratch", "no/such"], 2, "--scratch should be a directory"),
-            (["tests.cli_zoo:factory", "--save", "no/such/file"], 2, "make it first"),
+            (["tests.cli_zoo:factory", "--output", "no/such/file"], 2, "make it first"),
             (["tests.cli_zoo:factory", "--chart", "TMP"], 2, "--chart should be a file"),
             (["tests.cli_zoo:factory", "--relative"], 2, "--relative is for --baseline"),
-            (["tests.cli_zoo:factory", "--baseline", "TMP/none"], 2, "make one with --save"),
+            (["tests.cli_zoo:factory", "--baseline", "TMP/none"], 2, "make one with --output"),
             (["tests.cli_zoo:factory", "--baseline", "NOTES"], 2, "is not JSON"),
             (["tests.cli_zoo:factory", "--baseline", "OTHER"], 2, "not a result"),
         ],
@@ -376,10 +376,10 @@ class TestImpossible:
 
         monkeypatch.setattr(arguments.os, "replace", refuse)
 
-        result = run("tests.cli_zoo:factory", *ALONE, "--save", saved)
+        result = run("tests.cli_zoo:factory", *ALONE, "--output", saved)
 
         assert result.exit_code == 1
-        assert "--save" in result.stderr
+        assert "--output" in result.stderr
         assert saved.read_text() == "yesterday"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json"]
 
@@ -390,7 +390,7 @@ class TestBaseline:
     def saved(self, tmp_path: Path) -> Path:
         path = tmp_path / "saved.json"
         words = (*ALONE[:4], "--cache", "none,ram", "--samples", "48", "--batch-size", "16")
-        result = run("tests.cli_zoo:factory", *words, "--save", path, "--quiet")
+        result = run("tests.cli_zoo:factory", *words, "--output", path, "--quiet")
         assert result.exit_code == 0, result.stderr
         return path
 
@@ -405,7 +405,7 @@ class TestBaseline:
         assert result.stdout.count("  ok      ") == 3
         assert "no contender is slower" in result.stdout
 
-    def test_a_slower_run_ends_with_1_and_names_the_contenders(self, saved: Path, tmp_path: Path) -> None:
+    def test_a_slower_run_ends_with_4_and_names_the_contenders(self, saved: Path, tmp_path: Path) -> None:
         """The line has both rates."""
         fast = rescaled(saved, tmp_path / "fast.json", 1e6, only="ram")
 
@@ -414,7 +414,7 @@ class TestBaseline:
         as_json = run("tests.cli_zoo:factory", "--baseline", fast, "--tolerance", "0.999", "--json")
 
         assert result.exit_code == 0
-        assert strict.exit_code == as_json.exit_code == 1
+        assert strict.exit_code == as_json.exit_code == 4
         slower = [line for line in strict.stdout.splitlines() if line.startswith("  SLOWER")]
         assert len(slower) == 1
         assert "fastload, ram cache, 0 workers, batch 16" in slower[0]
@@ -430,7 +430,7 @@ class TestBaseline:
 
         result = run("tests.cli_zoo:factory", "--baseline", fast, "--quiet")
 
-        assert (result.exit_code, result.stdout) == (1, "")
+        assert (result.exit_code, result.stdout) == (4, "")
         assert "are slower or failed. torch's loader is slower, too" in result.stderr
 
     def test_relative_ignores_what_slows_torch_too(self, saved: Path, tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ class TestInterruption:
             raise AssertionError("the run was not interrupted")
 
         monkeypatch.setattr(measure, "measure", measure_and_interrupt)
-        words = ("--workers", "0", "--cache", "lmdb", "--save", saved, *(["--json"] if as_json else []))
+        words = ("--workers", "0", "--cache", "lmdb", "--output", saved, *(["--json"] if as_json else []))
 
         result = run("tests.cli_zoo:factory", *words)
 

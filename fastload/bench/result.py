@@ -190,7 +190,7 @@ class Result:
             ResultFormatError: The data are not a result of this version.
         """
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            raise ResultFormatError("it is not a result that fastload bench --save has written")
+            raise ResultFormatError("it is not a result that fastload bench --output has written")
         if plain.get("version") != VERSION:
             raise ResultFormatError(
                 f"it has version {plain.get('version')!r} of the format, but this fastload reads {VERSION}"

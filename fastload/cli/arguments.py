@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,6 +118,17 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
             os.unlink(partial)
 
 
+def write_json(option: str, path: str, result: Any) -> None:
+    """Write a result as a JSON file; see `write_output`."""
+
+    def write(path: str) -> None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+
+    write_output(option, path, write)
+
+
 # --- sizes, numbers and names ----------------------------------------------------------------------------
 
 
@@ -187,5 +199,15 @@ Size = Annotated[
         help="Scale images of a folder: the shorter side, or HEIGHTxWIDTH.",
         metavar="PIXELS",
         parser=parse_size,
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(
+        "--output",
+        "-o",
+        parser=output_file("--output"),
+        metavar="FILE.json",
+        help="Write the whole result as JSON.",
     ),
 ]

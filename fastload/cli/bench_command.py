@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cli.arguments import Source, names, numbers, output_file, parse_size, write_output
+from fastload.cli.arguments import (
+    Output,
+    Source,
+    names,
+    numbers,
+    output_file,
+    parse_size,
+    write_json,
+    write_output,
+)
 from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
 from fastload.cli.terminal import Answer, CommandError, ExitCode, is_quiet
 from fastload.system.logs import log
@@ -108,21 +117,16 @@ def bench(
         typer.Option(
             parser=output_file("--chart", is_picture=True),
             metavar="FILE.png",
-            help="Draw a chart; needs the extra 'plot'.",
+            help="Draw the result; needs the extra 'plot'.",
         ),
     ] = None,
-    save: Annotated[
-        str | None,
-        typer.Option(
-            parser=output_file("--save"), metavar="FILE.json", help="Write the result, for --baseline."
-        ),
-    ] = None,
+    output: Output = None,
     baseline: Annotated[
         str | None,
         typer.Option(
             metavar="FILE.json",
-            help="Compare with an earlier --save; exit code 1 if a contender is slower. Options that are not "
-            "given are those of that run.",
+            help="Compare with an earlier --output; exit code 4 if a contender is slower. Options that are "
+            "not given are those of that run.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -141,7 +145,7 @@ def bench(
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
     Each contender runs in a process of its own, once in each round. Nothing is trained, and no file is left
-    but those of --save and --chart.
+    but those of --output and --chart.
     """
     if relative and baseline is None:
         raise CommandError("--relative is for --baseline FILE.json: give the file, too")
@@ -164,12 +168,12 @@ def bench(
         result.warnings += differences(before, result)
     setup = {name: setup_code(source, side, settings.transform) for name, side in sides.items()}
     plain, lines = result.as_dict(), report_lines(result, setup)
-    complaint = ""
+    code, complaint = ExitCode.FINE, ""
     if not any(row.is_measured for row in result.rows):
-        complaint = f"no contender could be measured: {result.rows[0].problem}"
-    if save is not None:
-        write_output("--save", save, lambda path: _write_json(path, plain))
-        lines.append(f"written to {save}")
+        code, complaint = ExitCode.FAILED, f"no contender could be measured: {result.rows[0].problem}"
+    if output is not None:
+        write_json("--output", output, plain)
+        lines.append(f"written to {output}")
     if chart is not None:
         write_output("--chart", chart, lambda path: draw(result, path))
         lines.append(f"chart written to {chart}")
@@ -178,14 +182,8 @@ def bench(
         lines += baseline_lines(comparison, baseline)
         plain["comparison"] = comparison.as_dict()
         if not comparison.has_passed:
-            complaint = lines[-1]
-    return Answer(plain, lines, ExitCode.FAILED if complaint else ExitCode.FINE, complaint)
-
-
-def _write_json(path: str, plain: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(plain, file, indent=1)
-        file.write("\n")
+            code, complaint = ExitCode.SLOWER if comparison.slower else ExitCode.FAILED, lines[-1]
+    return Answer(plain, lines, code, complaint)
 
 
 def _read_baseline(path: str, *, any_machine: bool) -> Result:
@@ -196,9 +194,9 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
         with open(path, encoding="utf-8") as file:
             baseline = Result.from_dict(json.load(file))
     except FileNotFoundError:
-        raise CommandError(f"--baseline: there is no file at {path}: make one with --save {path}") from None
+        raise CommandError(f"--baseline: there is no file at {path}: make one with --output {path}") from None
     except ResultFormatError as error:
-        raise CommandError(f"--baseline {path}: {error}: make a new one with --save FILE.json") from error
+        raise CommandError(f"--baseline {path}: {error}: make a new one with --output FILE.json") from error
     except ValueError as error:  # JSON or UTF-8
         raise CommandError(f"--baseline {path} is not JSON: {error}") from error
     machine, there = Machine.this(), baseline.machine
@@ -206,7 +204,7 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
         raise CommandError(
             f"the baseline was measured on another machine ({there}) than this one ({machine}). "
             "Add --relative, which divides each rate by torch's in the same run, or make a new baseline on "
-            "this machine with --save"
+            "this machine with --output"
         )
     return baseline
 
@@ -244,7 +242,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
             if benchmark is not None and num_runs:
                 total = benchmark.result.rounds * len(rows)
                 said = (
-                    f"interrupted after {num_runs} of {total} runs; --save and --chart have written nothing"
+                    f"interrupted after {num_runs} of {total} runs; --output and --chart have written nothing"
                 )
                 if not is_quiet():
                     typer.echo("\n".join(table_lines(benchmark.result)))

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import output_file
+from fastload.cli.arguments import Output, output_file
 from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandGroup, ExitCode, answers
 
@@ -148,16 +148,10 @@ def profile(
             "fast the script is when loading costs nothing. It then trains on these batches again.",
         ),
     ] = 0,
-    json_path: Annotated[
+    output: Output = None,
+    trace: Annotated[
         str | None,
         typer.Option(
-            "--json", parser=output_file("--json"), metavar="FILE", help="Write the report as JSON."
-        ),
-    ] = None,
-    trace_path: Annotated[
-        str | None,
-        typer.Option(
-            "--trace",
             parser=output_file("--trace"),
             metavar="FILE.json",
             help="Write a trace for Perfetto or chrome://tracing.",
@@ -173,7 +167,7 @@ def profile(
     """
     from fastload.cli.profile_command import profile_script
 
-    files = {"--json": json_path, "--trace": trace_path}
+    files = {"--output": output, "--trace": trace}
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(
         profile_script, script, list(args or ()), as_module=is_module, replay=replay, files=files

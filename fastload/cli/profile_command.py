@@ -7,12 +7,11 @@ signal or traceback that ends it, is the command's.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from typing import TYPE_CHECKING
 
-from fastload.cli.arguments import write_output
+from fastload.cli.arguments import write_json, write_output
 from fastload.cli.script import run_script
 from fastload.cli.terminal import CommandError
 from fastload.profiling.hooks import FOLDER
@@ -56,20 +55,17 @@ def profile_script(
 
 def _save(profile: Profile, files: Mapping[str, str | None]) -> None:
     """Print the report, and write the files; an error does not hide how the script ended."""
-
-    def write_json(path: str) -> None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(profile.report().as_dict(), file, indent=2)
-            file.write("\n")
-
     with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
         sys.stdout.flush()
     write_stderr(f"\n{profile.report()}\n")
-    writers = {"--json": write_json, "--trace": profile.save_trace}
+    report = profile.report().as_dict()
     for option, path in files.items():
         if path is not None:
             try:
-                write_output(option, path, writers[option])
+                if option == "--output":
+                    write_json(option, path, report)
+                else:
+                    write_output(option, path, profile.save_trace)
             except CommandError as error:
                 write_stderr(f"fastload: error: {error}\n")
             else:

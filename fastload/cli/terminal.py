@@ -40,6 +40,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     SKIPPED = 3
+    SLOWER = 4
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
@@ -47,9 +48,10 @@ class ExitCode(IntEnum):
 EPILOG = """\b
 Exit codes:
     0  fine
-    1  failed: a source or a file cannot be read, damage was found, or slower than a baseline
+    1  failed: a source or a file cannot be read, or damage was found
     2  wrong usage, such as a path that does not exist
     3  finished, but samples were skipped
+    4  slower than the baseline
    75  another build is running: try again later
   130  interrupted: run the same command again to continue"""
 

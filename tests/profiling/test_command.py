@@ -142,9 +142,9 @@ def test_beside_plain_python(tmp_path: Path) -> None:
 
 
 def test_the_files_are_written(interpreter: Interpreter, tmp_path: Path) -> None:
-    """`--json` and `--trace`, also after an error of the script; each is named."""
+    """`--output` and `--trace`, also after an error of the script; each is named."""
     write(tmp_path, TRAIN)
-    files = ("--json", "report.json", "--trace", "trace.json")
+    files = ("--output", "report.json", "--trace", "trace.json")
 
     done = profiled(interpreter, tmp_path, *files, "train.py", "code")
 
@@ -156,7 +156,7 @@ def test_the_files_are_written(interpreter: Interpreter, tmp_path: Path) -> None
     assert [event["name"] for event in events].count("waiting for data") == 7
 
 
-@pytest.mark.parametrize("option", ["--json", "--trace"])
+@pytest.mark.parametrize("option", ["--output", "--trace"])
 @pytest.mark.parametrize("place", ["absent/file", "folder"])
 def test_a_path_that_cannot_be_written_is_refused_first(
     interpreter: Interpreter, tmp_path: Path, option: str, place: str
@@ -180,10 +180,10 @@ def test_a_file_that_fails_later_hides_nothing(interpreter: Interpreter, tmp_pat
     (tmp_path / "out").mkdir()
     write(tmp_path, "import os, sys\nos.rmdir('out')\nsys.exit(5)\n")
 
-    done = profiled(interpreter, tmp_path, "--json", "out/a.json", "--trace", "b.json", "train.py")
+    done = profiled(interpreter, tmp_path, "--output", "out/a.json", "--trace", "b.json", "train.py")
 
     assert done.returncode == 5
-    assert "fastload: error: --json out/a.json could not be written: " in done.stderr
+    assert "fastload: error: --output out/a.json could not be written: " in done.stderr
     assert done.stderr.endswith("fastload: wrote b.json\n")
 
 
@@ -231,7 +231,7 @@ def test_worker_processes(interpreter: Interpreter, tmp_path: Path, method: str)
     """Workers of each start method find the script's dataset, and are watched."""
     write(tmp_path, WITH_WORKER)
 
-    done = profiled(interpreter, tmp_path, "--json", "report.json", "train.py", method)
+    done = profiled(interpreter, tmp_path, "--output", "report.json", "train.py", method)
 
     assert (done.returncode, done.stdout) == (0, f"done ['train.py', '{method}']\n")
     (loader,) = json.loads((tmp_path / "report.json").read_text())["loaders"]
@@ -270,7 +270,7 @@ def test_a_loader_of_ours(interpreter: Interpreter, tmp_path: Path) -> None:
         TRAIN.replace("import DataLoader, Dataset", "import Dataset\nfrom fastload import DataLoader"),
     )
 
-    done = profiled(interpreter, tmp_path, "--json", "a.json", "train.py", "none")
+    done = profiled(interpreter, tmp_path, "--output", "a.json", "train.py", "none")
 
     assert done.returncode == 0, done.stderr
     (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
@@ -302,7 +302,7 @@ def test_replay(interpreter: Interpreter, tmp_path: Path) -> None:
     """`--replay N` returns held batches, and keeps the number of steps."""
     write(tmp_path, TRAIN)
 
-    done = profiled(interpreter, tmp_path, "--replay", "2", "--json", "a.json", "train.py", "none")
+    done = profiled(interpreter, tmp_path, "--replay", "2", "--output", "a.json", "train.py", "none")
 
     assert done.returncode == 0
     assert (
