@@ -12,7 +12,7 @@ Only later epochs are compared: the first ones depend on the start of processes.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,19 +79,10 @@ class Comparison:
             "is_relative": self.is_relative,
             "tolerance": self.tolerance,
             "torch_ratio": self.torch_ratio,
-            "changes": [
-                {
-                    "contender": str(change.contender),
-                    "before": change.before,
-                    "now": change.now,
-                    "ratio": change.ratio,
-                    "is_slower": change.is_slower,
-                }
-                for change in self.changes
-            ],
-            "failed": [str(contender) for contender in self.failed],
-            "only_before": [str(contender) for contender in self.only_before],
-            "only_now": [str(contender) for contender in self.only_now],
+            "changes": [{**asdict(change), "contender": str(change.contender)} for change in self.changes],
+            "failed": list(map(str, self.failed)),
+            "only_before": list(map(str, self.only_before)),
+            "only_now": list(map(str, self.only_now)),
         }
 
 

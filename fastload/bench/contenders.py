@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -112,10 +112,4 @@ class Sweep:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
-            "workers": list(self.workers),
-            "batch_sizes": list(self.batch_sizes),
-            "start_methods": list(self.start_methods),
-            "caches": list(self.caches),
-            "sizes": list(self.sizes),
-        }
+        return {name: list(values) for name, values in asdict(self).items()}

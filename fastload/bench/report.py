@@ -12,9 +12,10 @@ from fastload.bench.result import readable_rounds, verdicts
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from fastload.bench.baseline import Comparison
+    from fastload.bench.contenders import Contender
     from fastload.bench.result import Ratio, Result, Row, Verdict
 
 _WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
@@ -64,15 +65,17 @@ def table_lines(result: Result) -> list[str]:
     from rich.table import Table
 
     sweep = result.sweep
-    columns = {
-        "batch": len(sweep.batch_sizes) > 1,
-        "start": len(sweep.start_methods) > 1,
-        "size": len(sweep.sizes) > 1,
-    }
+    cells_of: dict[str, Callable[[Contender], str]] = {}  # of the settings that differ between rows
+    if len(sweep.batch_sizes) > 1:
+        cells_of["batch"] = lambda contender: f"{contender.batch_size:,}"
+    if len(sweep.start_methods) > 1:
+        cells_of["start"] = lambda contender: contender.start_method or ""
+    if len(sweep.sizes) > 1:
+        cells_of["size"] = lambda contender: contender.size or ""
     table = Table(box=box.ASCII, show_edge=False, pad_edge=False)
     for name in ("loader", "cache"):
         table.add_column(name, no_wrap=True)
-    for name in ("workers", *(name for name, is_shown in columns.items() if is_shown)):
+    for name in ("workers", *cells_of):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("first epoch\nsamples/s", "later epochs\nsamples/s", "spread", "to torch's\nbest"):
         table.add_column(name, justify="right")
@@ -80,12 +83,7 @@ def table_lines(result: Result) -> list[str]:
     problems = _problems(result)
     for row in result.rows:
         contender = row.contender
-        values = {
-            "batch": f"{contender.batch_size:,}",
-            "start": contender.start_method or "",
-            "size": contender.size or "",
-        }
-        settings = [values[name] for name, is_shown in columns.items() if is_shown]
+        settings = [cell(contender) for cell in cells_of.values()]
         figures = (
             ["", "", "", f"[{problems.index(row.problem) + 1}]"]
             if row.problem

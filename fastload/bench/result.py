@@ -157,18 +157,8 @@ class Result:
         return {
             "format": FORMAT,
             "version": VERSION,
-            "source": self.source,
-            "transform": self.transform,
-            "length": self.length,
-            "num_samples": self.num_samples,
-            "sample_nbytes": self.sample_nbytes,
+            **dataclasses.asdict(self),
             "sweep": self.sweep.as_dict(),
-            "rounds": self.rounds,
-            "machine": dataclasses.asdict(self.machine),
-            "build_s": self.build_s,
-            "others_share": self.others_share,
-            "load_before": self.load_before,
-            "warnings": self.warnings,
             "unit": "samples/s",
             "rows": [
                 {

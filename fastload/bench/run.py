@@ -19,7 +19,7 @@ from fastload.bench import measure
 from fastload.bench.apart import RunFailedError, call
 from fastload.bench.contenders import CACHES, Sweep
 from fastload.bench.machine import Machine, busy_warnings, load_per_cpu
-from fastload.bench.plan import default_workers, num_samples_within, seconds
+from fastload.bench.plan import Costs, default_workers
 from fastload.bench.result import Result, Row
 from fastload.bench.rounds import run_rounds
 from fastload.cache.dataset import CachedDataset
@@ -119,19 +119,14 @@ class Benchmark:
         )
         contenders, rounds = sweep.contenders(), settings.rounds or _ROUNDS
         length = len(next(iter(datasets.values())))
-        costs: Any = {
-            "rounds": rounds,
-            "sample_s": max(one.sample_s for one in found),
-            "transform_s": max(one.transform_s for one in found),
-            "num_cpus": cpus,
-        }
-        if settings.samples is not None:
-            count = min(length, settings.samples)
-        else:
-            count = num_samples_within(60 * settings.minutes, contenders, length=length, **costs)
+        sample_s, transform_s = max(one.sample_s for one in found), max(one.transform_s for one in found)
+        costs = Costs(rounds, sample_s, transform_s, cpus)
+        count = min(length, settings.samples or length)
+        if settings.samples is None:
+            count = costs.num_samples_within(60 * settings.minutes, contenders, length)
         log.info(
             "%d contenders, %d rounds, %s of %s samples: about %.1f minutes",
-            *(len(contenders), rounds, f"{count:,}", f"{length:,}", seconds(contenders, count, **costs) / 60),
+            *(len(contenders), rounds, f"{count:,}", f"{length:,}", costs.seconds(contenders, count) / 60),
         )
         self.result = Result(
             source=settings.source,

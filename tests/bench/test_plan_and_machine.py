@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ from fastload.bench.apart import RunFailedError
 from fastload.bench.contenders import Contender, Sweep
 from fastload.bench.machine import busy_warnings
 from fastload.bench.measure import Epochs, spread_indices
-from fastload.bench.plan import default_workers, num_samples_within, seconds
+from fastload.bench.plan import Costs, default_workers
 from fastload.bench.rounds import order_of, run_rounds
 from fastload.system import cpu_times
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
@@ -24,28 +24,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CONTENDERS = Sweep((0, 2), (64,), ("fork",), ("none", "ram", "lmdb")).contenders()
-COSTS = st.fixed_dictionaries(
-    {
-        "rounds": st.integers(1, 5),
-        "sample_s": st.floats(1e-6, 1.0),
-        "transform_s": st.floats(0.0, 0.1),
-        "num_cpus": st.integers(1, 64),
-    }
+COSTS = st.builds(
+    Costs,
+    rounds=st.integers(1, 5),
+    sample_s=st.floats(1e-6, 1.0),
+    transform_s=st.floats(0.0, 0.1),
+    num_cpus=st.integers(1, 64),
 )
 
 
 class TestSamples:
     @given(budget_s=st.floats(0.0, 600.0), length=st.integers(1, 10**6), costs=COSTS)
     def test_the_number_of_samples_keeps_to_the_time_or_to_the_least(
-        self, budget_s: float, length: int, costs: Any
+        self, budget_s: float, length: int, costs: Costs
     ) -> None:
         """More than some batches are measured only where the whole benchmark then takes no longer."""
-        count = num_samples_within(budget_s, CONTENDERS, length=length, **costs)
+        count = costs.num_samples_within(budget_s, CONTENDERS, length)
 
         assert 1 <= count <= length
         least = min(length, 64 * 4)
         assert count >= least
-        assert count == least or seconds(CONTENDERS, count, **costs) <= budget_s * (1 + 1e-9)
+        assert count == least or costs.seconds(CONTENDERS, count) <= budget_s * (1 + 1e-9)
 
     @given(st.integers(1, 10**6), st.data())
     def test_spread_indices_are_distinct_and_in_order(self, length: int, data: st.DataObject) -> None:
