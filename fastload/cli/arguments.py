@@ -118,15 +118,15 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
             os.unlink(partial)
 
 
-def write_json(option: str, path: str, result: Any) -> None:
-    """Write a result as a JSON file; see `write_output`."""
+def json_writer(result: Any) -> Callable[[str], None]:
+    """A function for `write_output` that writes a result as JSON."""
 
     def write(path: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=1)
             file.write("\n")
 
-    write_output(option, path, write)
+    return write
 
 
 # --- sizes, numbers and names ----------------------------------------------------------------------------

@@ -19,11 +19,11 @@ import typer
 from fastload.cli.arguments import (
     Output,
     Source,
+    json_writer,
     names,
     numbers,
     output_file,
     parse_size,
-    write_json,
     write_output,
 )
 from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
@@ -172,7 +172,7 @@ def bench(
     if not any(row.is_measured for row in result.rows):
         code, complaint = ExitCode.FAILED, f"no contender could be measured: {result.rows[0].problem}"
     if output is not None:
-        write_json("--output", output, plain)
+        write_output("--output", output, json_writer(plain))
         lines.append(f"written to {output}")
     if chart is not None:
         write_output("--chart", chart, lambda path: draw(result, path))

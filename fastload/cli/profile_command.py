@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from fastload.cli.arguments import write_json, write_output
+from fastload.cli.arguments import json_writer, write_output
 from fastload.cli.script import run_script
 from fastload.cli.terminal import CommandError
 from fastload.profiling.hooks import FOLDER
@@ -58,14 +58,11 @@ def _save(profile: Profile, files: Mapping[str, str | None]) -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
         sys.stdout.flush()
     write_stderr(f"\n{profile.report()}\n")
-    report = profile.report().as_dict()
+    writers = {"--output": json_writer(profile.report().as_dict()), "--trace": profile.save_trace}
     for option, path in files.items():
         if path is not None:
             try:
-                if option == "--output":
-                    write_json(option, path, report)
-                else:
-                    write_output(option, path, profile.save_trace)
+                write_output(option, path, writers[option])
             except CommandError as error:
                 write_stderr(f"fastload: error: {error}\n")
             else:
