@@ -5,10 +5,10 @@ Rules:
 1. The classes are the folders directly below the root, sorted by name. A class's files are sorted by folder
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
-3. A list that is damaged, or of another format, is an error; it is never a shorter list. Its text is the one
-   that `to_bytes` writes: classes and files in order, each of them once, and each file with its class.
+3. It has a line of JSON for its version and age, for each class, and for each file, in order and each of them
+   once. A list that is damaged, or of another format, is an error; it is never a shorter list.
 4. Somebody else may have written the list: its names stay below the folder, and its numbers are bounded. It
-   is decompressed and checked entry by entry, so it takes memory only for entries that are right, and only as
+   is decompressed and checked line by line, so it takes memory only for lines that are right, and only as
    many as a list of its compressed size can have.
 """
 
@@ -23,36 +23,27 @@ import re
 import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
-SAVED_NAME = ".fastload-files.json.gz"
+SAVED_NAME = ".fastload-files.jsonl.gz"
 
 _FORMAT_VERSION = 1
 _DIGEST_BYTES = 16
 _MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
 _MIN_LIMIT_BYTES = 1 << 20
-_READ_BYTES = 1 << 16
-_MAX_ENTRY_BYTES = 1 << 16  # of the text: a character takes at most twelve
+_MAX_LINE_BYTES = 1 << 16  # a character takes at most twelve
 _MAX_CHARACTERS = 4096  # of a name, or of a version
+_MAX_BYTES = 1 << 63  # of a file
 _MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
 UNKNOWN_BYTES = -1
-
-# The parts of a list's text, which is ASCII.
-_STRING = r'("[^"\\\x00-\x1f]*+(?:\\.[^"\\\x00-\x1f]*+)*+")'
-_VERSION = re.compile(r'\{"version": (0|[1-9]\d{0,8}), ')
-_HEAD = re.compile(r'"created_s": ((?:0|[1-9]\d{0,11})(?:\.\d{1,20})?), "classes": \[')
-_CLASS = re.compile(rf"{_STRING}(?:, (?=\")|(?=\]))")
-_MIDDLE = re.compile(r'\], "files": \[')
-_FILE = re.compile(rf"\[{_STRING}, (-1|0|[1-9]\d{{0,18}}), {_STRING}\](?:, (?=\[)|(?=\]))")
-_END = re.compile(r"\]\}\Z")
 
 _MAY_LEAD_OUT = re.compile(r"\.\.|[%\t\r\n\0\ud800-\udfff]|\A[/\\]|\A\Z")
 
@@ -125,14 +116,11 @@ def _digest(files: Sequence[RemoteFile]) -> str | None:
 
 
 def to_bytes(classes: Iterable[str], files: Iterable[RemoteFile]) -> bytes:
-    """A list as it is saved: compressed JSON."""
-    fields = {
-        "version": _FORMAT_VERSION,
-        "created_s": time.time(),
-        "classes": sorted(set(classes)),
-        "files": sorted({file.name: file for file in files}.values()),
-    }
-    return gzip.compress(json.dumps(fields).encode("ascii"), compresslevel=6, mtime=0)
+    """A list as it is saved: compressed lines of JSON."""
+    head = {"version": _FORMAT_VERSION, "created_s": time.time()}
+    lines = [head, *sorted(set(classes)), *sorted({file.name: file for file in files}.values())]
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    return gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0)
 
 
 def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
@@ -141,109 +129,61 @@ def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
     Raises:
         ValueError: It is damaged, or of another format; the error gives the reason.
     """
-    try:
-        return _read(_Text(data))
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"it is damaged: {error}") from error
-
-
-def _read(text: _Text) -> tuple[float, list[str], list[RemoteFile]]:
-    version = int(text.take(_VERSION, "the version of the format")[1])
-    if version != _FORMAT_VERSION:
-        raise ValueError(f"its format is {version}, and this release reads {_FORMAT_VERSION}")
-    created_s = float(text.take(_HEAD, "the time when it was made, and the classes")[1])
-    if created_s >= _MAX_SECONDS:
-        raise ValueError(f"it is damaged: it was made at second {created_s}")
     classes: list[str] = []
-    while not text.is_at(_MIDDLE):
-        match = text.take(_CLASS, "the name of a class")
-        name = _string(match[1])
-        if not is_below(name) or "/" in name:
-            raise ValueError(f"it is damaged: {name!r:.100} is not the name of a class")
-        if classes and name <= classes[-1]:
-            raise ValueError(f"it is damaged: the class {name!r:.100} comes after {classes[-1]!r:.100}")
-        classes.append(name)
+    known: set[str] = set()
     files: list[RemoteFile] = []
-    text.take(_MIDDLE, "the files")
-    known = set(classes)
-    while not text.is_at(_END):
-        match = text.take(_FILE, "a file, as its name, its length and its version")
-        file = RemoteFile(_string(match[1]), int(match[2]), _string(match[3]))
-        if not is_below(file.name):
-            raise ValueError(f"it is damaged: {file.name!r:.100} is not the name of a file below the folder")
-        if file.name.partition("/")[0] not in known:
-            raise ValueError(f"it is damaged: {file.name!r:.100} is in none of its classes")
-        if files and file.name <= files[-1].name:
-            raise ValueError(f"it is damaged: {file.name!r:.100} comes after {files[-1].name!r:.100}")
-        if file.nbytes >= 1 << 63:
-            raise ValueError(f"it is damaged: {file.name!r:.100} has {file.nbytes} bytes")
-        if not file.version.isascii():
-            raise ValueError(f"it is damaged: {file.name!r:.100} has the version {file.version!r:.40}")
-        files.append(file)
+    try:
+        lines = _lines(data)
+        created_s = _created_s(next(lines, None))
+        for line in lines:
+            if not files and _is_name(line) and "/" not in line and [line] > classes[-1:]:
+                classes.append(line)
+                known.add(line)
+                continue
+            file = _file(line)
+            after = files[-1].name if files else ""
+            if file is None or file.name <= after or file.name.partition("/")[0] not in known:
+                raise ValueError(f"{line!r:.100} is not the next class or file, with its length and version")
+            files.append(file)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged: {error}") from error
     return created_s, classes, files
 
 
-class _Text:
-    """The text of a list, which is decompressed as far as it is taken.
-
-    Raises:
-        OSError: It is not compressed, or its checksum is wrong.
-        EOFError: It is cut short.
-        zlib.error: It is damaged.
-        UnicodeDecodeError: It is not ASCII.
-        ValueError: It is longer than any list of this compressed size.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._file = gzip.GzipFile(fileobj=io.BytesIO(data))
-        self._left = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
-        self._known = ""
-        self._start = 0
-        self._has_more = True
-
-    def is_at(self, pattern: re.Pattern[str]) -> bool:
-        """Whether a part is next."""
-        return pattern.match(self._known, self._filled()) is not None
-
-    def take(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
-        """The next part.
-
-        Args:
-            pattern: What it looks like.
-            what: It, for people.
-
-        Raises:
-            ValueError: There is something else.
-        """
-        start = self._filled()
-        match = pattern.match(self._known, start)
-        if match is None:
-            found = self._known[start : start + 40]
-            raise ValueError(f"it is damaged: {what} should come next, but there is {found!r}")
-        self._start = match.end()
-        return match
-
-    def _filled(self) -> int:
-        """Where the next part begins in what is known, to which the longest entry then belongs."""
-        while self._has_more and len(self._known) - self._start < _MAX_ENTRY_BYTES:
-            data = self._file.read(_READ_BYTES)
-            self._left -= len(data)
-            if self._left < 0:
-                raise ValueError("it is damaged: it grows too much when decompressed")
-            self._has_more = bool(data)
-            self._known = self._known[self._start :] + data.decode("ascii")
-            self._start = 0
-        return self._start
+def _lines(data: bytes) -> Iterator[Any]:
+    """What the lines of a list say."""
+    left = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
+    with gzip.open(io.BytesIO(data)) as file:
+        while line := file.readline(_MAX_LINE_BYTES):
+            left -= len(line)
+            if left < 0:
+                raise ValueError("it grows too much when decompressed")
+            if not line.endswith(b"\n"):
+                raise ValueError(f"a line is cut off, or too long: {line!r:.100}")
+            yield json.loads(line.decode("ascii"))
 
 
-def _string(text: str) -> str:
-    try:
-        found: str = json.loads(text) if "\\" in text else text[1:-1]
-    except ValueError as error:
-        raise ValueError(f"it is damaged: {text!r:.100} is no text: {error}") from error
-    if len(found) > _MAX_CHARACTERS:
-        raise ValueError(f"it is damaged: {found!r:.100}... has {len(found):,} characters")
-    return found
+def _created_s(head: Any) -> float:
+    if not isinstance(head, dict) or head.get("version") != _FORMAT_VERSION:
+        raise ValueError(f"it begins with {head!r:.100}, and this release reads format {_FORMAT_VERSION}")
+    created_s = head.get("created_s")
+    if type(created_s) not in (int, float) or not 0 <= created_s < _MAX_SECONDS:  # NaN is not in the range
+        raise ValueError(f"it was made at second {created_s!r:.40}")
+    return float(created_s)
+
+
+def _file(line: Any) -> RemoteFile | None:
+    """The file of a line; None unless it is a name below the folder, a length and a version."""
+    if not isinstance(line, list) or [type(field) for field in line] != [str, int, str]:
+        return None
+    file = RemoteFile(*line)
+    is_version = file.version.isascii() and len(file.version) <= _MAX_CHARACTERS
+    is_right = _is_name(file.name) and UNKNOWN_BYTES <= file.nbytes < _MAX_BYTES and is_version
+    return file if is_right else None
+
+
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and len(text) <= _MAX_CHARACTERS and is_below(text)
 
 
 def is_below(name: str) -> bool:

@@ -259,7 +259,7 @@ def test_a_cache_on_disk_is_built_from_it(url: str, tmp_path: Path, num_workers:
     assert [int(dataset[index][0][0, 0, 0]) for index in range(SIZE)] == list(range(SIZE))
 
 
-TRIED_FIRST = ("-files.json.gz", "class0/00.png", "class1/00.png", "class1/11.png")
+TRIED_FIRST = ("-files.jsonl.gz", "class0/00.png", "class1/00.png", "class1/11.png")
 
 
 def test_a_build_reads_the_files_of_many_tasks_at_the_same_time(

@@ -27,7 +27,8 @@ FILES = [
 ]
 GOOD = to_bytes(CLASSES, FILES)
 TEXT = gzip.decompress(GOOD)
-FIELDS = json.loads(TEXT)
+LINES = [json.loads(line) for line in TEXT.splitlines()]
+HEAD = LINES[0]
 MOST_BYTES = 2 << 20  # for a list of a few files
 
 names = st.one_of(
@@ -65,12 +66,22 @@ def read(data: bytes) -> tuple[list[str], list[RemoteFile]] | None:
     return found[1:]
 
 
+def packed(*lines: Any) -> bytes:
+    """A list with these lines."""
+    return gzip.compress(text_of(*lines))
+
+
+def text_of(*lines: Any) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
 def check(text: bytes) -> None:
     """A text that is read says the same to any reader of JSON."""
     found = read(gzip.compress(text))
     if found is not None:
-        fields = json.loads(text)
-        assert found == (fields["classes"], [RemoteFile(*entry) for entry in fields["files"]])
+        lines = [json.loads(line) for line in text.split(b"\n")[1:] if line]
+        assert found[0] == [line for line in lines if isinstance(line, str)]
+        assert found[1] == [RemoteFile(*line) for line in lines if not isinstance(line, str)]
         assert to_bytes(*found)  # and can be saved again
         assert from_bytes(to_bytes(*found))[1:] == found
 
@@ -89,12 +100,18 @@ def test_damaged_text_is_what_it_says_or_the_error(start: int, length: int, inst
     check(TEXT[:start] + instead + TEXT[start + length :])
 
 
-@given(st.sampled_from(sorted(FIELDS)), values, st.booleans())
+@given(st.integers(0, len(LINES)), st.integers(0, 2), st.one_of(values, st.sampled_from(LINES)))
 @settings(deadline=None, max_examples=150)
-def test_other_values_are_what_they_say_or_the_error(name: str, value: Any, is_inside: bool) -> None:
-    """Any value in the place of a field, or of an entry in it."""
-    fields = {**FIELDS, name: [*FIELDS[name], value] if is_inside and name in ("classes", "files") else value}
-    check(json.dumps(fields).encode())
+def test_other_lines_are_what_they_say_or_the_error(start: int, length: int, value: Any) -> None:
+    """Any value in the place of a line, or between two lines."""
+    check(text_of(*LINES[:start], value, *LINES[start + length :]))
+
+
+@given(st.sampled_from(["version", "created_s"]), values)
+@settings(deadline=None, max_examples=150)
+def test_other_values_of_the_head_are_the_error_or_make_no_difference(name: str, value: Any) -> None:
+    """Any value in the place of the version or the age."""
+    assert read(packed({**HEAD, name: value}, *LINES[1:])) in ((CLASSES, FILES), None)
 
 
 @given(st.sampled_from(range(3)), st.integers(0, 3), st.one_of(values, names, numbers))
@@ -103,7 +120,7 @@ def test_other_entries_are_what_they_say_or_the_error(number: int, place: int, v
     """Any value in the place of a name, a length or a version, or beside them."""
     files = [list(file) for file in FILES]
     files[number][place : place + 1] = [value]
-    check(json.dumps({**FIELDS, "files": files}).encode())
+    check(text_of(HEAD, *CLASSES, *files))
 
 
 @given(
@@ -138,13 +155,13 @@ def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str,
 )
 def test_files_out_of_order_repeated_or_of_no_class_are_damage(files: list[Any]) -> None:
     """They are written in order, each of them once, with their classes."""
-    assert read(gzip.compress(json.dumps({**FIELDS, "files": files}).encode())) is None
+    assert read(packed(HEAD, *CLASSES, *files)) is None
 
 
-@pytest.mark.parametrize("classes", [["cat", "cat"], ["döner", "cat"]])
-def test_classes_out_of_order_or_repeated_are_damage(classes: list[str]) -> None:
+@pytest.mark.parametrize("lines", [["cat", "cat"], ["döner", "cat"], ["cat", ["cat/1.jpg", 1, "v"], "dog"]])
+def test_classes_out_of_order_or_repeated_are_damage(lines: list[Any]) -> None:
     """They would get other labels."""
-    assert read(gzip.compress(json.dumps({**FIELDS, "classes": classes, "files": []}).encode())) is None
+    assert read(packed(HEAD, *lines)) is None
 
 
 def bomb(start: bytes, repeated: bytes, stop: bytes = b"") -> bytes:
@@ -164,8 +181,8 @@ def bomb(start: bytes, repeated: bytes, stop: bytes = b"") -> bytes:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'"empty"]', b'"empty", ]'),
-        (b'"a \\\\ b"]]', b'"a \\\\ b"], ]'),
+        (b'"empty"', b'"empty",'),
+        (b'"a \\\\ b"]', b'"a \\\\ b", ]'),
         (b", 3,", b", 03,"),
         (b'"version": 1,', b'"version": 01,'),
         (b"}", b"}}"),
@@ -180,28 +197,30 @@ def test_a_text_that_is_no_json_is_damage(old: bytes, new: bytes) -> None:
     assert read(gzip.compress(TEXT.replace(old, new))) is None
 
 
-HEAD = TEXT[: TEXT.index(b'["cat')]
+START = text_of(HEAD, "cat")
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        bomb(TEXT[:-1], b" ", b"}"),
+        bomb(TEXT[:-1], b" ", b"\n"),
         bomb(TEXT, b"\n"),
         bomb(b"", b" ", TEXT),
         bomb(b"", b"["),
-        bomb(HEAD, b"[],"),
-        bomb(HEAD + b'["cat/', b"x", b'.jpg", 1, "v"]]}'),
-        bomb(HEAD + b'["cat/', b"\\u0061", b'.jpg", 1, "v"]]}'),
-        bomb(HEAD + b'["cat/1.jpg", 1, "', b"v", b'"]]}'),
-        bomb(HEAD + b'["cat/1.jpg", ', b"1", b', "v"]]}'),
-        bomb(HEAD, b'["cat/1.jpg", 1, "v"], '),
-        bomb(b'{"version": 1, "created_s": 1.0, "classes": [', b'"a", '),
+        bomb(START, b"[],"),
+        bomb(START, b"[]\n"),
+        bomb(START, b"[" + b"[]," * 21000 + b"[]]\n"),
+        bomb(START + b'["cat/', b"x", b'.jpg", 1, "v"]\n'),
+        bomb(START + b'["cat/', b"\\u0061", b'.jpg", 1, "v"]\n'),
+        bomb(START + b'["cat/1.jpg", 1, "', b"v", b'"]\n'),
+        bomb(START + b'["cat/1.jpg", ', b"1", b', "v"]\n'),
+        bomb(START, b'["cat/1.jpg", 1, "v"]\n'),
+        bomb(text_of(HEAD), b'"a"\n'),
         bomb(b'{"version": ', b"1"),
         GOOD + bomb(b"", b"\0"),
         bomb(b"", b"\0"),
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_a_small_list_that_grows_takes_no_memory(data: bytes) -> None:
     """It is refused when the first part that should not be there is met."""
