@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class BuildProgress:
         self._total = total
         self._done = self._first = done
         self._bytes = 0
+        self._lock = threading.Lock()
         self._start = self._last = time.monotonic()
         self._bar: Progress | None = None
         if not shown or not _may_be_terminal():
@@ -81,17 +83,18 @@ class BuildProgress:
             log.info("%s: finished: %s, %s", self._title, self._rate(), self._size())
 
     def advance(self, nbytes: int, count: int = 1) -> None:
-        """Count this many more samples, with this many bytes in total."""
-        self._done += count
-        self._bytes += nbytes
-        now = time.monotonic()
-        if self._bar is not None and now - self._last > _REFRESH_S:
-            self._draw(self._bar)
-            self._last = now
-        elif self._bar is None and now - self._last > _LOG_EVERY_S:
-            done = f"{self._done:,} of {self._total:,} samples"
-            log.info("%s: %s: %s, %s", self._title, done, self._rate(), self._size())
-            self._last = now
+        """Count this many more samples, with this many bytes in total; any thread may do so."""
+        with self._lock:
+            self._done += count
+            self._bytes += nbytes
+            now = time.monotonic()
+            if self._bar is not None and now - self._last > _REFRESH_S:
+                self._draw(self._bar)
+                self._last = now
+            elif self._bar is None and now - self._last > _LOG_EVERY_S:
+                done = f"{self._done:,} of {self._total:,} samples"
+                log.info("%s: %s: %s, %s", self._title, done, self._rate(), self._size())
+                self._last = now
 
     def _draw(self, bar: Progress) -> None:
         figures = f"{self._done:,}/{self._total:,} {self._rate()}"

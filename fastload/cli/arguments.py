@@ -33,10 +33,10 @@ def check_url(url: str) -> None:
     Raises:
         CommandError: There is none.
     """
-    from fastload.files.transfers import RemoteFiles
+    from fastload.cache.lmdb.manifest import remote_files
 
     try:
-        RemoteFiles(url).check()
+        remote_files(url).file_system()
     except (ImportError, ValueError) as error:
         raise CommandError(str(error)) from error
 

@@ -338,10 +338,9 @@ CachePlace = Annotated[
 def info(path: CachePlace) -> Answer:
     """Show the contents and the origin of a cache."""
     if is_url(path):  # the manifest says all of it, without a download
-        from fastload.cache.lmdb.manifest import read_manifest
-        from fastload.files.transfers import RemoteFiles
+        from fastload.cache.lmdb.manifest import read_manifest, remote_files
 
-        found = _facts(read_manifest(RemoteFiles(path)))
+        found = _facts(read_manifest(remote_files(path)))
     else:
         found = _facts(_cache_at(path))
     rows = [

@@ -144,6 +144,11 @@ def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exce
             _sleep(_pause_s(number))
 
 
+def may_pass(error: Exception) -> bool:
+    """Whether the cause of an error of `retried` may pass by itself, as a network that is down does."""
+    return not isinstance(error.__cause__, PERMANENT)
+
+
 def answer(
     fs: Any, method: str, *args: Any, what: str, limit_s: float = math.inf, nbytes: int = 0, **options: Any
 ) -> Any:

@@ -166,7 +166,7 @@ def _lines(data: bytes) -> Iterator[Any]:
 def _created_s(head: Any) -> float:
     if not isinstance(head, dict) or head.get("version") != _FORMAT_VERSION:
         raise ValueError(f"it begins with {head!r:.100}, and this release reads format {_FORMAT_VERSION}")
-    created_s = head.get("created_s")
+    created_s: Any = head.get("created_s")
     if type(created_s) not in (int, float) or not 0 <= created_s < _MAX_SECONDS:  # NaN is not in the range
         raise ValueError(f"it was made at second {created_s!r:.40}")
     return float(created_s)

@@ -7,7 +7,7 @@ fsspec and the package of the protocol are imported when the first file is read 
 2. A forked process keeps the file systems of its parent and never closes them: closing a connection takes it
    out of the epoll instance that both processes share, and the parent would wait for its next answer in vain.
 3. Requests are watched and tried again (see `attempts`).
-4. A body of another length than the list of files says is never returned.
+4. A body of another length than the list of files says, or than was asked for, is never returned.
 5. No name leads out of the folder. The links of a web page are anybody's text: those that lead elsewhere are
    neither followed nor taken for files.
 """
@@ -153,24 +153,18 @@ class RemoteFolder:
             RemoteFolderError: The list is there, and cannot be read.
         """
         try:
-            data = self.read_file(SAVED_NAME, 0, self._saved_failed)
+            return from_bytes(self.load(SAVED_NAME))
         except FileNotFoundError:
             return None
-        try:
-            return from_bytes(data)
+        except RemoteFolderError as error:
+            raise RemoteFolderError(
+                f"{error}. Pass listing='ignore' to list the folder instead"
+            ) from error.__cause__
         except ValueError as error:
             raise RemoteFolderError(
                 f"cannot use the list of files {self.path(SAVED_NAME)}: {error}. Pass listing='save' to "
                 "replace it, or listing='ignore'"
             ) from error
-
-    def _saved_failed(self, error: Exception, tried: str) -> Exception:
-        if isinstance(error, FileNotFoundError):
-            return error
-        return RemoteFolderError(
-            f"cannot read the list of files {self.path(SAVED_NAME)}: {reason_of(error)}{tried}. Pass "
-            "listing='ignore' to list the folder instead"
-        )
 
     def save_list(self, classes: list[str], files: list[RemoteFile]) -> None:
         """Write the list of files into the folder.
@@ -178,15 +172,7 @@ class RemoteFolder:
         Raises:
             RemoteFolderError: It cannot be written.
         """
-        fs, root = self.file_system()
-        data = to_bytes(classes, files)
-
-        def failed(error: Exception, tried: str) -> Exception:
-            return RemoteFolderError(
-                f"cannot write the list of files {self.path(SAVED_NAME)}: {reason_of(error)}{tried}"
-            )
-
-        retried(lambda _: fs.pipe_file(f"{root}/{SAVED_NAME}", data), failed, self.limits)
+        self.write(SAVED_NAME, to_bytes(classes, files))
 
     def read(self, name: str, nbytes: int) -> bytes:
         """The content of a file.
@@ -211,27 +197,70 @@ class RemoteFolder:
             )
             return ImageReadError(self.path(name), f"{reason_of(error)}{was_there}{tried}")
 
-        return self.read_file(name, nbytes, failed, check)
-
-    def read_file(
-        self,
-        name: str,
-        nbytes: int,
-        failed: Callable[[Exception, str], Exception],
-        check: Callable[[bytes], None] = lambda _: None,
-        **part: int,
-    ) -> bytes:
-        """The content of a file or of a part of it.
-
-        Args:
-            name: Its path below the folder.
-            nbytes: How many bytes should arrive, as far as it is known.
-            failed: Makes the error to raise from the last error and a clause about the attempts.
-            check: Raises unless a content is the right one.
-            part: `start=` and `end=`, for a part.
-        """
         # A copy only if it is not bytes.
-        return bytes(self.ask("cat_file", name, failed, check, nbytes=nbytes, **part))
+        return bytes(self.ask("cat_file", name, failed, check, nbytes=nbytes))
+
+    def load(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The content of a file, or of a part of it.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            RemoteFolderError: It cannot be read, or is shorter than the part.
+        """
+
+        def check(data: bytes) -> None:
+            if stop is not None and len(data) != stop - start:
+                raise OtherLengthError(
+                    f"{len(data):,} bytes arrived of the {stop - start:,} from position {start:,}"
+                )
+
+        def failed(error: Exception, tried: str) -> Exception:
+            if isinstance(error, FileNotFoundError):
+                return FileNotFoundError(f"there is no file at {self.path(name)}")
+            return RemoteFolderError(f"cannot read {self.path(name)}: {reason_of(error)}{tried}")
+
+        part = {} if stop is None else {"nbytes": stop - start, "start": start, "end": stop}
+        return bytes(self.ask("cat_file", name, failed, check, **part))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file.
+
+        Raises:
+            RemoteFolderError: It cannot be written.
+        """
+        self._write(name, lambda fs, path: fs.pipe_file(path, data))
+
+    def put(self, name: str, local: str) -> None:
+        """Copy a file of this machine into the folder, and compare its length.
+
+        Object stores show a file when it is complete. Other stores may show a part of it, so the caller must
+        not trust a file by its name.
+
+        Raises:
+            RemoteFolderError: It cannot be written.
+        """
+        nbytes = os.path.getsize(local)
+
+        def put(fs: Any, path: str) -> None:
+            fs.put_file(local, path)
+            size = fs.info(path).get("size")
+            if size not in (None, nbytes):
+                raise OtherLengthError(f"{size:,} bytes arrived of {nbytes:,}")
+
+        self._write(name, put)
+
+    def _write(self, name: str, write: Callable[[Any, str], object]) -> None:
+        fs, root = self.file_system()
+
+        def attempt(_: int) -> None:
+            if not getattr(fs, "async_impl", False):  # clients of object stores would make the bucket
+                fs.makedirs(root, exist_ok=True)
+            write(fs, f"{root}/{name}")
+
+        def failed(error: Exception, tried: str) -> Exception:
+            return RemoteFolderError(f"cannot write {self.path(name)}: {reason_of(error)}{tried}")
+
+        retried(attempt, failed, self.limits)
 
     def ask(
         self,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+from typing import IO
 
 _ROOT = 0
 
@@ -15,6 +17,21 @@ def sync_directory(directory: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def new_file(path: str) -> IO[bytes]:
+    """A new file that only this user can write; an older file of that name is removed, not written."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o644))
+
+
+def write_new(path: str, data: bytes) -> None:
+    """Write a new file as `new_file` makes it, and bring it to the disk."""
+    with new_file(path) as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def make_private_directory(path: str) -> None:

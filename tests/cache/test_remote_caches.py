@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,6 @@ from fastload.errors import (
     ErrorBudgetError,
 )
 from fastload.files import attempts
-from fastload.files.transfers import RemoteFiles
 from tests.cache.build_zoo import BrokenImages, Stopping
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
@@ -99,7 +99,7 @@ def copied() -> list[str]:
 
 
 def kept_builds(cache_dir: Path) -> list[str]:
-    return sorted(os.listdir(cache_dir / "builds"))
+    return sorted(os.listdir(cache_dir / f"builds-{os.getuid()}"))
 
 
 # --- both ways -------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_a_cache_at_a_url_gives_the_samples(cache_dir: Path) -> None:
     cache = LMDBCache(URL)
 
     assert was_built
-    assert names() == sorted([*SHARDS, *(f"{name}.json" for name in SHARDS), "cache.json", "plan.json"])
+    assert names() == sorted([*SHARDS, "cache.json", "plan.json"])
     assert kept_builds(cache_dir) == []
     assert_same_samples([cache.get(index) for index in range(20)], list(Images(20)))
     assert sorted(os.listdir(cache.path)) == [*SHARDS, "cache.json"]
@@ -185,43 +185,35 @@ CHANGES = ["the mode", "the owner", "a link"]
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", ["copies", "builds"])
-def test_a_directory_that_another_user_can_have_written_is_not_used(
-    name: str,
-    change: str,
-    cache_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_a_directory_that_another_user_can_have_written_is_an_error(
+    name: str, change: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This user's files lie in a directory beside it; one warning says which, why, and what to change."""
-    (cache_dir / name).mkdir(parents=True, mode=0o700)
-    make_foreign(cache_dir / name, change, monkeypatch)
+    """It says why, and names the variable; nothing is written there."""
+    build()
+    shutil.rmtree(cache_dir)
+    own = cache_dir / f"{name}-{os.getuid()}"
+    own.mkdir(parents=True, mode=0o700)
+    make_foreign(own, change, monkeypatch)
 
+    with pytest.raises(CacheError, match=rf"{own} is not a directory that only this user can write") as error:
+        LMDBCache(URL) if name == "copies" else build()
+
+    said = [str(error.value), *getattr(error.value, "__notes__", [])]
+    assert any(copies.DIRECTORY_VARIABLE in text for text in said)
+    assert [*own.iterdir()] == []
+
+
+def test_users_who_share_a_directory_have_directories_of_their_own(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of builds and of copies; nobody else can write them."""
     build()
     LMDBCache(URL).close()
-    cache = LMDBCache(URL)
 
-    own = cache_dir / f"{name}-{os.getuid()}"
-    assert_same_samples([cache.get(index) for index in range(20)], list(Images(20)))
-    assert own.stat().st_mode & 0o777 == 0o700
-    assert [*(cache_dir / name).iterdir()] == []
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"{cache_dir / name} is not a directory that only this user can write")
-    assert f"{own} is used instead" in warning
-    assert copies.DIRECTORY_VARIABLE in warning
-    cache.close()
-
-
-def test_two_directories_of_others_are_an_error(cache_dir: Path) -> None:
-    """Somebody has made this user's own directory, too."""
-    build()
-    for name in ("copies", f"copies-{os.getuid()}"):
-        (cache_dir / name).mkdir(parents=True)
-        (cache_dir / name).chmod(0o777)
-
-    with pytest.raises(
-        CacheError, match=rf"copies-{os.getuid()} is not a directory .*{copies.DIRECTORY_VARIABLE}"
-    ):
-        LMDBCache(URL)
+    assert {path.name: path.stat().st_mode & 0o777 for path in cache_dir.iterdir()} == {
+        f"builds-{os.getuid()}": 0o700,
+        f"copies-{os.getuid()}": 0o700,
+    }
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -236,7 +228,7 @@ def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
     """Its files have the right names and lengths; one warning names what is not this user's."""
     build()
     LMDBCache(URL).close()
-    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    (manifest,) = cache_dir.rglob("copies-*/*/cache.json")
     shard = manifest.parent / SHARDS[0]
     shard.write_bytes(bytes(shard.stat().st_size))
     make_foreign(manifest.parent / name, change, monkeypatch)
@@ -254,7 +246,7 @@ def test_an_unfinished_download_that_another_user_can_have_written_is_not_contin
     """Its shards have lasting names, and were not checked by this user."""
     build()
     LMDBCache(URL).close()
-    (copy,) = cache_dir.glob("copies/*")
+    (copy,) = cache_dir.glob("copies-*/*")
     partial = copy.rename(copy.with_name(f"{copy.name}.partial"))
     (partial / SHARDS[0]).write_bytes(bytes((partial / SHARDS[0]).stat().st_size))
     (partial / SHARDS[0]).chmod(0o666)
@@ -271,7 +263,7 @@ def test_a_copy_that_another_user_can_have_written_is_not_used_without_a_network
     """The error is that of the store."""
     build()
     LMDBCache(URL).close()
-    (shard,) = cache_dir.rglob(f"copies/*/{SHARDS[0]}")
+    (shard,) = cache_dir.rglob(f"copies-*/*/{SHARDS[0]}")
     shard.chmod(0o666)
     FaultyFileSystem.faults["cache.json"] = [raising(ConnectionError("no route"))] * 20
 
@@ -285,7 +277,7 @@ def test_a_copy_that_is_exchanged_while_it_is_opened_is_not_used(
     """Whoever may write in the directory of several users can rename the directories in it."""
     build()
     LMDBCache(URL).close()
-    (copy,) = cache_dir.glob("copies/*-*")
+    (copy,) = cache_dir.glob("copies-*/*-*")
     inner, opened = copies.open_cache, []
 
     def exchanged(path: str) -> Any:
@@ -331,7 +323,7 @@ def test_a_copy_of_root_is_used_and_one_of_another_user_is_not(
     """Nothing is downloaded but the manifest if an administrator has placed the copy."""
     build()
     LMDBCache(URL).close()
-    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    (manifest,) = cache_dir.rglob("copies-*/*/cache.json")
     for path in (manifest.parent, *manifest.parent.iterdir()):
         os.chown(path, owner, owner)
     FaultyFileSystem.reads.clear()
@@ -346,7 +338,7 @@ def test_a_copy_with_another_manifest_than_the_url_is_downloaded_again(cache_dir
     """Its files have the right names and lengths, and the digests of other files."""
     build()
     LMDBCache(URL).close()
-    (manifest,) = cache_dir.rglob("copies/*/cache.json")
+    (manifest,) = cache_dir.rglob("copies-*/*/cache.json")
     fields = json.loads(manifest.read_text())
     fields["shards"][0]["blake2b"] = "0" * len(fields["shards"][0]["blake2b"])
     manifest.write_text(json.dumps(fields))
@@ -444,6 +436,27 @@ def test_samples_that_cannot_be_read_are_reported_beside_the_manifest() -> None:
     assert [json.loads(line)["index"] for line in content("errors.jsonl").splitlines()] == [3, 17]
     assert manifest.num_left_out == 2
     assert len(fastload.CachedDataset.from_cache(URL)) == 18
+
+
+def test_a_shard_whose_report_is_gone_is_built_again() -> None:
+    """No sample is left out without a reason."""
+    with pytest.raises(KeyboardInterrupt):
+        build(Stopping(20, 15, bad=[3]), on_error="skip")
+    FaultyFileSystem().rm_file(f"{URL}/errors.jsonl")
+
+    build(BrokenImages(20, bad=[3]), on_error="skip")
+
+    assert [json.loads(line)["index"] for line in content("errors.jsonl").splitlines()] == [3]
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"version": 1, "plan": null}'])
+def test_a_damaged_plan_at_the_url_is_an_error(text: bytes) -> None:
+    """It names the file, and nothing is built."""
+    change("plan.json", text)
+
+    with pytest.raises(CacheCorruptError, match=rf"{URL}/plan.json is damaged.*Remove all files"):
+        build()
+    assert names() == ["plan.json"]
 
 
 def test_the_error_budget_counts_all_shards() -> None:
@@ -547,7 +560,7 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
     """The first upload ends only after the build has begun to wait for room."""
     is_waiting = threading.Event()
     found: list[int] = []
-    result, put_file = upload.Future.result, FaultyFileSystem.put_file
+    result, put_file = Future.result, FaultyFileSystem.put_file
 
     def watched(future: Any, timeout: float | None = None) -> Any:
         is_upload = sys._getframe(1).f_globals is vars(upload)  # requests wait for futures too
@@ -560,7 +573,7 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
         until_set(is_waiting)
         put_file(fs, local, path, **options)
 
-    monkeypatch.setattr(upload.Future, "result", watched)
+    monkeypatch.setattr(Future, "result", watched)
     monkeypatch.setattr(FaultyFileSystem, "put_file", put)
 
     build(shards=6)
@@ -588,8 +601,8 @@ def test_a_build_whose_plan_is_replaced_writes_no_manifest(monkeypatch: pytest.M
 @pytest.mark.usefixtures("needs_lmdb")
 def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) -> None:
     """The lock is of a process, so the other builder is one."""
-    name = cache_dir / "builds" / f"{copies.digest_of_url(URL)}.lock"
-    name.parent.mkdir(parents=True)
+    name = cache_dir / f"builds-{os.getuid()}" / f"{copies.digest_of_url(URL)}.lock"
+    name.parent.mkdir(parents=True, mode=0o700)
     ours, theirs = multiprocessing.Pipe()
 
     def hold() -> None:
@@ -789,9 +802,9 @@ def missing_shard() -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (broken_shard, f"{SHARDS[1]} is damaged: its digest is"),
-        (shorter_shard, f"{SHARDS[1]} is damaged: it has .* bytes, and the manifest says"),
-        (missing_shard, f"is incomplete: its manifest lists {SHARDS[1]}"),
+        (broken_shard, f"{SHARDS[1]} is missing or damaged: its digest is"),
+        (shorter_shard, f"{SHARDS[1]} is missing or damaged: .* bytes arrived .*, and the manifest says"),
+        (missing_shard, f"{SHARDS[1]} is missing or damaged: there is no file .*, and the manifest lists it"),
     ],
 )
 def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[], None], said: str) -> None:
@@ -847,7 +860,7 @@ def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(copies, "_write_all", full)
+        patch.setattr(os, "fsync", full)
         with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names another"):
             LMDBCache(URL)
 
@@ -942,13 +955,20 @@ def test_a_process_that_waits_for_a_download_says_so(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks again until the lock is free."""
-    manifest, _ = build()
-    path = copies._path_of(manifest)
-    os.makedirs(os.path.dirname(path))
+    build()
+    cache = LMDBCache(URL)
+    path = cache.path
+    cache.close()
+    shutil.rmtree(path)
     with ExitStack() as other:
         other.enter_context(held(f"{path}.lock"))
-        monkeypatch.setattr(copies.time, "sleep", lambda _: other.close())
 
+        def waiting(name: str, *, waits: bool = False) -> Any:
+            if waits:
+                other.close()
+            return held(name, waits=waits)
+
+        monkeypatch.setattr(copies, "held", waiting)
         with caplog.at_level(logging.INFO, "fastload"):
             LMDBCache(URL).close()
 
@@ -987,7 +1007,7 @@ def test_the_remains_of_a_build_that_was_killed_at_its_end_are_removed(
 ) -> None:
     """The next build finds the finished cache."""
     with monkeypatch.context() as patch:
-        patch.setattr(upload._Job, "_remove_scratch", lambda _: None)
+        patch.setattr(upload._Job, "_remove_scratch", lambda *_, **__: None)
         build()
     assert len(kept_builds(cache_dir)) == 1
 
@@ -1187,7 +1207,7 @@ def test_the_limit_has_the_forms_of_sizes(
     text: str, nbytes: int | None, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By default it is 80% of what is free and what copies take."""
-    os.makedirs(cache_dir / "copies")
+    os.makedirs(copies.copies_directory())
     monkeypatch.setenv(copies.BYTES_VARIABLE, text)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
 
@@ -1208,12 +1228,13 @@ def test_a_limit_that_is_not_a_size_is_an_error(text: str, monkeypatch: pytest.M
 
 
 def test_parts_are_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any length."""
-    monkeypatch.setattr("fastload.files.transfers.PART_BYTES", 7)
-    for nbytes in (0, 1, 7, 8, 21):
-        change("x", bytes(range(nbytes)))
+    """A request reads a part of a shard."""
+    build()
+    monkeypatch.setattr(copies, "_PART_BYTES", len(content(SHARDS[0])) // 3)
 
-        assert b"".join(RemoteFiles(URL).parts("x", nbytes)) == bytes(range(nbytes))
+    assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
+
+    assert sum(FaultyFileSystem.reads[f"/bucket/caches/train/{name}"] for name in SHARDS) >= 9
 
 
 def test_an_unknown_protocol_is_an_error() -> None:

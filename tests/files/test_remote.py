@@ -278,7 +278,9 @@ def test_a_list_that_cannot_be_written_is_an_error(
 
     monkeypatch.setattr(faulty, "pipe_file", refuse)
 
-    with pytest.raises(fastload.RemoteFolderError, match=r"cannot write the list.*read-only bucket"):
+    with pytest.raises(
+        fastload.RemoteFolderError, match=rf"cannot write {URL}/{SAVED_NAME}.*read-only bucket"
+    ):
         folder.save_list(*folder.list_files())
 
 

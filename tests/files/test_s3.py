@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build import upload
+from fastload.cache.lmdb.manifest import remote_files
 from fastload.cli.main import app
 from fastload.files.remote import RemoteFolder
-from fastload.files.transfers import RemoteFiles
 from tests.kit import servers
 from tests.kit.servers import CREDENTIALS
 
@@ -97,7 +97,7 @@ def test_large_files_move_in_parts_at_the_same_time(folder: fastload.ImageFolder
     by_default = fsspec.filesystem("s3", skip_instance_cache=True)
 
     assert (shards.max_concurrency, images.max_concurrency) == (by_default.max_concurrency, 1)
-    assert RemoteFiles("s3://photos/caches")._folder._has_large_files
+    assert remote_files("s3://photos/caches")._has_large_files
 
 
 def obstore_folder(endpoint: str, **options: Any) -> fastload.ImageFolder:

@@ -151,7 +151,7 @@ class BuiltShard:
         shard: Its number, from 0.
         num_shards: Number of shards that were asked for.
         num_samples: Samples of this shard, including samples that are left out.
-        num_left_out: Samples of this shard that are left out.
+        left_out: The samples of this shard that are left out.
         nbytes: Size of its file.
         was_built: Whether this call built it; it was finished before otherwise.
         is_joined: Whether the finished cache exists already.
@@ -160,10 +160,15 @@ class BuiltShard:
     shard: int
     num_shards: int
     num_samples: int
-    num_left_out: int = 0
+    left_out: Sequence[FailedSample] = ()
     nbytes: int = 0
     was_built: bool = False
     is_joined: bool = True
+
+    @property
+    def num_left_out(self) -> int:
+        """How many of its samples are left out."""
+        return len(self.left_out)
 
 
 def build_shard(
@@ -257,7 +262,7 @@ def build_shard(
             raise files.leaves_out(shard, len(left_out))
         nbytes = files.shard_nbytes(shard)
         return BuiltShard(
-            shard, num_shards, num_samples, len(left_out), nbytes or 0, was_built, is_joined=nbytes is None
+            shard, num_shards, num_samples, left_out, nbytes or 0, was_built, is_joined=nbytes is None
         )
 
 

@@ -1,7 +1,7 @@
 """Local copies of caches in object stores: downloaded once per host, checked, limited in size.
 
-A copy is the directory `copies/DIGEST-BUILD_ID` below `FASTLOAD_CACHE_DIR`: the digest of the URL, and the id
-of the build. It holds the shards and the manifest, and is a cache on disk as any other. Rules:
+A copy is the directory `copies-UID/DIGEST-BUILD_ID` below `FASTLOAD_CACHE_DIR`: the digest of the URL, and
+the id of the build. It holds the shards and the manifest, and is a cache on disk as any other. Rules:
 
 1. A copy gets its name when all its shards are complete, checked and on the disk. Until then its files are in
    a directory with `.partial` at its end. A shard in it has its lasting name once it was checked, so a
@@ -12,7 +12,7 @@ of the build. It holds the shards and the manifest, and is a cache on disk as an
    the store cannot be reached and a complete copy of the URL is there, it is opened with a warning. A store
    that answers that there is no cache, or that refuses access, is always an error.
 4. Each open file of a copy holds a shared lock (see `files`). Copies are removed only under the exclusive
-   locks of all their files, the least recently opened first.
+   lock of their first file, the least recently opened first. They lose their name at once.
 5. Decisions about room are made under one lock. A copy counts with its whole size as soon as its download
    begins.
 6. `FASTLOAD_CACHE_DIR` may be a directory of several users. What another user can have written is neither
@@ -23,86 +23,69 @@ of the build. It holds the shards and the manifest, and is a cache on disk as an
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import re
 import shutil
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.lmdb.files import MANIFEST_NAME, open_cache
-from fastload.cache.lmdb.manifest import Manifest, manifest_text, new_digest, parse_manifest, read_manifest
+from fastload.cache.lmdb.manifest import (
+    Manifest,
+    manifest_text,
+    new_digest,
+    parse_manifest,
+    read_manifest,
+    remote_files,
+)
 from fastload.cache.locks import held, try_lock
 from fastload.cache.progress import BuildProgress
-from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
-from fastload.files.attempts import OtherLengthError
-from fastload.files.transfers import RemoteFiles, may_pass
+from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
+from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_budget
 from fastload.system.disk import (
-    check_private_directory,
     foreign_path,
     make_private_directory,
+    new_file,
     sync_directory,
+    write_new,
 )
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from fastload.cache.lmdb.manifest import ShardFile
     from fastload.cache.lmdb.open_file import OpenFile
+    from fastload.files.remote import RemoteFolder
 
 DIRECTORY_VARIABLE = "FASTLOAD_CACHE_DIR"
 BYTES_VARIABLE = "FASTLOAD_CACHE_BYTES"
 
 _AT_ONCE = 8  # shards
+_PART_BYTES = 16 << 20  # of a shard, that one request reads
 _ATTEMPTS = 2  # to get a shard with the right digest
 _PARTIAL = ".partial"
-_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{1,32}")
-_POLL_S = 0.2
-_LOG_S = 10.0
+_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{1,32}}({re.escape(_PARTIAL)})?")
 
 
-def cache_directory() -> str:
-    """The directory of copies, and of builds whose cache goes to a URL; `~/.cache/fastload` by default."""
-    return os.path.abspath(os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE) or "~/.cache/fastload"))
+def own_directory(name: str) -> str:
+    """This user's directory of this name below `FASTLOAD_CACHE_DIR`, which several users may share."""
+    root = os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE) or "~/.cache/fastload")
+    user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
+    return os.path.abspath(os.path.join(root, name + user))
 
 
 def copies_directory() -> str:
     """The directory of copies."""
     return own_directory("copies")
-
-
-def own_directory(name: str) -> str:
-    """A directory below `cache_directory`, in which nobody but this user (or root) has written; or none yet.
-
-    Where several users share the directory, the first of them has the plain name.
-    """
-    path = os.path.join(cache_directory(), name)
-    try:
-        check_private_directory(path)
-    except (FileNotFoundError, NotADirectoryError):
-        pass  # it is made when it is needed
-    except PermissionError as error:
-        own = f"{path}-{os.getuid()}"
-        _warn_once(
-            f"{error}. {own} is used instead: name a directory of this user with {DIRECTORY_VARIABLE}, or "
-            "remove what is there"
-        )
-        return own
-    return path
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.warning("%s", text)
 
 
 def digest_of_url(url: str) -> str:
@@ -129,8 +112,10 @@ def open_copy(
         ImportError: A package for the URL is missing.
         ValueError: The URL has an unknown protocol, or `FASTLOAD_CACHE_BYTES` is not a size.
     """
-    files = RemoteFiles(url, storage_options)
-    _check_directory()
+    files = remote_files(url, storage_options)
+    root = copies_directory()
+    with _writing(root):
+        make_private_directory(root)
     try:
         manifest = read_manifest(files)
     except CacheError as error:
@@ -145,9 +130,10 @@ def open_copy(
             str(error),  # not the error: a handler that keeps records would keep its frames
             time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.plan.created_s)),
         )
-    path = _path_of(manifest)
+    path = os.path.join(root, f"{digest_of_url(manifest.url)}-{manifest.plan.build_id}")
     while True:
-        _make(files, manifest, path, progress)
+        with _writing(path):
+            _make(files, manifest, path, progress)
         try:
             opened = open_cache(path)
         except FileNotFoundError:
@@ -159,37 +145,25 @@ def open_copy(
             return path, opened
 
 
-def _check_directory() -> None:
-    """Check that no other user can have placed a copy.
-
-    Raises:
-        CacheError: Another user could.
-    """
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Raise errors of this machine's disk as a CacheError that says what to change."""
     try:
-        check_private_directory(copies_directory())
-    except FileNotFoundError:
-        pass  # it is made for the first copy
-    except PermissionError as error:
+        yield
+    except OSError as error:
+        if isinstance(error, FastloadError):
+            raise
         raise CacheError(
-            f"{error}. Name a directory of this user with {DIRECTORY_VARIABLE}, or remove what is there"
-        ) from None
-
-
-def _path_of(manifest: Manifest) -> str:
-    return os.path.join(copies_directory(), f"{digest_of_url(manifest.url)}-{manifest.plan.build_id}")
+            f"cannot write the copy {path}: {writing_refused(error, path)}. The environment variable "
+            f"{DIRECTORY_VARIABLE} names another directory for copies"
+        ) from error
 
 
 def _newest_copy(url: str) -> Manifest | None:
     """The manifest of the complete copy of a URL whose build is the newest."""
-    found = []
-    with contextlib.suppress(OSError):
-        for name in os.listdir(copies_directory()):
-            if name.startswith(f"{digest_of_url(url)}-") and _NAME.fullmatch(name):
-                path = os.path.join(copies_directory(), name)
-                manifest = manifest_of_copy(path)
-                if manifest is not None and _is_complete(path, manifest):
-                    found.append(manifest)
-    return max(found, key=lambda manifest: manifest.plan.created_s, default=None)
+    found = [copy.manifest for copy in copies() if copy.is_complete and copy.manifest is not None]
+    of_url = (manifest for manifest in found if manifest.url == url)
+    return max(of_url, key=lambda manifest: manifest.plan.created_s, default=None)
 
 
 def manifest_of_copy(path: str) -> Manifest | None:
@@ -205,85 +179,75 @@ def _is_complete(path: str, manifest: Manifest) -> bool:
     try:
         if foreign_path(path) is not None:
             return False
-        found = manifest_of_copy(path)
-        return (
-            found is not None
-            and found.shards == manifest.shards
-            and all(os.path.getsize(os.path.join(path, shard.name)) == shard.nbytes for shard in found.shards)
-        )
     except OSError:
         return False
+    found = manifest_of_copy(path)
+    return found is not None and found.shards == manifest.shards and not _missing(path, manifest)
+
+
+def _missing(directory: str, manifest: Manifest) -> list[tuple[ShardFile, int]]:
+    """The shards that are not in a directory, each with its number of samples."""
+    found = []
+    for number, shard in enumerate(manifest.shards):
+        path = Path(directory, shard.name)
+        if not path.exists() or path.stat().st_size != shard.nbytes:
+            found.append((shard, len(manifest.plan.indices_of(number))))
+    return found
 
 
 # --- downloading -----------------------------------------------------------------------------------------
 
 
-def _make(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) -> None:
+def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
     """Download a copy, or wait while another process downloads it; returns when it is complete."""
-    said_at_s = float("-inf")
     while not _is_complete(path, manifest):
-        with _writing(path):
-            make_private_directory(os.path.dirname(path))
-        with contextlib.ExitStack() as stack:
-            with _writing(path):
-                is_ours = stack.enter_context(held(f"{path}.lock"))
+        with held(f"{path}.lock") as is_ours:
             if is_ours and not _is_complete(path, manifest):
                 _download(files, manifest, path, shown)
         if not is_ours:
-            if time.monotonic() - said_at_s >= _LOG_S:
-                said_at_s = time.monotonic()
-                log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
-            time.sleep(_POLL_S)
+            log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
+            with held(f"{path}.lock", waits=True):
+                pass
 
 
-def _download(files: RemoteFiles, manifest: Manifest, path: str, shown: bool) -> None:
+def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
     """Download the shards that are missing; the caller holds the lock of the copy."""
-    partial = path + _PARTIAL
-    with _writing(path):
-        if os.path.lexists(path):
-            shutil.rmtree(partial, ignore_errors=True)
-            os.rename(path, partial)
-        found = manifest_of_copy(partial)
-        if os.path.lexists(partial) and (foreign := foreign_path(partial)) is not None:
+    for place in (path, path + _PARTIAL):
+        if os.path.lexists(place) and (foreign := foreign_path(place)) is not None:
             log.warning(
                 "%s can be another user's (it belongs to one, others may write it, or it is a link): "
                 "the copy is downloaded again",
-                path + foreign.removeprefix(partial),
+                foreign,
             )
-            _remove_tree(partial)
-        elif found is not None and found.shards != manifest.shards:
-            shutil.rmtree(partial)  # else files of a complete copy were removed by hand
+            _remove_tree(place)
+    partial = _unnamed(path)
+    found = manifest_of_copy(partial)
+    if found is None or found.shards != manifest.shards:
+        shutil.rmtree(partial, ignore_errors=True)
     _reserve(manifest, path)
-    missing = [shard for shard in manifest.shards if not _is_there(partial, shard)]
-    numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
-    lengths = {name: len(manifest.plan.indices_of(number)) for name, number in numbers.items()}
-    done = manifest.plan.num_samples - sum(lengths[shard.name] for shard in missing)
-    title = f"downloading {manifest.url}"
-    is_stopped, lock = threading.Event(), threading.Lock()
+    missing = _missing(partial, manifest)
+    done = manifest.plan.num_samples - sum(num_samples for _, num_samples in missing)
+    title, is_stopped = f"downloading {manifest.url}", threading.Event()
     with (
         BuildProgress(title, manifest.plan.num_samples, shown=shown, done=done) as progress,
         ThreadPoolExecutor(_AT_ONCE, "fastload-download") as threads,
     ):
-
-        def count(nbytes: int) -> None:
-            with lock:
-                progress.advance(nbytes, 0)
-
         try:
-            tasks = {
-                threads.submit(_fetch, files, shard, partial, is_stopped, count): shard for shard in missing
-            }
-            for task in as_completed(tasks):
-                task.result()
-                with lock:
-                    progress.advance(0, lengths[tasks[task].name])
+            list(threads.map(lambda one: _fetch(files, partial, is_stopped, progress, *one), missing))
         finally:
             is_stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-    with _writing(path):
-        sync_directory(partial)
-        os.rename(partial, path)
-        sync_directory(os.path.dirname(path))
+    sync_directory(partial)
+    os.rename(partial, path)
+    sync_directory(os.path.dirname(path))
+
+
+def _unnamed(path: str) -> str:
+    """Take its name from a copy, at once for processes that open it; returns the directory of its files."""
+    partial = path + _PARTIAL
+    if os.path.lexists(path):
+        shutil.rmtree(partial, ignore_errors=True)
+        os.rename(path, partial)
+    return partial
 
 
 def _remove_tree(path: str) -> None:
@@ -293,106 +257,61 @@ def _remove_tree(path: str) -> None:
         shutil.rmtree(path)
 
 
-def _is_there(directory: str, shard: ShardFile) -> bool:
-    try:
-        return os.path.getsize(os.path.join(directory, shard.name)) == shard.nbytes
-    except OSError:
-        return False
-
-
-class _StoppedError(Exception):
-    """Another shard has failed, or the download was interrupted."""
-
-
 def _fetch(
-    files: RemoteFiles,
-    shard: ShardFile,
+    files: RemoteFolder,
     directory: str,
     is_stopped: threading.Event,
-    count: Callable[[int], None],
+    progress: BuildProgress,
+    shard: ShardFile,
+    num_samples: int,
 ) -> None:
     """Download a shard, check it, and give it its lasting name."""
     path = os.path.join(directory, shard.name)
     part = f"{path}.part"
-    found = ""
     for _ in range(_ATTEMPTS):
         digest = new_digest()
-        with contextlib.ExitStack() as stack:
-            with _writing(part):
-                file = stack.enter_context(open(part, "wb", buffering=0, opener=_open_own))
-            try:
-                for data in files.parts(shard.name, shard.nbytes):
-                    if is_stopped.is_set():
-                        raise _StoppedError
-                    with _writing(part):
-                        _write_all(file.fileno(), data)
-                    digest.update(data)
-                    count(len(data))
-            except FileNotFoundError:
-                raise CacheCorruptError(
-                    f"{files.url} is incomplete: its manifest lists {shard.name}, which is not there. Remove "
-                    "all files at that URL, and build the cache again"
-                ) from None
-            except RemoteFolderError as error:
-                _check_length(files, shard, error)
-                raise CacheError(
-                    f"{error}. The shards that were downloaded are kept in {directory}: open the cache again "
-                    "to continue"
-                ) from error
-            with _writing(part):
-                os.fsync(file.fileno())
-        found = digest.hexdigest()
-        if found == shard.blake2b:
-            with _writing(path):
-                os.rename(part, path)
+        with new_file(part) as file:
+            for start in range(0, shard.nbytes, _PART_BYTES):
+                if is_stopped.is_set():
+                    return
+                data = _load(files, shard, start, directory)
+                file.write(data)
+                digest.update(data)
+                progress.advance(len(data), 0)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() == shard.blake2b:
+            os.rename(part, path)
+            progress.advance(0, num_samples)
             return
         log.info("%s/%s arrived with another digest than the manifest says", files.url, shard.name)
-    with _writing(part):
-        os.unlink(part)
-    raise CacheCorruptError(
-        f"{files.url}/{shard.name} is damaged: its digest is {found[:16]}..., and the manifest says "
-        f"{shard.blake2b[:16]}.... Remove all files at that URL, and build the cache again"
+    os.unlink(part)
+    found = digest.hexdigest()
+    raise _damaged(
+        files, shard, f"its digest is {found:.16}..., and the manifest says {shard.blake2b:.16}..."
     )
 
 
-def _check_length(files: RemoteFiles, shard: ShardFile, error: RemoteFolderError) -> None:
-    """Raise CacheCorruptError if a shard cannot be read because the file at the URL has another length."""
-    if not isinstance(error.__cause__, OtherLengthError):
-        return
+def _load(files: RemoteFolder, shard: ShardFile, start: int, directory: str) -> bytes:
+    """A part of a shard."""
     try:
-        nbytes = files.nbytes(shard.name)
-    except (RemoteFolderError, OSError):
-        return  # the caller raises the first error
-    if nbytes not in (None, shard.nbytes):
-        raise CacheCorruptError(
-            f"{files.url}/{shard.name} is damaged: it has {nbytes:,} bytes, and the manifest says "
-            f"{shard.nbytes:,}. Remove all files at that URL, and build the cache again"
-        ) from error
-
-
-def _open_own(path: str, flags: int) -> int:
-    """Make a file that only this user can write; what was there is not written."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    return os.open(path, flags | os.O_EXCL, 0o644)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-@contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Raise errors of this machine's disk as a CacheError that says what to change."""
-    try:
-        yield
-    except OSError as error:
+        return files.load(shard.name, start, min(start + _PART_BYTES, shard.nbytes))
+    except FileNotFoundError as error:
+        raise _damaged(files, shard, f"{error}, and the manifest lists it") from error
+    except RemoteFolderError as error:
+        if isinstance(error.__cause__, OtherLengthError):
+            raise _damaged(files, shard, f"{error}, and the manifest says {shard.nbytes:,} in all") from error
         raise CacheError(
-            f"cannot write the copy {path}: {writing_refused(error, path)}. The environment variable "
-            f"{DIRECTORY_VARIABLE} names another directory for copies"
+            f"{error}. The shards that were downloaded are kept in {directory}: open the cache again to "
+            "continue"
         ) from error
+
+
+def _damaged(files: RemoteFolder, shard: ShardFile, why: str) -> CacheCorruptError:
+    return CacheCorruptError(
+        f"{files.url}/{shard.name} is missing or damaged: {why}. Open the cache again; if the error stays, "
+        "remove all files at that URL, and build the cache again"
+    )
 
 
 # --- room ------------------------------------------------------------------------------------------------
@@ -404,22 +323,24 @@ class Copy:
 
     Attributes:
         path: Its directory, without the suffix of an unfinished download.
+        manifest: Its manifest; None if there is no valid one.
         nbytes: The bytes that count: of an unfinished download, all that it will take.
         on_disk: The bytes of its files.
         used_s: When it was opened last, in seconds since 1970.
-        is_finished: Whether it is complete.
+        is_finished: Whether it has its name.
     """
 
     path: str
+    manifest: Manifest | None
     nbytes: int
     on_disk: int
     used_s: float
     is_finished: bool
 
     @property
-    def directory(self) -> str:
-        """The directory of its files."""
-        return self.path if self.is_finished else self.path + _PARTIAL
+    def is_complete(self) -> bool:
+        """Whether all its files are there."""
+        return self.is_finished and self.manifest is not None and _is_complete(self.path, self.manifest)
 
 
 def copies() -> list[Copy]:
@@ -427,20 +348,17 @@ def copies() -> list[Copy]:
     root = copies_directory()
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(root):
-            if not _NAME.fullmatch(name.removesuffix(_PARTIAL)):
-                continue
-            directory = os.path.join(root, name)
+        for name in filter(_NAME.fullmatch, os.listdir(root)):
+            directory = Path(root, name)
             try:
-                with os.scandir(directory) as entries:
-                    on_disk = sum(entry.stat().st_size for entry in entries)
-                used_s = os.stat(directory).st_mtime
+                on_disk = sum(file.stat().st_size for file in directory.iterdir())
+                used_s = directory.stat().st_mtime
             except (FileNotFoundError, NotADirectoryError):
                 continue  # another process removed or renamed it just now
-            manifest = manifest_of_copy(directory)
+            manifest = manifest_of_copy(str(directory))
             nbytes = on_disk if manifest is None else max(on_disk, manifest.nbytes)
-            is_finished = not name.endswith(_PARTIAL)
-            found.append(Copy(directory.removesuffix(_PARTIAL), nbytes, on_disk, used_s, is_finished))
+            path = str(directory).removesuffix(_PARTIAL)
+            found.append(Copy(path, manifest, nbytes, on_disk, used_s, not name.endswith(_PARTIAL)))
     return sorted(found, key=lambda copy: copy.used_s)
 
 
@@ -467,71 +385,48 @@ def allowed_bytes(taken: int) -> int:
 def _reserve(manifest: Manifest, path: str) -> None:
     """Make room for a copy, and count its bytes from now on.
 
+    Copies that are not in use are removed until the new copy fits; none is removed if it cannot fit.
+
     Raises:
         CacheError: Copies that are in use leave too little room.
     """
     root = os.path.dirname(path)
-    partial = path + _PARTIAL
-    with contextlib.ExitStack() as stack:
-        with _writing(path):
-            stack.enter_context(held(os.path.join(root, "room.lock"), waits=True))
-        with _writing(path):
-            found = copies()
+    with held(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
+        found = copies()
         allowed = allowed_bytes(sum(copy.on_disk for copy in found))
         others = [copy for copy in found if copy.path != path]
-        _make_room(manifest, allowed, others)
-        with _writing(path):
-            make_private_directory(partial)
-            new = os.path.join(partial, f"{MANIFEST_NAME}.new")
-            with open(new, "wb", opener=_open_own) as file:
-                file.write(manifest_text(manifest))
-            os.replace(new, os.path.join(partial, MANIFEST_NAME))
-
-
-def _make_room(manifest: Manifest, allowed: int, others: list[Copy]) -> None:
-    """Remove copies that are not in use until the new copy fits; removes nothing if it cannot fit."""
-    excess = sum(copy.nbytes for copy in others) + manifest.nbytes - allowed
-    if excess <= 0:
-        return
-    with contextlib.ExitStack() as locks:
-        chosen: list[Copy] = []
+        in_use = sum(copy.nbytes for copy in others)
+        chosen = []
         for copy in others if manifest.nbytes <= allowed else []:
-            if excess > 0 and _locked(copy, locks):
+            if in_use + manifest.nbytes > allowed and _locked(copy, locks):
                 chosen.append(copy)
-                excess -= copy.nbytes
-        if excess > 0:
-            in_use = sum(copy.nbytes for copy in others) - sum(copy.nbytes for copy in chosen)
+                in_use -= copy.nbytes
+        if in_use + manifest.nbytes > allowed:
             raise CacheError(
                 f"a copy of {manifest.url} takes {readable_size(manifest.nbytes)}, and all copies in "
-                f"{copies_directory()} may take {readable_size(allowed)}, of which copies that are in use "
+                f"{root} may take {readable_size(allowed)}, of which copies that are in use "
                 f"take {readable_size(in_use)}: allow more with the environment variable {BYTES_VARIABLE}, "
                 f"free space on that disk, or name a directory on another disk with {DIRECTORY_VARIABLE}"
             )
         for copy in chosen:
             log.info("cache: removes the copy %s of %s", copy.path, readable_size(copy.nbytes))
-            with _writing(copy.path):
-                _remove(copy)
+            shutil.rmtree(_unnamed(copy.path))
+        partial = path + _PARTIAL
+        make_private_directory(partial)
+        new = os.path.join(partial, f"{MANIFEST_NAME}.new")
+        write_new(new, manifest_text(manifest))
+        os.replace(new, os.path.join(partial, MANIFEST_NAME))
 
 
 def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
-    """Take all locks of a copy, unless a process has it open, downloads it or removes it."""
-    with contextlib.ExitStack() as taken:
-        try:
-            if not taken.enter_context(held(f"{copy.path}.lock")):
-                return False
-            for name in os.listdir(copy.directory):
-                fd = os.open(os.path.join(copy.directory, name), os.O_RDONLY | os.O_CLOEXEC)
-                taken.callback(os.close, fd)
-                if not try_lock(fd):
-                    return False
-        except OSError:  # it was removed just now, or belongs to another user
-            return False
-        locks.push(taken.pop_all())
-    return True
-
-
-def _remove(copy: Copy) -> None:
-    """Remove the files of a copy, the manifest first: without it the copy is not complete."""
-    for name in sorted(os.listdir(copy.directory), key=lambda name: name != MANIFEST_NAME):
-        os.unlink(os.path.join(copy.directory, name))
-    os.rmdir(copy.directory)
+    """Take the locks of a copy, unless a process has it open, downloads it or removes it."""
+    try:
+        is_free = locks.enter_context(held(f"{copy.path}.lock"))
+        if is_free and copy.is_finished and copy.manifest is not None:
+            first = os.path.join(copy.path, copy.manifest.shards[0].name)
+            fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
+            locks.callback(os.close, fd)
+            is_free = try_lock(fd)
+    except OSError:  # it was removed just now, or belongs to another user
+        return False
+    return is_free

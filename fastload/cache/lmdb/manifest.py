@@ -2,9 +2,8 @@
 
 A cache at a URL has these files directly below the URL:
 
-    plan.json                   the plan of the build; written first
+    plan.json                   as the manifest, with the shards that are there so far; written after each
     00000-of-00004.lmdb         a shard, as on disk
-    00000-of-00004.lmdb.json    length and digest of this shard; written after it
     errors.jsonl                samples that were left out, if there are any
     cache.json                  the manifest: the plan, and name, length and digest of each shard
 
@@ -27,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse_json, parse_plan
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, RemoteFolderError
+from fastload.files.remote import RemoteFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastload.cache.lmdb.description import Plan
-    from fastload.files.transfers import RemoteFiles
 
 REMOTE_PLAN_NAME = "plan.json"
 REMOTE_REPORT_NAME = "errors.jsonl"
@@ -41,7 +40,6 @@ _DIGEST_BYTES = 32
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 _BUILD_ID = re.compile(r"[0-9a-f]{1,32}")
 _MOST_BYTES = 1 << 60
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Manifest:
     Attributes:
         url: The URL.
         plan: The plan of the cache.
-        shards: Its shards, in the order of their indices.
+        shards: Its shards, in the order of their indices; of an unfinished cache, those that are there.
     """
 
     url: str
@@ -86,6 +84,11 @@ class Manifest:
         return sum(shard.num_left_out for shard in self.shards)
 
 
+def remote_files(url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteFolder:
+    """The files of a cache at a URL, which opens no connection yet."""
+    return RemoteFolder(url, storage_options, has_large_files=True)
+
+
 def new_digest() -> Any:
     """A digest that is updated with the content of a shard."""
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -93,27 +96,30 @@ def new_digest() -> Any:
 
 def shard_file(path: str, name: str, num_left_out: int) -> ShardFile:
     """The facts about a shard that lies at a path of this machine."""
-    digest, nbytes = new_digest(), 0
     with open(path, "rb", buffering=0) as file:
-        while data := file.read(_CHUNK_BYTES):
-            digest.update(data)
-            nbytes += len(data)
-    return ShardFile(name, nbytes, digest.hexdigest(), num_left_out)
+        digest = hashlib.file_digest(file, new_digest)
+        return ShardFile(name, file.tell(), digest.hexdigest(), num_left_out)
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """The content of `cache.json`."""
+    """The content of `cache.json`, or of `plan.json` while shards are missing."""
+    shards = {shard.name: asdict(shard) for shard in manifest.shards}
+    names = (shard_name(manifest.plan, shard) for shard in range(manifest.plan.num_shards))
     fields = {
         "version": FORMAT_VERSION,
         "url": manifest.url,
         "plan": asdict(manifest.plan),
-        "shards": [asdict(shard) for shard in manifest.shards],
+        "shards": [shards.get(name) for name in names],
     }
     return json.dumps(fields, indent=1).encode("ascii")
 
 
-def parse_manifest(text: bytes) -> Manifest:
+def parse_manifest(text: bytes, *, is_finished: bool = True) -> Manifest:
     """Read a manifest.
+
+    Args:
+        text: The text.
+        is_finished: Whether all shards should be there.
 
     Raises:
         ValueError: It is not valid; the error gives the reason.
@@ -127,16 +133,15 @@ def parse_manifest(text: bytes) -> Manifest:
     entries, url = fields.get("shards"), fields.get("url")
     if not isinstance(entries, list) or len(entries) != plan.num_shards or not isinstance(url, str):
         raise ValueError(f"it should have a url and a list of {plan.num_shards} shards")
-    shards = [parse_shard(entry, shard_name(plan, shard)) for shard, entry in enumerate(entries)]
+    shards = (
+        _parse_shard(entry, shard_name(plan, number))
+        for number, entry in enumerate(entries)
+        if is_finished or entry is not None
+    )
     return Manifest(url, plan, tuple(shards))
 
 
-def parse_shard(fields: Mapping[str, Any], name: str) -> ShardFile:
-    """Read the facts about the shard of this name.
-
-    Raises:
-        ValueError: They are not valid, or those of another shard.
-    """
+def _parse_shard(fields: Any, name: str) -> ShardFile:
     if not isinstance(fields, dict) or fields.get("name") != name:
         raise ValueError(f"a shard should have the name {name}")
     nbytes, num_left_out, digest = (fields.get(key) for key in ("nbytes", "num_left_out", "blake2b"))
@@ -146,8 +151,12 @@ def parse_shard(fields: Mapping[str, Any], name: str) -> ShardFile:
     return ShardFile(name, nbytes, digest, num_left_out)  # type: ignore[arg-type]  # checked above
 
 
-def read_manifest(files: RemoteFiles) -> Manifest:
+def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
     """The manifest at a URL.
+
+    Args:
+        files: The files of the cache.
+        name: `cache.json`, or `plan.json` for that of an unfinished cache.
 
     Raises:
         FileNotFoundError: There is no finished cache; the error names the command that builds one.
@@ -158,7 +167,7 @@ def read_manifest(files: RemoteFiles) -> Manifest:
         ValueError: There is no such protocol.
     """
     try:
-        text = files.read(MANIFEST_NAME)
+        text = files.load(name)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no finished cache at {files.url}, because it has no {MANIFEST_NAME}: build it, or "
@@ -167,13 +176,12 @@ def read_manifest(files: RemoteFiles) -> Manifest:
     except RemoteFolderError as error:
         raise CacheError(str(error)) from error
     try:
-        found = parse_manifest(text)
+        found = parse_manifest(text, is_finished=name == MANIFEST_NAME)
     except CacheMismatchError as error:
         raise CacheMismatchError(f"{files.url} {error}") from None
     except ValueError as error:
         raise CacheCorruptError(
-            f"{files.url}/{MANIFEST_NAME} is damaged: {error}. Remove all files at that URL, and build the "
-            "cache again"
+            f"{files.url}/{name} is damaged: {error}. Remove all files at that URL, and build the cache again"
         ) from error
     # A bucket may be copied to another URL.
     return Manifest(files.url, found.plan, found.shards)
