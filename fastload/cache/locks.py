@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastload.system.posix import fcntl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
 # flags, each of which is a bit of its own.
@@ -56,39 +56,57 @@ def unlock(fd: int) -> None:
 def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
     """Hold the exclusive lock on a lock file, which is made now and removed at the end.
 
-    Gives whether the lock is held; it always is with `waits`.
+    Gives whether the lock is held; it always is with `waits`. The arguments are those of `take`.
+    """
+    fd = take(name, waits=waits, by_process=by_process)
+    try:
+        yield fd is not None
+    finally:
+        if fd is not None:
+            release(fd, name)
+
+
+def take(
+    name: str,
+    *,
+    waits: bool = False,
+    by_process: bool = False,
+    check: Callable[[int], object] = lambda _: None,
+) -> int | None:
+    """A descriptor with the exclusive lock on a lock file, which is made now; None if another holder has it.
 
     Args:
         name: The path of the lock file.
         waits: Wait for another holder.
         by_process: Forked children do not hold the lock, and threads of one process do not exclude each
             other.
+        check: Raises for the descriptor of a file that is not a lock file, before it is locked.
 
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
     """
-    take = fcntl.lockf if by_process else fcntl.flock
+    lock = fcntl.lockf if by_process else fcntl.flock
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o600)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o644)
         try:
-            is_taken = True
+            check(fd)
             try:
-                take(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                lock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except (BlockingIOError, PermissionError):  # fcntl(2) may give either
-                is_taken = False
-            if not is_taken:
-                yield False
-                return
-            if not is_at(fd, name):
-                continue  # its holder removed the file after this process had opened it
-            try:
-                yield True
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
-            return
+                return None
+            if is_at(fd, name):  # else its holder removed the file after this process had opened it
+                taken, fd = fd, -1
+                return taken
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
+
+
+def release(fd: int, name: str) -> None:
+    """Remove a lock file and release its lock; another file that has its name now stays."""
+    if is_at(fd, name):
+        os.unlink(name)
+    os.close(fd)
 
 
 def is_at(fd: int, name: str) -> bool:

@@ -153,13 +153,15 @@ class RemoteFolder:
             RemoteFolderError: The list is there, and cannot be read.
         """
         try:
-            return from_bytes(self.load(SAVED_NAME))
+            data = self.load(SAVED_NAME)
         except FileNotFoundError:
             return None
         except RemoteFolderError as error:
             raise RemoteFolderError(
                 f"{error}. Pass listing='ignore' to list the folder instead"
             ) from error.__cause__
+        try:
+            return from_bytes(data)
         except ValueError as error:
             raise RemoteFolderError(
                 f"cannot use the list of files {self.path(SAVED_NAME)}: {error}. Pass listing='save' to "

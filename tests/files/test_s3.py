@@ -246,7 +246,7 @@ def test_the_command_line_builds_a_cache_there_and_workers_read_it(host: Path, m
     loader = fastload.DataLoader(cached, 4, num_workers=2, multiprocessing_context=method)
     assert values(loader) == list(range(SIZE))
     assert cached.classes == ["class0", "class1"]
-    assert os.listdir(host / "builds") == []
+    assert os.listdir(host / f"builds-{os.getuid()}") == []
 
 
 def test_a_cache_is_downloaded_with_storage_options(
@@ -289,17 +289,17 @@ def test_commands_about_a_cache_at_a_url(host: Path) -> None:
     found = run("cache", "info", url)
     assert found == {name: built[name] for name in found}
     assert found["num_cached"] == SIZE
-    assert not (host / "copies").exists()
+    assert not (host / f"copies-{os.getuid()}").exists()
 
     verified = run("cache", "verify", url)
     assert verified["num_damaged"] == 0
-    listed = run("cache", "ls", str(host / "copies"))["caches"]
+    listed = run("cache", "ls", str(host / f"copies-{os.getuid()}"))["caches"]
     assert [(one["path"], one["state"]) for one in listed] == [(verified["path"], "finished")]
     assert run("cache", "ls")["copies"]["number"] == 1
-    assert f"{host}/copies' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
+    assert f"{host}/copies-{os.getuid()}' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
 
     run("cache", "rm", verified["path"], "--yes")
-    assert os.listdir(host / "copies") == []
+    assert os.listdir(host / f"copies-{os.getuid()}") == []
 
 
 def test_a_local_cache_is_uploaded_too(host: Path, tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import stat
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache.build.writer import writing
-from fastload.cache.locks import AS_IT_IS, is_at, try_lock
+from fastload.cache.locks import AS_IT_IS, release, take, try_lock
 from fastload.errors import CacheBusyError, CacheError
 from fastload.system.logs import log
 
@@ -67,8 +69,20 @@ def only_builder(path: str) -> Iterator[BuildLock | None]:
         CacheError: The lock file cannot be made, or another file has its name.
     """
     name = f"{path}{SUFFIX}"
-    fd = _locked(path, name)
+    with writing(path):
+        try:
+            fd = take(name, check=functools.partial(_check_ours, name))
+        except OSError as error:
+            if error.errno in _KINDS:
+                raise _foreign(name, _KINDS[error.errno]) from None
+            if error.errno not in _NO_LOCKS:
+                raise
+            fd = -1
     if fd is None:
+        raise CacheBusyError(f"{path} is being built by {_holder(name)}: wait until it has finished")
+    if fd < 0:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
         log.info("%s: not locked, because this file system does not have locks", path)
         yield None
         return
@@ -79,9 +93,7 @@ def only_builder(path: str) -> Iterator[BuildLock | None]:
             os.ftruncate(fd, len(number))  # the number of a killed builder may have been longer
         yield BuildLock(fd)
     finally:
-        if is_at(fd, name):
-            os.unlink(name)
-        os.close(fd)
+        release(fd, name)
 
 
 def is_being_built(path: str) -> bool:
@@ -98,49 +110,16 @@ def is_being_built(path: str) -> bool:
         os.close(fd)
 
 
-def _locked(path: str, name: str) -> int | None:
-    """A descriptor of the lock file, locked; None on a file system without locks."""
-    while True:
-        with writing(path):
-            fd = _opened(name)
-        try:
-            try:
-                is_taken = try_lock(fd)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                return None
-            if not is_taken:
-                holder = os.pread(fd, _MOST_DIGITS, 0).decode("ascii")
-                builder = f"process {holder}" if holder else "another process"
-                raise CacheBusyError(f"{path} is being built by {builder}: wait until it has finished")
-            if is_at(fd, name):  # else its holder removed it after we opened it
-                taken, fd = fd, -1
-                return taken
-        finally:
-            if fd >= 0:
-                os.close(fd)
+def _holder(name: str) -> str:
+    try:
+        return f"process {int(Path(name).read_text())}"
+    except (OSError, ValueError):  # it has ended just now, or has not written its number yet
+        return "another process"
 
 
-def _opened(name: str) -> int:
-    """A descriptor of the lock file, which is created if missing."""
-    while True:
-        with contextlib.suppress(FileExistsError):
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | AS_IT_IS, 0o644)
-        try:
-            fd = os.open(name, os.O_RDWR | AS_IT_IS)
-        except FileNotFoundError:
-            continue  # its holder removed it between the two calls
-        except OSError as error:
-            if error.errno in _KINDS:
-                raise _foreign(name, _KINDS[error.errno]) from None
-            raise
-        what = _why_not_ours(fd)
-        if what is None:
-            return fd
-        os.close(fd)
+def _check_ours(name: str, fd: int) -> None:
+    what = _why_not_ours(fd)
+    if what is not None:
         raise _foreign(name, what)
 
 

@@ -55,7 +55,7 @@ from fastload.cache.lmdb.description import (
 from fastload.cache.lmdb.files import shard_name
 from fastload.cache.lmdb.format import read_description
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
-from fastload.system.disk import sync_directory
+from fastload.system.disk import sync_directory, write_new
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Unfinished:
             self.is_shared, self._suffix = is_shared, own_suffix(plan.build_id)
             fields = {"error_budget": error_budget, "is_shared": is_shared}
             text = json.dumps({"version": FORMAT_VERSION, "plan": asdict(plan), **fields})
-            _write_new(self._own(PLAN_NAME), text)
+            write_new(self._own(PLAN_NAME), text.encode())
             try:
                 self._link(PLAN_NAME)
             finally:
@@ -315,7 +315,7 @@ class Unfinished:
             lines = {line.index: line for line in read_report(report) if start <= line.index < position}
             if (lines and not skips) or num_records + len(lines) != position - start:
                 return None
-            _write_new(report, report_text(lines.values()))  # without samples that are read again
+            write_new(report, report_text(lines.values()).encode())  # without samples that are read again
         self.skipped |= lines
         return position
 
@@ -348,7 +348,7 @@ class Unfinished:
             left_out = self.left_out(shard)
             if left_out:
                 report = report_name(name, runs_of([sample.index for sample in left_out]))
-                _write_new(self._own(report), report_text(left_out))
+                write_new(self._own(report), report_text(left_out).encode())
                 self._rename(os.path.basename(self._own(report)), report)
             if not self._link(name) and self.finished(shard) is None:
                 # The name has a damaged shard, or a shard of another build.
@@ -434,7 +434,7 @@ class Unfinished:
         with writing(destination):
             if left_out:
                 own = self._own(report_name(shard_name(self.plan, 0)))
-                _write_new(own, report_text(left_out))
+                write_new(own, report_text(left_out).encode())
                 os.replace(own, report)
             else:
                 with contextlib.suppress(FileNotFoundError):
@@ -487,13 +487,3 @@ def _holds_something(path: Path) -> bool:
         return path.stat().st_size > 0
     with contextlib.closing(ShardWriter(str(path))) as writer:
         return writer.num_records > 0
-
-
-def _write_new(path: str, text: str) -> None:
-    """Write a file and bring it to the disk; an older file of that name is removed, not reused."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    with open(path, "x") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
