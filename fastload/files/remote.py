@@ -60,8 +60,6 @@ class RemoteFolder:
         url: Any URL of fsspec.
         storage_options: Arguments for fsspec's file system, such as credentials.
         filesystem: A file system with fsspec's interface; None for the one that fsspec has for the URL.
-        has_large_files: Whether files are larger than a few megabytes, so that a client should move parts of
-            one file at the same time.
 
     Attributes:
         url: The URL without a slash at its end.
@@ -76,12 +74,9 @@ class RemoteFolder:
         url: str,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any | None = None,
-        *,
-        has_large_files: bool = False,
     ) -> None:
         self.url = url.rstrip("/")
         self._options = dict(storage_options or {})
-        self._has_large_files = has_large_files
         self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
@@ -89,8 +84,11 @@ class RemoteFolder:
         self._opened: _Opened | None = None
         self._home_pid = os.getpid()  # a forked process is another one
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.url, self._options, self._maker, self._has_large_files, self.limits)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_opened": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _home_pid=os.getpid())
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
@@ -316,7 +314,7 @@ class RemoteFolder:
         else:
             # Other file systems keep the entries of all folders that they list in memory.
             options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
-            fs, root, ends_stalled = _open_url(self.url, options, self.limits, self._has_large_files)
+            fs, root, ends_stalled = _open_url(self.url, options, self.limits)
         _file_systems[id(fs)] = fs
         _keep_file_systems_in_forks()
         return fs, root, not ends_stalled
@@ -349,17 +347,7 @@ class _Opened:
         return answer(self.fs, method, path, **options)
 
 
-def _unpickled(
-    url: str, options: dict[str, Any], maker: tuple[Any, ...] | None, has_large_files: bool, limits: Limits
-) -> RemoteFolder:
-    folder = RemoteFolder(url, options, has_large_files=has_large_files)
-    folder._maker, folder.limits = maker, limits
-    return folder
-
-
-def _open_url(
-    url: str, options: dict[str, Any], limits: Limits, has_large_files: bool
-) -> tuple[Any, str, bool]:
+def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, str, bool]:
     try:
         import fsspec.core
     except ImportError as error:
@@ -371,7 +359,7 @@ def _open_url(
     protocol = _URL.match(url)
     name = "" if protocol is None else protocol.group().rstrip(":/")
     if name in ("s3", "s3a"):
-        options = _for_s3fs(options, has_large_files=has_large_files)
+        options = _for_s3fs(options)
     try:
         options, ends_stalled = limits.applied(fsspec.get_filesystem_class(name), options)
         # Without fsspec's table of instances, connections are closed once the folder is not used any more.
@@ -404,15 +392,14 @@ def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[A
     return fs, root
 
 
-def _for_s3fs(options: Mapping[str, Any], *, has_large_files: bool) -> dict[str, Any]:
+def _for_s3fs(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of s3fs for many requests at the same time; those that the user gave stay.
 
     By default it has ten connections. It moves parts of a file at the same time, and for this it asks for the
     size of each file before it reads the file, which is one request too many for each small file.
     """
     config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
-    of_files = {} if has_large_files else {"max_concurrency": 1}
-    return {**of_files, **options, "config_kwargs": config}
+    return {"max_concurrency": 1, **options, "config_kwargs": config}
 
 
 # By process, because a lock that another thread held during a fork is never released in the child.

@@ -18,7 +18,6 @@ import fastload
 from fastload.cache.build import upload
 from fastload.cache.lmdb.manifest import remote_files
 from fastload.cli.main import app
-from fastload.files.remote import RemoteFolder
 from tests.kit import servers
 from tests.kit.servers import CREDENTIALS
 
@@ -92,12 +91,11 @@ def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pyt
 
 def test_large_files_move_in_parts_at_the_same_time(folder: fastload.ImageFolder) -> None:
     """The shards of a cache are moved as s3fs does by default; images are read by one request each."""
-    shards, _ = RemoteFolder("s3://photos/caches", has_large_files=True).file_system()
+    shards, _ = remote_files("s3://photos/caches").file_system()
     images, _ = folder._remote.file_system()  # type: ignore[union-attr]
     by_default = fsspec.filesystem("s3", skip_instance_cache=True)
 
     assert (shards.max_concurrency, images.max_concurrency) == (by_default.max_concurrency, 1)
-    assert remote_files("s3://photos/caches")._has_large_files
 
 
 def obstore_folder(endpoint: str, **options: Any) -> fastload.ImageFolder:

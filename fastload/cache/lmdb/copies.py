@@ -187,12 +187,20 @@ def _is_complete(path: str, manifest: Manifest) -> bool:
 
 def _missing(directory: str, manifest: Manifest) -> list[tuple[ShardFile, int]]:
     """The shards that are not in a directory, each with its number of samples."""
-    found = []
-    for number, shard in enumerate(manifest.shards):
-        path = Path(directory, shard.name)
-        if not path.exists() or path.stat().st_size != shard.nbytes:
-            found.append((shard, len(manifest.plan.indices_of(number))))
-    return found
+    sizes = _sizes(directory)
+    return [
+        (shard, len(manifest.plan.indices_of(number)))
+        for number, shard in enumerate(manifest.shards)
+        if sizes.get(shard.name) != shard.nbytes
+    ]
+
+
+def _sizes(directory: str) -> dict[str, int]:
+    """The sizes of the files in a directory; none if it is not there."""
+    try:
+        return {file.name: file.stat().st_size for file in Path(directory).iterdir()}
+    except (FileNotFoundError, NotADirectoryError):  # another process removes or renames it now
+        return {}
 
 
 # --- downloading -----------------------------------------------------------------------------------------
@@ -349,16 +357,13 @@ def copies() -> list[Copy]:
     found = []
     with contextlib.suppress(FileNotFoundError):
         for name in filter(_NAME.fullmatch, os.listdir(root)):
-            directory = Path(root, name)
-            try:
-                on_disk = sum(file.stat().st_size for file in directory.iterdir())
-                used_s = directory.stat().st_mtime
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # another process removed or renamed it just now
-            manifest = manifest_of_copy(str(directory))
+            directory = os.path.join(root, name)
+            manifest, on_disk = manifest_of_copy(directory), sum(_sizes(directory).values())
             nbytes = on_disk if manifest is None else max(on_disk, manifest.nbytes)
-            path = str(directory).removesuffix(_PARTIAL)
-            found.append(Copy(path, manifest, nbytes, on_disk, used_s, not name.endswith(_PARTIAL)))
+            with contextlib.suppress(FileNotFoundError):  # another process removed or renamed it just now
+                used_s = os.path.getmtime(directory)
+                path = directory.removesuffix(_PARTIAL)
+                found.append(Copy(path, manifest, nbytes, on_disk, used_s, path == directory))
     return sorted(found, key=lambda copy: copy.used_s)
 
 

@@ -40,6 +40,7 @@ _DIGEST_BYTES = 32
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 _BUILD_ID = re.compile(r"[0-9a-f]{1,32}")
 _MOST_BYTES = 1 << 60
+_S3_PARTS = 10  # of a shard, that s3fs writes at the same time
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,9 @@ class Manifest:
 
 
 def remote_files(url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteFolder:
-    """The files of a cache at a URL, which opens no connection yet."""
-    return RemoteFolder(url, storage_options, has_large_files=True)
+    """The files of a cache at a URL; opens no connection."""
+    in_parts = {"max_concurrency": _S3_PARTS} if url.startswith(("s3://", "s3a://")) else {}
+    return RemoteFolder(url, {**in_parts, **(storage_options or {})})
 
 
 def new_digest() -> Any:
