@@ -109,7 +109,7 @@ class RemoteFolder:
                 # Without a limit, unless the client has it: a listing is any number of requests.
                 return answer(fs, method, path, detail=True, what=self.url)
 
-            return retried(attempt, self._list_failed, self.limits)
+            return retried(attempt, _failing("list", self.url, "folder"), self.limits)
 
         prefix = root.rstrip("/") + "/"
         names = [_below(entry["name"], prefix) for entry in ask("ls", root) if entry["type"] == "directory"]
@@ -138,11 +138,6 @@ class RemoteFolder:
 
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
-
-    def _list_failed(self, error: Exception, tried: str) -> Exception:
-        if isinstance(error, FileNotFoundError):
-            return FileNotFoundError(f"there is no folder at {self.url}")
-        return RemoteFolderError(f"cannot list {self.url}: {reason_of(error)}{tried}")
 
     def saved_list(self) -> tuple[float, list[str], list[RemoteFile]] | None:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
@@ -185,20 +180,15 @@ class RemoteFolder:
             ImageReadError: The file cannot be read, or has another length.
         """
 
-        def check(data: bytes) -> None:
-            if nbytes not in (UNKNOWN_BYTES, len(data)):
-                raise OtherLengthError(
-                    f"{len(data):,} bytes arrived, but the file had {nbytes:,} when the folder was listed"
-                )
-
         def failed(error: Exception, tried: str) -> Exception:
-            was_there = (
-                "; it was there when the folder was listed" if isinstance(error, FileNotFoundError) else ""
-            )
-            return ImageReadError(self.path(name), f"{reason_of(error)}{was_there}{tried}")
+            before = ""
+            if isinstance(error, FileNotFoundError):
+                before = "; it was there when the folder was listed"
+            elif isinstance(error, OtherLengthError):
+                before = " that the file had when the folder was listed"
+            return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}")
 
-        # A copy only if it is not bytes.
-        return bytes(self.ask("cat_file", name, failed, check, nbytes=nbytes))
+        return self._cat(name, nbytes, failed)
 
     def load(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """The content of a file, or of a part of it.
@@ -207,20 +197,25 @@ class RemoteFolder:
             FileNotFoundError: There is no such file.
             RemoteFolderError: It cannot be read, or is shorter than the part.
         """
+        failed = _failing("read", self.path(name), "file")
+        if stop is None:
+            return self._cat(name, UNKNOWN_BYTES, failed)
+        return self._cat(name, stop - start, failed, start=start, end=stop)
 
-        def check(data: bytes) -> None:
-            if stop is not None and len(data) != stop - start:
-                raise OtherLengthError(
-                    f"{len(data):,} bytes arrived of the {stop - start:,} from position {start:,}"
-                )
+    def _cat(
+        self, name: str, nbytes: int, failed: Callable[[Exception, str], Exception], **part: int
+    ) -> bytes:
+        """The content of a file, or of a part of it, of this length."""
+        opened = self._open()
 
-        def failed(error: Exception, tried: str) -> Exception:
-            if isinstance(error, FileNotFoundError):
-                return FileNotFoundError(f"there is no file at {self.path(name)}")
-            return RemoteFolderError(f"cannot read {self.path(name)}: {reason_of(error)}{tried}")
+        def attempt(number: int) -> bytes:
+            limit_s = self.limits.read_s * 2.0 ** (number - 1) if opened.needs_limit else math.inf
+            found = opened.cat(name, what=self.path(name), limit_s=limit_s, nbytes=nbytes, **part)
+            if nbytes not in (UNKNOWN_BYTES, len(found)):
+                raise OtherLengthError(f"{len(found):,} bytes arrived of the {nbytes:,}")
+            return bytes(found)  # a copy only if it is not bytes
 
-        part = {} if stop is None else {"nbytes": stop - start, "start": start, "end": stop}
-        return bytes(self.ask("cat_file", name, failed, check, **part))
+        return retried(attempt, failed, self.limits)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file.
@@ -257,29 +252,7 @@ class RemoteFolder:
                 fs.makedirs(root, exist_ok=True)
             write(fs, f"{root}/{name}")
 
-        def failed(error: Exception, tried: str) -> Exception:
-            return RemoteFolderError(f"cannot write {self.path(name)}: {reason_of(error)}{tried}")
-
-        retried(attempt, failed, self.limits)
-
-    def ask(
-        self,
-        method: str,
-        name: str,
-        failed: Callable[[Exception, str], Exception],
-        check: Callable[[Any], None] = lambda _: None,
-        **options: Any,
-    ) -> Any:
-        """The result of a method of the file system for a file, with the options of `attempts.answer`."""
-        opened = self._open()
-
-        def attempt(number: int) -> Any:
-            limit_s = self.limits.read_s * 2.0 ** (number - 1) if opened.needs_limit else math.inf
-            result = opened.ask(method, name, what=self.path(name), limit_s=limit_s, **options)
-            check(result)
-            return result
-
-        return retried(attempt, failed, self.limits)
+        retried(attempt, _failing("write", self.path(name)), self.limits)
 
     def file_system(self) -> tuple[Any, str]:
         """The file system of this process, and the folder's path in it; made at the first use.
@@ -335,16 +308,27 @@ class _Opened:
         self._connecting = threading.Lock()
         self._is_connected = False
 
-    def ask(self, method: str, name: str, **options: Any) -> Any:
-        """The result of a method of the file system for a file, with the options of `attempts.answer`."""
+    def cat(self, name: str, **options: Any) -> Any:
+        """The content of a file, with the options of `attempts.answer`."""
         path = f"{self.root}/{name}"
         if not self._is_connected:
             with self._connecting:
                 if not self._is_connected:
-                    result = answer(self.fs, method, path, **options)
+                    found = answer(self.fs, "cat_file", path, **options)
                     self._is_connected = True
-                    return result
-        return answer(self.fs, method, path, **options)
+                    return found
+        return answer(self.fs, "cat_file", path, **options)
+
+
+def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, str], Exception]:
+    """Makes the error of a request; an error of its own if that which is missing is expected to be there."""
+
+    def failed(error: Exception, tried: str) -> Exception:
+        if missing and isinstance(error, FileNotFoundError):
+            return FileNotFoundError(f"there is no {missing} at {url}")
+        return RemoteFolderError(f"cannot {doing} {url}: {reason_of(error)}{tried}")
+
+    return failed
 
 
 def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, str, bool]:

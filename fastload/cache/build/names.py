@@ -29,7 +29,7 @@ _OWN_NAME = re.compile(
     r"[0-9a-f]{8}"
 )
 # The last two are those of a local copy of a cache in an object store; see `lmdb.copies`.
-NAMES = re.compile(rf"{_WRITTEN}|{_OWN_NAME.pattern}|{re.escape(MANIFEST_NAME)}(\.new)?|{_SHARD}\.lmdb\.part")
+NAMES = re.compile(rf"{_WRITTEN}|{_OWN_NAME.pattern}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part")
 _NOBODY = 0  # the process number of a file that its process left to the next build
 _LOOKS, _LOOK_AGAIN_S = 20, 0.01  # for a file that another process gives another name
 

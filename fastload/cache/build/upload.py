@@ -314,13 +314,13 @@ class _Job:
             self.files.write(REMOTE_PLAN_NAME, manifest_text(found))
         missing = [number for number in range(plan.num_shards) if number not in there]
         with ThreadPoolExecutor(1, "fastload-upload") as thread:
-            upload: Future[None] | None = None
+            uploads: list[Future[None]] = []
             for number, file, left_out[number] in self._built(plan, missing):
-                if upload is not None:
+                for upload in uploads:
                     upload.result()  # waits for room on the disk, and raises the error of an upload
-                upload = thread.submit(self._upload, plan, number, file, there, left_out)
+                uploads.append(thread.submit(self._upload, plan, number, file, there, left_out))
                 self._check_budget(plan, left_out)
-            if upload is not None:
+            for upload in uploads:
                 upload.result()
         if any(left_out):
             log.warning(

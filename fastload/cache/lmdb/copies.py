@@ -48,13 +48,7 @@ from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_budget
-from fastload.system.disk import (
-    foreign_path,
-    make_private_directory,
-    new_file,
-    sync_directory,
-    write_new,
-)
+from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
 from fastload.system.sizes import readable_size
@@ -161,9 +155,12 @@ def _writing(path: str) -> Iterator[None]:
 
 def _newest_copy(url: str) -> Manifest | None:
     """The manifest of the complete copy of a URL whose build is the newest."""
-    found = [copy.manifest for copy in copies() if copy.is_complete and copy.manifest is not None]
-    of_url = (manifest for manifest in found if manifest.url == url)
-    return max(of_url, key=lambda manifest: manifest.plan.created_s, default=None)
+    found = [
+        copy.manifest
+        for copy in copies()
+        if copy.manifest is not None and copy.manifest.url == url and _is_complete(copy.path, copy.manifest)
+    ]
+    return max(found, key=lambda manifest: manifest.plan.created_s, default=None)
 
 
 def manifest_of_copy(path: str) -> Manifest | None:
@@ -345,11 +342,6 @@ class Copy:
     used_s: float
     is_finished: bool
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all its files are there."""
-        return self.is_finished and self.manifest is not None and _is_complete(self.path, self.manifest)
-
 
 def copies() -> list[Copy]:
     """All copies and unfinished downloads of this user, the least recently opened first."""
@@ -418,9 +410,7 @@ def _reserve(manifest: Manifest, path: str) -> None:
             shutil.rmtree(_unnamed(copy.path))
         partial = path + _PARTIAL
         make_private_directory(partial)
-        new = os.path.join(partial, f"{MANIFEST_NAME}.new")
-        write_new(new, manifest_text(manifest))
-        os.replace(new, os.path.join(partial, MANIFEST_NAME))
+        write_new(os.path.join(partial, MANIFEST_NAME), manifest_text(manifest))
 
 
 def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
