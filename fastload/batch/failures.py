@@ -47,6 +47,19 @@ def most_failures(error_budget: int | float, num_samples: int) -> int:
     return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
 
 
+def check_left_out(
+    left_out: Sequence[FailedSample], error_budget: int | float, num_samples: int, what_to_do: str
+) -> None:
+    """Check that a build leaves out no more samples than its budget allows; the arguments are those below.
+
+    Raises:
+        ErrorBudgetError: It leaves out more.
+    """
+    most = most_failures(error_budget, num_samples)
+    if len(left_out) > most:
+        raise budget_exceeded(len(left_out), most, num_samples, left_out[-1], what_to_do)
+
+
 def budget_exceeded(
     num_failed: int, most: int, num_samples: int, last: FailedSample, what_to_do: str
 ) -> ErrorBudgetError:

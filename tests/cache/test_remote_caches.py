@@ -803,8 +803,8 @@ def missing_shard() -> None:
     ("damage", "said"),
     [
         (broken_shard, f"{SHARDS[1]} is missing or damaged: its digest is"),
-        (shorter_shard, f"{SHARDS[1]} is missing or damaged: .* bytes arrived .*, and the manifest says"),
-        (missing_shard, f"{SHARDS[1]} is missing or damaged: there is no file .*, and the manifest lists it"),
+        (shorter_shard, f"{SHARDS[1]} is missing or damaged: .* bytes arrived"),
+        (missing_shard, f"{SHARDS[1]} is missing or damaged: there is no file"),
     ],
 )
 def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[], None], said: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import budget_exceeded, check_error_budget, most_failures
+from fastload.batch.failures import budget_exceeded, check_error_budget, check_left_out, most_failures
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.names import foreign_part
@@ -581,17 +581,14 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
     if None in found:
         raise CacheError(_what_is_missing(files, [k for k, one in enumerate(found) if one is None], path))
     left_out = [sample for one in found for sample in one or ()]
-    most = most_failures(error_budget, plan.num_samples)
-    if len(left_out) > most:
-        raise budget_exceeded(
-            len(left_out),
-            most,
-            plan.num_samples,
-            left_out[-1],
-            f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
-            f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build "
-            "them again",
-        )
+    check_left_out(
+        left_out,
+        error_budget,
+        plan.num_samples,
+        f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
+        f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build them "
+        "again",
+    )
     files.publish(left_out)
     if left_out:
         log.warning(

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import budget_exceeded, most_failures
+from fastload.batch.failures import check_left_out
 from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.differences import why_different
 from fastload.cache.build.plan import as_stored, check_arguments, make_plan
@@ -122,6 +122,8 @@ def build_at_url(
                 f"another process on this machine builds {files.url}: wait until it has finished"
             )
         options: dict[str, Any] = {
+            "codec": codec,
+            "quality": quality,
             "num_workers": num_workers,
             "progress": progress,
             "probed": {},
@@ -130,7 +132,7 @@ def build_at_url(
             "fingerprint": fingerprint,
         }
         local = None if path is None else os.path.abspath(path)
-        job = _Job(dataset, files, scratch, local, codec, quality, shards, options)
+        job = _Job(dataset, files, scratch, local, shards, options)
         return job.run()
 
 
@@ -160,8 +162,6 @@ class _Job:
         files: The files at the URL.
         scratch: How the paths of its files on the disk begin, where they are not kept.
         path: Where they are kept; None for nowhere.
-        codec: As in `build_at_url`.
-        quality: As in `build_at_url`.
         shards: As in `build_at_url`.
         options: Arguments of `build_lmdb` and `build_shard`.
     """
@@ -170,8 +170,6 @@ class _Job:
     files: RemoteFolder
     scratch: str
     path: str | None
-    codec: str | None
-    quality: int | None
     shards: int | None
     options: dict[str, Any]
 
@@ -202,19 +200,20 @@ class _Job:
 
     def _wanted(self, found: Plan | None) -> Plan:
         """The plan of these samples and settings; where the user has none, the settings are those there."""
-        self.codec = codec = self.codec or ("raw" if found is None else found.codec)
-        if self.quality is None and found is not None and codec == found.codec:
-            self.quality = found.quality
-        quality = check_arguments(codec, self.quality, None, "raise", 1.0)
-        source, fingerprint = as_stored(self.dataset, self.options["fingerprint"], codec)
-        probed = self.options["probed"]
+        options = self.options
+        codec = options["codec"] = options["codec"] or ("raw" if found is None else found.codec)
+        if options["quality"] is None and found is not None and codec == found.codec:
+            options["quality"] = found.quality
+        quality = check_arguments(codec, options["quality"], None, "raise", 1.0)
+        source, fingerprint = as_stored(self.dataset, options["fingerprint"], codec)
+        probed = options["probed"]
         plan = make_plan(
             source,
             probed,
             codec=codec,
             quality=quality,
             shards=1,
-            skips=self.options["on_error"] == "skip",
+            skips=options["on_error"] == "skip",
             fingerprint=fingerprint,
         )
         num_shards = self.shards or (None if found is None else found.num_shards)
@@ -239,9 +238,7 @@ class _Job:
             num_shards = plan.num_shards
             if is_there:
                 self._follow(path, plan)
-        cache = build_lmdb(
-            self.dataset, path, codec=self.codec, quality=self.quality, shards=num_shards, **self.options
-        )
+        cache = build_lmdb(self.dataset, path, shards=num_shards, **self.options)
         cache.close()
         if is_there:
             self._check_one_build(path, plan, cache.plan)
@@ -274,14 +271,7 @@ class _Job:
         self._follow(scratch, plan)
         for shard in shards:
             built = build_shard(
-                self.dataset,
-                scratch,
-                shard,
-                plan.num_shards,
-                codec=plan.codec,
-                quality=self.quality,
-                name=self.files.url,
-                **self.options,
+                self.dataset, scratch, shard, plan.num_shards, name=self.files.url, **self.options
             )
             yield shard, os.path.join(f"{scratch}.partial", shard_name(plan, shard)), list(built.left_out)
 
@@ -319,7 +309,13 @@ class _Job:
                 for upload in uploads:
                     upload.result()  # waits for room on the disk, and raises the error of an upload
                 uploads.append(thread.submit(self._upload, plan, number, file, there, left_out))
-                self._check_budget(plan, left_out)
+                check_left_out(
+                    [sample for samples in left_out for sample in samples],
+                    self.options["error_budget"],
+                    plan.num_samples,
+                    f"Finished shards are kept at {url}: raise the budget, and build again to resume, or "
+                    f"repair the files, {_REMOVE}, and build again",
+                )
             for upload in uploads:
                 upload.result()
         if any(left_out):
@@ -359,19 +355,6 @@ class _Job:
             os.unlink(file)
         size = readable_size(shard.nbytes)
         log.info("%s: shard %d of %d is uploaded, %s", url, number + 1, plan.num_shards, size)
-
-    def _check_budget(self, plan: Plan, left_out: list[list[FailedSample]]) -> None:
-        most = most_failures(self.options["error_budget"], plan.num_samples)
-        failed = [sample for samples in left_out for sample in samples]
-        if len(failed) > most:
-            raise budget_exceeded(
-                len(failed),
-                most,
-                plan.num_samples,
-                failed[-1],
-                f"Finished shards are kept at {self.files.url}: raise the budget, and build again to resume, "
-                f"or repair the files, {_REMOVE}, and build again",
-            )
 
 
 def _by_shard(plan: Plan, report: list[FailedSample]) -> list[list[FailedSample]]:

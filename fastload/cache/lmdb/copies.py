@@ -301,11 +301,9 @@ def _load(files: RemoteFolder, shard: ShardFile, start: int, directory: str) -> 
     """A part of a shard."""
     try:
         return files.load(shard.name, start, min(start + _PART_BYTES, shard.nbytes))
-    except FileNotFoundError as error:
-        raise _damaged(files, shard, f"{error}, and the manifest lists it") from error
-    except RemoteFolderError as error:
-        if isinstance(error.__cause__, OtherLengthError):
-            raise _damaged(files, shard, f"{error}, and the manifest says {shard.nbytes:,} in all") from error
+    except OSError as error:
+        if isinstance(error.__cause__, FileNotFoundError | OtherLengthError):
+            raise _damaged(files, shard, str(error)) from error
         raise CacheError(
             f"{error}. The shards that were downloaded are kept in {directory}: open the cache again to "
             "continue"
