@@ -1097,6 +1097,27 @@ def test_the_copy_that_was_not_used_for_longest_is_removed(three: list[str]) -> 
     assert [has_copy(url) for url in three] == [True, False, True]
 
 
+def test_a_copy_that_is_removed_loses_its_name_first(
+    three: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that opens it meanwhile sees all of its files or none."""
+    first = LMDBCache(three[0])
+    first.close()
+    LMDBCache(three[1]).close()
+    os.utime(first.path, (1, 1))
+    rmtree, removed = shutil.rmtree, []
+
+    def watched(path: str, **options: Any) -> None:
+        removed.append((path, os.path.exists(first.path)))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    LMDBCache(three[2]).close()
+
+    assert [has_copy(url) for url in three] == [False, True, True]
+    assert (f"{first.path}.partial", False) in removed
+
+
 def test_a_list_of_copies_has_their_urls(three: list[str]) -> None:
     """The name of a copy is a digest, from which nobody sees the URL; a cache that is no copy has no URL."""
     for url in three[:2]:
