@@ -221,7 +221,7 @@ def build_shard(
         built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
     elapsed_s = time.monotonic() - started_s
     result = {"path": dest, **asdict(built), "shard": built.shard + 1, "elapsed_s": round(elapsed_s, 3)}
-    result["num_skipped"] = result.pop("num_left_out")
+    result["num_skipped"] = len(result.pop("left_out"))
     named = f"{dest}: shard {built.shard + 1} of {built.num_shards}"
     if not built.num_samples:
         return Answer(
