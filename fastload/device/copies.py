@@ -95,7 +95,6 @@ class CopiesAhead(Iterator[T]):
         self._next_transform = next_transform
         self._taken = taken
         self._was_interrupted = False
-        self._pulled: collections.deque[T] = collections.deque()  # the batch whose copies are being started
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
@@ -143,23 +142,23 @@ class CopiesAhead(Iterator[T]):
 
     def _pull(self, source: Iterator[T]) -> None:
         # A separate function, so that no local variable keeps the last batch or error alive.
+        pulled: list[T] = []
         try:
             # One call, so that after a signal the batch is either still in the source or already here.
-            self._pulled.extend(itertools.islice(source, 1))
-        except Exception as error:  # noqa: BLE001  # any error; raised in order
-            self._ahead.append(_Failed(error))
-            return
-        except BaseException:
-            # The next call gets the batch from the source, unless the source is a generator: this ends it.
-            self._was_interrupted = isinstance(source, GeneratorType)
+            pulled.extend(itertools.islice(source, 1))
+        except BaseException as error:
+            if isinstance(error, Exception) and not pulled:
+                self._ahead.append(_Failed(error))  # raised in order
+                return
+            # Where the wait was interrupted, the next call waits again, unless this ended a generator.
+            self._was_interrupted = bool(pulled) or isinstance(source, GeneratorType)
             raise
-        if not self._pulled:
+        if not pulled:
             self._source = None
             return
         launched = self._backend.record_event(self._backend.current_stream())
         self._backend.wait_event(self._stream, launched)
-        self._ahead.append(self._start(self._pulled[0]))
-        self._pulled.clear()
+        self._ahead.append(self._start(pulled.pop()))
 
     def _start(self, batch: T) -> _Ahead | _Failed:
         ahead = _Ahead(batch)

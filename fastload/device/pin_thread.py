@@ -10,13 +10,13 @@ from __future__ import annotations
 import collections
 import queue
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastload.system.sent_error import SentError
+from fastload.system.wakes import Wakes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,9 +45,8 @@ class PinThread:
         self._pin = pin
         self._device_index = device_index
         self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # An answer stays here until the consumer confirms it: a signal handler that raises loses none.
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakes = Wakes()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
 
     def start(self) -> None:
@@ -58,31 +57,25 @@ class PinThread:
         """Announce the answer that is due next, as an argument for `receive`; not None."""
         self._due.put(due)
 
-    def get(self, timeout_s: float) -> Any:
-        """The next answer, pinned; the same again until `take_out`.
+    def take(self) -> Any | None:
+        """The next answer, pinned; None if it is not ready.
 
         Raises:
-            TimeoutError: No answer came within ``timeout_s`` (0 waits without limit).
-            Exception: The error of receiving; the answer is then taken out.
+            Exception: The error of receiving it.
         """
-        deadline = time.monotonic() + timeout_s if timeout_s else None
-        while not self._ready:
-            try:
-                self._wakes.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError from None
-        answer, error = self._ready[0]
+        if not self._ready:
+            return None
+        answer, error = self._ready.popleft()
         if error is None:
             return answer
-        self.take_out()
         try:
             raise error
         finally:
             del error  # breaks a cycle between the error and this frame
 
-    def take_out(self) -> None:
-        """Remove the answer that `get` returned: the consumer has it."""
-        self._ready.popleft()
+    def wait(self, deadline: float | None) -> None:
+        """Wait until the next answer is ready, as `Wakes.wait`."""
+        self._wakes.wait(deadline)
 
     def close(self) -> None:
         """End the thread; call this after closing the source of `receive`."""
@@ -102,8 +95,7 @@ class PinThread:
             except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
             self._ready.append((answer, error))
-            if self._wakes.empty():  # else the consumer is already going to look
-                self._wakes.put(None)
+            self._wakes.wake()
             del answer, error  # else this frame would keep the batch alive until the next one
 
 

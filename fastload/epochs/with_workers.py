@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import types
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -37,11 +38,12 @@ from fastload.errors import (
 )
 from fastload.memory.ring import Ring
 from fastload.system.budget import parse_ring_bytes
+from fastload.workers.core import AT_START, Kind
 from fastload.workers.job import Job
 from fastload.workers.pool import Pool
 from fastload.workers.schedule import Schedule
+from fastload.workers.task import Task
 from fastload.workers.threads import ThreadPool
-from fastload.workers.worker import AT_START, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from fastload.workers.process import WorkerView
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.tally import Tally
-    from fastload.workers.task import Task
     from fastload.workers.workers import Workers
 
 
@@ -157,13 +158,13 @@ class WorkerIterator(HostIterator):
         assigned = self._schedule.assign()
         if assigned is None:
             return None
-        task, worker = assigned
+        number, worker = assigned
         batch_id = None
         if self._replaces:
-            batch_id = self._epoch.batch_id(self._first_batch + task)
-        self._pool.submit(worker, task, *self._epoch.count(index), batch_id)
+            batch_id = self._epoch.batch_id(self._first_batch + number)
+        self._pool.submit(worker, Task(number, *self._epoch.count(index), batch_id))
         if self._pin_thread is not None:
-            self._pin_thread.expect((worker, task))
+            self._pin_thread.expect(worker)
         return None
 
     @contextlib.contextmanager
@@ -197,33 +198,27 @@ class WorkerIterator(HostIterator):
             raise LoaderClosedError
         if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # slots of an earlier epoch, with persistent workers
+        deadline = self._deadline()
         while (head := self._schedule.head()) is not None:
-            task = self._receive(*head)
+            _, worker = head
             with self._closing_if_interrupted():
-                _, worker = self._schedule.answer()
-                if self._pin_thread is not None:
-                    self._pin_thread.take_out()
-                if task.kind is not Kind.ENDED:
-                    self._epoch.fetched(task.index, worker, task.dataset_state)
-                elif self._schedule.is_active(worker):
-                    self._schedule.exhaust(worker)
-                else:
-                    continue
-                failure = self._put_index()
+                task = self._take(worker)
+                failure = None if task is None else self._received(task, worker)
+            if task is None or task.answer is None:
+                self._wait(worker, deadline)
+                continue
+            deadline = self._deadline()
             if failure is not None:
                 _raise(failure)
-            if task.failed:
-                self._failures.note(task.failed)
-            if task.kind is Kind.ENDED:
+            answer = task.answer
+            if answer.failed:
+                self._failures.note(answer.failed)
+            if answer.kind is Kind.ENDED:
                 continue
-            batch, task.payload = task.payload, None
-            if task.kind is Kind.ERROR:
-                try:
-                    self._raise(batch, task, worker)
-                finally:
-                    del batch  # the error's traceback holds this frame: avoid a cycle that keeps the batch
-            self.sizes.append(task.size)
-            return batch
+            if answer.kind is Kind.ERROR:
+                self._raise(task, worker)
+            self.sizes.append((answer.num_samples, answer.nbytes))
+            return answer.payload
         if self._failed_sampler:
             raise BatchLostError(
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the "
@@ -235,22 +230,35 @@ class WorkerIterator(HostIterator):
             self.close()
         raise StopIteration
 
-    def _receive(self, number: int, worker: int) -> Task:
+    def _received(self, task: Task, worker: int) -> Exception | None:
+        """Record that a task was answered, and give its worker the next one; returns the sampler's error."""
+        self._schedule.answer()
+        if task.answer is not None and task.answer.kind is not Kind.ENDED:
+            self._epoch.fetched(task.index, worker, task.answer.dataset_state)
+        elif self._schedule.is_active(worker):
+            self._schedule.exhaust(worker)
+        else:
+            return None
+        return self._put_index()
+
+    def _take(self, worker: int) -> Task | None:
+        """The task that is due, if it is answered."""
+        if self._pin_thread is None:
+            return self._pool.take(worker)
+        self._pool.expect_open()  # if the pool is closed, the thread gives no answer
+        return self._pin_thread.take()
+
+    def _deadline(self) -> float | None:
+        return time.monotonic() + self._timeout if self._timeout else None
+
+    def _wait(self, worker: int, deadline: float | None) -> None:
         try:
             if self._pin_thread is not None:
-                self._pool.expect_open()  # if the pool is closed, the thread gives no answer
-                answer: Task = self._pin_thread.get(self._timeout)
-                return answer
-            return self._pool.take(worker, number, self._timeout)
+                self._pin_thread.wait(deadline)
+            else:
+                self._pool.wait(worker, deadline)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-        except LoaderClosedError:
-            _wait_for_exit()
-            self.close()
-            raise
-        except WorkerDiedError:
-            self._end_after_death()
-            raise
 
     def _end_after_death(self) -> None:
         _wait_for_exit()
@@ -259,7 +267,8 @@ class WorkerIterator(HostIterator):
         self._sampler_iter = iter(())
         self.close()
 
-    def _raise(self, sent: SentError, task: Task, worker: int) -> None:
+    def _raise(self, task: Task, worker: int) -> None:
+        sent: SentError = task.answer.payload  # type: ignore[union-attr]  # it is answered
         try:
             sent.reraise()
         except BaseException as error:
@@ -268,15 +277,18 @@ class WorkerIterator(HostIterator):
             add_place(error, f"{batch}worker {worker}, {place}")
             raise
         finally:
-            del sent  # it holds the error of a thread, whose traceback holds this frame
+            # The error of a thread has a traceback that holds this frame and the caller's.
+            task.answer = None
+            del sent
 
     def _drop_pinned(self) -> None:
         """Take the remaining answers of the old epoch out of the pin thread."""
-        if self._pin_thread is not None:
-            while (head := self._schedule.head()) is not None:
-                self._receive(*head)
+        deadline = self._deadline()
+        while self._pin_thread is not None and (head := self._schedule.head()) is not None:
+            if self._take(head[1]) is None:
+                self._wait(head[1], deadline)
+            else:
                 self._schedule.answer()
-                self._pin_thread.take_out()
 
     @property
     def is_ours(self) -> bool:
@@ -362,15 +374,18 @@ def _accelerator_index() -> int | None:
 def _make_pin_thread(pool: Pool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
-    def receive(due: tuple[int, int]) -> Task:
-        return pool.take(*due, 0)
+    def receive(worker: int) -> Task:
+        while (task := pool.take(worker)) is None:
+            pool.wait(worker, None)
+        return task
 
     def pin(task: Task) -> None:
-        if task.kind is Kind.BATCH:
+        answer = task.answer
+        if answer is not None and answer.kind is Kind.BATCH:
             try:
-                task.payload = pin_batch(task.payload, device)
+                answer.payload = pin_batch(answer.payload, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
-                task.payload, task.kind = pin_error(index), Kind.ERROR
+                answer.kind, answer.payload = Kind.ERROR, pin_error(index)
 
     return PinThread(receive, pin, index)
 

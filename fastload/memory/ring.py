@@ -46,7 +46,6 @@ class Slot:
         self.number = number
         self.state = SlotState.FREE
         self.memory: Memory | None = None
-        self.serial = 0  # of the last task that used it
 
     def __repr__(self) -> str:
         size = "no memory" if self.memory is None else f"{self.memory.nbytes} bytes"
@@ -95,7 +94,7 @@ class Ring:
             return None
         slot = Slot(worker, len(slots))
         slots.append(slot)
-        slot.state = SlotState.FILLING  # last: an exception from a signal handler leaves a free slot
+        slot.state = SlotState.FILLING
         return slot
 
     def fill(self, slot: Slot, memory: Memory | None) -> None:

@@ -5,15 +5,11 @@ torch's `get_worker_info()` knows only processes.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.utils.data import get_worker_info as torch_worker_info
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @dataclass(frozen=True)
@@ -55,11 +51,6 @@ def get_worker_info() -> WorkerInfo | None:
     return WorkerInfo(info.id, info.num_workers, info.seed, info.dataset, "process")
 
 
-@contextlib.contextmanager
-def working_as(info: WorkerInfo) -> Iterator[None]:
-    """A block in which `get_worker_info` returns ``info`` to this thread."""
+def work_as(info: WorkerInfo) -> None:
+    """Let `get_worker_info` return ``info`` to this thread from now on."""
     _here.info = info
-    try:
-        yield
-    finally:
-        _here.info = None

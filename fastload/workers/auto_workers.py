@@ -43,9 +43,10 @@ from fastload.batch.iterable_state import keeps_state
 from fastload.system.cgroups import read_text
 from fastload.system.cpus import rank_cpus
 from fastload.system.logs import log
+from fastload.workers.core import be_quiet
 from fastload.workers.process import end_unrecorded, without_handlers
 from fastload.workers.starting import check_not_inheriting, start_helpers
-from fastload.workers.worker import be_quiet, drop_signal_handlers, leave_with
+from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

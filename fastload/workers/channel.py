@@ -9,8 +9,6 @@ descriptors (unix(7), SCM_RIGHTS). Rules:
 3. close() shuts the connection down, so that the other end notices it even if a forked process has a copy.
 4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
    number. The receiver never mistakes it for a message without descriptors.
-5. A message stays in the inbox until its receiver takes it out, so that an exception from a signal handler
-   cannot lose it.
 """
 
 from __future__ import annotations
@@ -29,44 +27,51 @@ from typing import TYPE_CHECKING, Any
 from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
-_MAX_DESCRIPTORS = 2
+# A message has two descriptors at most: of its segment, and the caller's.
+_ANCILLARY_BYTES = socket.CMSG_SPACE(2 * array.array("i").itemsize)
 
 
 class Received:
     """A message that has arrived; it owns its descriptors until `close`.
 
-    Args:
-        data: The bytes that came through the socket.
-        fds: The descriptors that came with it.
+    An exception from a signal handler loses no descriptor: each of the two steps that could lose one is one C
+    call, and the channel closes its last message.
 
     Attributes:
+        data: The bytes that came through the socket; empty if the other end has gone.
         number: The number that the sender gave it.
         is_cut: Whether descriptors are missing, because this process may open no more.
     """
 
-    def __init__(self, data: bytes, fds: list[int]) -> None:
-        self._fds = fds
-        self._unclosed = iter(fds)
-        self._data = data
-        self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
-        self.is_cut = len(fds) < num_fds
+    def __init__(self) -> None:
+        self._arrived: list[Any] = []  # the result of recvmsg
+        self._unclosed: Iterator[int] | None = None
 
-    def is_of(self, data: bytes) -> bool:
-        """Whether this is the message of these bytes: of this object, not of equal ones."""
-        return self._data is data
+    def arrive(self, end: socket.socket, flags: int) -> None:
+        """Receive it, once.
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether `load` succeeds."""
-        try:
-            self.load()
-        except Exception:  # noqa: BLE001  # the classes in the message may raise anything
-            return False
-        return True
+        Raises:
+            BlockingIOError, ConnectionResetError: No message has arrived.
+        """
+        flags |= socket.MSG_CMSG_CLOEXEC
+        self._arrived.extend(map(end.recvmsg, (MESSAGE_BYTES,), (_ANCILLARY_BYTES,), (flags,)))
+        self.data: bytes = self._arrived[0][0]
+        self._fds = self._descriptors()
+        if self.data:
+            self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(self.data)
+            self.is_cut = len(self._fds) < num_fds
+
+    def _descriptors(self) -> list[int]:
+        fds = array.array("i")
+        for _, ancillary, _, _ in self._arrived:
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        return list(fds)
 
     def load(self) -> Any:
         """Unpickle the message, which must not be cut.
@@ -76,7 +81,7 @@ class Received:
         """
         if self._is_in_segment:
             return pickle.loads(_read_all(self._fds[0], self._nbytes))
-        return pickle.loads(memoryview(self._data)[_HEADER.size :])
+        return pickle.loads(memoryview(self.data)[_HEADER.size :])
 
     @property
     def fd(self) -> int | None:
@@ -86,7 +91,9 @@ class Received:
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
-        _close_all(self._unclosed)
+        if self._unclosed is None:
+            self._unclosed = iter(self._descriptors())
+        deque(map(os.close, self._unclosed), maxlen=0)
 
 
 class Channel:
@@ -100,12 +107,9 @@ class Channel:
     def __init__(self, end: socket.socket, *, blocking: bool) -> None:
         end.setblocking(blocking)
         self._socket = end
-        self._outbox: deque[tuple[bytes, list[int]]] = deque()  # messages, and their descriptors
-        self._arrived: deque[Any] = deque()  # results of recvmsg
-        self._inbox: deque[Received] = deque()
-        # The arguments of recvmsg, each in a tuple for map().
-        ancillary_bytes = socket.CMSG_SPACE(_MAX_DESCRIPTORS * array.array("i").itemsize)
-        self._receive_arguments = (MESSAGE_BYTES,), (ancillary_bytes,), (socket.MSG_CMSG_CLOEXEC,)
+        # Messages, their descriptors, and the segment of a long one.
+        self._outbox: deque[tuple[bytes, list[int], Segment | None]] = deque()
+        self._last = Received()
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
@@ -116,7 +120,8 @@ class Channel:
 
         Args:
             message: Any picklable object.
-            fd: A descriptor of which the receiver gets a duplicate.
+            fd: A descriptor of which the receiver gets a duplicate; it stays open while the message is in the
+                outbox.
             number: Of the message; the receiver gets it even if the descriptors do not arrive.
 
         Raises:
@@ -124,85 +129,56 @@ class Channel:
             SegmentError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        fds: list[int] = []
-        is_in_segment = _HEADER.size + len(data) > MESSAGE_BYTES
         nbytes = len(data)
-        try:
-            if is_in_segment:
-                segment = Segment.create(nbytes, name="fastload-message")
-                fds.append(segment.fd)
+        fds = [] if fd is None else [fd]
+        segment = None
+        if _HEADER.size + nbytes > MESSAGE_BYTES:
+            segment = Segment.create(nbytes, name="fastload-message")
+            fds.insert(0, segment.fd)
+            try:
                 segment.write(data)
-                data = b""
-            if fd is not None:
-                fds.append(os.dup(fd))  # the message may wait in the outbox after the caller closes fd
-        except BaseException:
-            for own in fds:
-                os.close(own)
-            raise
-        self._outbox.append((_HEADER.pack(is_in_segment, len(fds), number, nbytes) + data, fds))
+            except BaseException:
+                segment.close()
+                raise
+            data = b""
+        self._outbox.append(
+            (_HEADER.pack(segment is not None, len(fds), number, nbytes) + data, fds, segment)
+        )
         self.flush()
 
     def flush(self) -> bool:
         """Send the messages in the outbox; return False if some of them must wait longer."""
         while self._outbox:
-            data, fds = self._outbox[0]
+            data, fds, segment = self._outbox[0]
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
             try:
                 self._socket.sendmsg([data], ancillary)
             except BlockingIOError:
                 return False
-            _close_all(map(fds.pop, [0] * len(fds)))
+            if segment is not None:
+                segment.close()
             self._outbox.popleft()
         return True
 
-    def peek(self) -> Received | None:
-        """The next message, which `take_out` removes.
+    def receive(self, *, waits: bool = True) -> Received | None:
+        """The next message; the caller closes it before it asks for another one.
 
-        Returns None if no message has arrived yet (in the parent), or if the other end has gone (in both).
+        Returns None if no message has arrived and this end does not block, or if the other end has gone.
+
+        Args:
+            waits: Whether a blocking end waits for a message.
         """
-        if self._arrived:
-            self._settle()
-        if not self._inbox:
+        for _ in range(2):
+            received = self._last = Received()
             try:
-                self._receive()
+                received.arrive(self._socket, 0 if waits else socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
                 # The other end closed with messages unread. Linux reports that once, before what it had sent.
-                with contextlib.suppress(BlockingIOError, ConnectionResetError):
-                    self._receive()
-            self._settle()
-        return self._inbox[0] if self._inbox else None
-
-    def waiting(self) -> Iterable[Received]:
-        """The messages that have arrived and were not taken out; receives without waiting."""
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while True:
-                if self._arrived:
-                    self._settle()
-                self._receive(socket.MSG_DONTWAIT)
-                if not self._arrived[0][0]:
-                    break  # the other end has gone
-        self._settle()
-        return tuple(self._inbox)
-
-    def _receive(self, flag: int = 0) -> None:
-        # One call moves the message from the socket into the deque: if a signal handler raises, the message
-        # is still in one of the two.
-        nbytes, ancillary_bytes, (flags,) = self._receive_arguments
-        self._arrived.extend(map(self._socket.recvmsg, nbytes, ancillary_bytes, (flags | flag,)))
-
-    def _settle(self) -> None:
-        """Move the received message to the inbox; calling this again after a signal changes nothing."""
-        for data, ancillary, _, _ in self._arrived:
-            if data and not (self._inbox and self._inbox[-1].is_of(data)):
-                self._inbox.append(Received(data, _descriptors(ancillary)))
-        self._arrived.clear()
-
-    def take_out(self) -> None:
-        """Remove the message that `peek` returned, and close its descriptors."""
-        self._inbox[0].close()
-        self._inbox.popleft()
+                continue
+            return received if received.data else None
+        return None
 
     @property
     def is_flushed(self) -> bool:
@@ -223,13 +199,11 @@ class Channel:
 
     def abandon(self) -> None:
         """After a fork: close this process's copy; the connection stays open for its owner."""
-        while self._outbox:
-            _close_all(iter(self._outbox.popleft()[1]))
-        if self._inbox:
-            self._arrived.clear()
-            self.take_out()
-        while self._arrived:
-            _close_all(iter(_descriptors(self._arrived.pop()[1])))
+        for _, _, segment in self._outbox:
+            if segment is not None:
+                segment.close()
+        self._outbox.clear()
+        self._last.close()
         self._socket.close()
 
 
@@ -257,11 +231,6 @@ def make_channel() -> tuple[Channel, ChannelEnd]:
     return Channel(ours, blocking=False), ChannelEnd(theirs)
 
 
-def _close_all(fds: Iterator[int]) -> None:
-    """Close the descriptors in one call, so that no signal handler runs between taking and closing one."""
-    deque(map(os.close, fds), maxlen=0)
-
-
 def _read_all(fd: int, nbytes: int) -> bytes:
     parts = []
     offset = 0
@@ -272,12 +241,3 @@ def _read_all(fd: int, nbytes: int) -> bytes:
         parts.append(part)
         offset += len(part)
     return b"".join(parts)
-
-
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a message."""
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    return list(fds)

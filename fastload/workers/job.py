@@ -86,6 +86,9 @@ class Job(FetchSettings):
         """Return the job itself: under fork nothing was pickled."""
         return self
 
+    def close(self) -> None:
+        """Do nothing, as there is nothing to free."""
+
 
 def _replacements(loader: LoaderSettings) -> Sequence[Any]:
     """The indices that the sampler may give, if `on_error` needs them and the sampler is one of torch's.

@@ -20,13 +20,11 @@ class Work(NamedTuple):
     """The work of one worker since its previous answer.
 
     Attributes:
-        num_samples: The samples of the batch; meaningless if the answer is not a batch.
         busy_us: Microseconds in which the worker did not wait for a task.
         cache_hits: Samples that it found in a cache.
         cache_misses: Samples that it read from the source of a cache.
     """
 
-    num_samples: int = 0
     busy_us: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
@@ -64,14 +62,14 @@ class Meter:
         """Record that the worker has waited for a task since ``since_ns`` (of `perf_counter_ns`)."""
         self._idle_ns += time.perf_counter_ns() - since_ns
 
-    def work(self, num_samples: int = 0) -> Work:
-        """The work since the last call, for a batch of ``num_samples`` samples."""
+    def work(self) -> Work:
+        """The work since the last call."""
         before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
         idle_ns, self._idle_ns = self._idle_ns, 0
         hits, self._hits = self._hits, counts.hits
         misses, self._misses = self._misses, counts.misses
         busy_us = (self._since_ns - before_ns - idle_ns) // _NS_PER_US
-        return Work(num_samples, busy_us, self._hits - hits, self._misses - misses)
+        return Work(busy_us, self._hits - hits, self._misses - misses)
 
 
 class Tally:
@@ -119,6 +117,6 @@ class Tally:
         """The sums of all that was added."""
         with self._lock:
             self._add_up()
-            _, busy_us, hits, misses = self._sum
+            busy_us, hits, misses = self._sum
             hits, misses = hits + self._hits, misses + self._misses
             return Totals(busy_us, hits, misses, self._num_copies, self._num_restarts)

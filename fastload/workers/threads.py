@@ -23,27 +23,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.batch.fetch import Fetcher
 from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
-from fastload.rng import seeding
-from fastload.rng.sample_rng import SampleRng
-from fastload.rng.worker_info import WorkerInfo, working_as
 from fastload.system.logs import log
-from fastload.system.sent_error import SentError
-from fastload.workers.tally import Meter
-from fastload.workers.task import Task
+from fastload.system.wakes import Wakes
+from fastload.workers.core import Kind, WorkerCore
+from fastload.workers.task import Begin, Task
 from fastload.workers.thread_copy import copies_for_threads
-from fastload.workers.worker import AT_START, Begin, Kind
 from fastload.workers.workers import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job
     from fastload.workers.process import WorkerView
     from fastload.workers.tally import Tally
@@ -85,14 +78,21 @@ class ThreadPool(Workers):
         self._pid = os.getpid()
         self._is_closed = False
         self._watches = watches
-        self._is_late = False  # whether `submit` waited in vain for the batch that `take` returns next
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         copies = copies_for_threads(
             job.dataset, job.collate_fn, job.num_workers, with_generators=job.seeds_samples
         )
+        # The loader has called set_epoch() of its own dataset; a thread's may be a copy.
+        self._has_copies = copies[0][0] is not job.dataset
         self._workers = [
-            _Worker(number, job, dataset, collate_fn, Buffers(limit_bytes, max_buffers), finish, tally)
+            _Worker(
+                number,
+                dataclasses.replace(job, dataset=dataset, collate_fn=collate_fn),
+                Buffers(limit_bytes, max_buffers),
+                finish,
+                tally,
+            )
             for number, (dataset, collate_fn) in enumerate(copies)
         ]
 
@@ -112,49 +112,34 @@ class ThreadPool(Workers):
         """Whether this process started the threads."""
         return os.getpid() == self._pid
 
-    def submit(
-        self,
-        worker_id: int,
-        number: int,
-        index: Any,
-        origin: StreamOrigin | None = None,
-        batch_id: BatchId | None = None,
-    ) -> None:
+    def submit(self, worker_id: int, task: Task) -> None:
         """Give a worker its next task; if the first batch is watched, wait for it."""
         self.expect_open()
         worker = self._workers[worker_id]
         watches, self._watches = self._watches, False
         before = _generator_states() if watches else {}
-        task = Task(number, index, origin, batch_id)
         worker.sent.append(task)
         worker.tasks.put(task)
-        if watches:  # no other worker thread draws during this wait
-            self._is_late = not worker.is_idle.wait(self._timeout_s or None)
-            if not self._is_late:
-                after = _generator_states()
-                _warn([name for name, state in before.items() if state != after[name]])
+        # No other worker thread draws during this wait.
+        if watches and worker.is_idle.wait(self._timeout_s or None):
+            after = _generator_states()
+            _warn([name for name, state in before.items() if state != after[name]])
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_tasks()
-            worker.tasks.put(Begin(epoch, None))
+            worker.tasks.put(Begin(epoch if self._has_copies else None, None))
 
-    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
-        """The answer; its batch is the object that the thread made."""
-        worker = self._workers[worker_id]
-        is_late, self._is_late = self._is_late, False
-        deadline = time.monotonic() + (0 if is_late else timeout_s) if timeout_s else None
-        while True:
-            self.expect_open()
-            while worker.sent and worker.sent[0].number < number:
-                worker.sent.popleft()
-            if worker.sent and worker.sent[0].kind is not None:
-                return worker.sent[0]
-            try:
-                worker.wakes.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                raise TimeoutError from None
+    def take(self, worker_id: int) -> Task | None:
+        """The next task that the worker has answered; its batch is the object that the thread made."""
+        self.expect_open()
+        sent = self._workers[worker_id].sent
+        return sent.popleft() if sent and sent[0].answer is not None else None
+
+    def wait(self, worker_id: int, deadline: float | None) -> None:
+        """Wait until the worker has answered, or `close` was called."""
+        self._workers[worker_id].wakes.wait(deadline)
 
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool was closed."""
@@ -174,7 +159,7 @@ class ThreadPool(Workers):
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(None)
-            worker.wakes.put(None)  # a caller may be waiting in another thread
+            worker.wakes.wake()  # a caller may be waiting in another thread
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             if worker.thread.ident is not None and worker.thread is not threading.current_thread():
@@ -182,34 +167,21 @@ class ThreadPool(Workers):
 
 
 class _Worker:
-    """One thread: its dataset and collate_fn, its queues, its fetcher."""
+    """One thread: its queues and its buffers."""
 
     def __init__(
-        self,
-        number: int,
-        job: Job,
-        dataset: Any,
-        collate_fn: Any,
-        buffers: Buffers,
-        finish: Callable[[Any], Any],
-        tally: Tally,
+        self, worker_id: int, job: Job, buffers: Buffers, finish: Callable[[Any], Any], tally: Tally
     ) -> None:
-        self._id = number
-        self._job = job
+        self._core = WorkerCore(worker_id, job, buffers.arena, finish, is_thread=True)
         self._buffers = buffers
-        self._finish = finish
         self._tally = tally
-        self._dataset = dataset
-        self._collate_fn = collate_fn
-        self._fetcher: Fetcher | None = None
-        self._init_error: SentError | None = None
         self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
-        self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # signals an answer; the task holds it
+        self.wakes = Wakes()  # the consumer, which looks into its tasks for answers
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.has_begun = threading.Event()
         self.is_idle = threading.Event()  # set once the first task is answered
         # A daemon thread: else an interpreter that exits with a live iterator would wait without end.
-        self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{number}", daemon=True)
+        self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
 
     def drop_tasks(self) -> None:
         """Drop the unanswered tasks: no caller waits for them any more."""
@@ -220,91 +192,35 @@ class _Worker:
     def _run(self) -> None:
         torch.set_num_threads(1)  # of this thread
         self.has_begun.set()
-        job = self._job
-        info = WorkerInfo(self._id, job.num_workers, job.base_seed + self._id, self._dataset, "thread")
-        with working_as(info):
-            try:
-                self._begin(info.seed)
-            except BaseException:  # noqa: BLE001  # it is the answer to every task
-                self._init_error = self._wrap_error()
-            meter = Meter()
-            while (task := self._next_task(meter)) is not None:
-                if isinstance(task, Begin):
-                    self._begin_epoch(task.epoch)
-                elif not task.is_stale:
-                    kind = self._answer(task)
-                    self._tally.add(meter.work())
-                    task.kind = kind  # last, because the consumer checks it
-                    if self.wakes.empty():  # else the consumer is already going to look
-                        self.wakes.put(None)
-                    self.is_idle.set()
-                del task  # else this frame would keep the index alive until the next task
+        self._core.begin()
+        while (task := self._next_task()) is not None:
+            if isinstance(task, Begin):
+                self._core.begin_epoch(task.epoch, None)
+            elif not task.is_stale:
+                self._answer(task)
+            del task  # else this frame would keep the index alive until the next task
         self._buffers.clear()
         self.is_idle.set()  # another thread may be waiting for the first batch of a closed pool
 
-    def _next_task(self, meter: Meter) -> Task | Begin | None:
+    def _next_task(self) -> Task | Begin | None:
         since_ns = time.perf_counter_ns()
         task = self.tasks.get()
-        meter.waited(since_ns)
+        self._core.meter.waited(since_ns)
         return task
 
-    def _begin(self, seed: int) -> None:
-        job = self._job
-        if job.seed_pipelines:
-            seeding.seed_pipelines(self._dataset, seed, self._collate_fn)
-        if job.worker_init_fn is not None:
-            job.worker_init_fn(self._id)
-        sample_rng = None
-        if job.seeds_samples:
-            sample_rng = SampleRng(
-                self._dataset,
-                self._collate_fn,
-                with_pipelines=job.seed_pipelines,
-                is_guest=False,
-                with_globals=False,
-            )
-        # Not a worker in torch's sense: torch's get_worker_info() is None here.
-        self._fetcher = Fetcher(
-            dataclasses.replace(job, collate_fn=self._collate_fn),
-            self._dataset,
-            self._buffers.arena,
-            in_worker=False,
-            sample_rng=sample_rng,
-            worker_id=self._id,
-        )
-
-    def _begin_epoch(self, epoch: int | None) -> None:
-        # The loader has called set_epoch() of its own dataset; this one may be a copy.
-        if epoch is not None and self._dataset is not self._job.dataset:
-            try:
-                if callable(getattr(self._dataset, "set_epoch", None)):
-                    self._dataset.set_epoch(epoch)
-            except BaseException:  # noqa: BLE001  # as above
-                self._init_error = self._wrap_error()
-
-    def _answer(self, task: Task) -> Kind:
-        """Put the answer into the task, and return its kind."""
-        if self._init_error is not None or self._fetcher is None:
-            task.payload = self._init_error
-            return Kind.ERROR
+    def _answer(self, task: Task) -> None:
         self._buffers.begin()
-        try:
-            if self._fetcher.reads_ahead:
-                for coming in self.sent.copy():
-                    if coming.number >= task.number:
-                        self._fetcher.announce(coming.index)
-            task.payload = self._finish(self._fetcher.fetch(task.index, task.origin, task.batch_id))
-            task.size = self._fetcher.num_samples, self._fetcher.gathered_bytes or nbytes_of(task.payload)
-            task.failed = () if self._fetcher.replacer is None else tuple(self._fetcher.replacer.failed)
-            return Kind.BATCH
-        except BaseException as error:  # noqa: BLE001  # raised in the consumer's thread, at its batch's turn
-            task.payload = SentError.itself(error, self._fetcher.place_of_error(task.index, error))
-            return Kind.ERROR
-        finally:
-            self._buffers.arena.end()
+        answer = self._core.answer(task.index, task.origin, task.batch_id, self._coming(task))
+        self._buffers.arena.end()
+        if answer.kind is Kind.BATCH and not answer.nbytes:
+            answer.nbytes = nbytes_of(answer.payload)
+        self._tally.add(answer.work)
+        task.answer = answer  # last, because the consumer checks it
+        self.wakes.wake()
+        self.is_idle.set()
 
-    def _wrap_error(self) -> SentError:
-        return SentError.current(f"in DataLoader worker thread {self._id}", AT_START)
+    def _coming(self, task: Task) -> Iterator[Any]:
+        return (coming.index for coming in self.sent.copy() if coming.number > task.number)
 
 
 def _generator_states() -> dict[str, Any]:

@@ -6,12 +6,10 @@ tasks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.process import WorkerView
     from fastload.workers.task import Task
 
@@ -36,15 +34,8 @@ class Workers(Protocol):
             WorkerStartError: Worker processes cannot be started from here.
         """
 
-    def submit(
-        self,
-        worker_id: int,
-        number: int,
-        index: Any,
-        origin: StreamOrigin | None = None,
-        batch_id: BatchId | None = None,
-    ) -> None:
-        """Give a worker its next task; the arguments after the first are those of `Task`."""
+    def submit(self, worker_id: int, task: Task) -> None:
+        """Give a worker its next task."""
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Tell all workers that an epoch begins; the caller gets no answer to an older task.
@@ -54,21 +45,25 @@ class Workers(Protocol):
             dataset_states: The state from which each worker's copy of the dataset goes on; None: no states.
         """
 
-    def take(self, worker_id: int, number: int, timeout_s: float) -> Task:
-        """The worker's answer to a task: its `kind` and `payload`, a batch or an error.
+    def take(self, worker_id: int) -> Task | None:
+        """The worker's next task, with its answer; None if it has not answered yet. Never waits.
 
-        The caller may ask for the same task again until it asks for a later one, and takes the payload out
-        itself.
+        Raises:
+            WorkerDiedError: A worker process has ended.
+            LoaderClosedError: The workers were stopped.
+        """
+
+    def wait(self, worker_id: int, deadline: float | None) -> None:
+        """Wait until `take` may return an answer of this worker, or raise; it may also return None again.
+
+        An exception from a signal handler changes nothing: the next call waits again.
 
         Args:
             worker_id: The worker whose answer is due.
-            number: The number of the task; the caller no longer needs earlier tasks.
-            timeout_s: How long to wait; 0 waits without limit.
+            deadline: A time of `time.monotonic`; None waits without limit.
 
         Raises:
-            TimeoutError: No answer came in time.
-            WorkerDiedError: A worker process has ended.
-            LoaderClosedError: The workers were stopped.
+            TimeoutError: The deadline has passed.
         """
 
     def expect_open(self) -> None:

@@ -13,10 +13,9 @@ from torch._utils import ExceptionWrapper
 
 import fastload
 from fastload.errors import SegmentError
-from fastload.memory.lease import Arena
 from fastload.system.sent_error import SentError
 from fastload.workers import pool, worker
-from fastload.workers.tally import Meter
+from fastload.workers.core import Answer, Kind
 from tests.faults import zoo
 from tests.kit import datasets
 
@@ -82,9 +81,9 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     """The first and last 400 characters stay; a message of the pipe has room for four bytes each."""
     wrapper = ExceptionWrapper((ValueError, ValueError("no"), None))
     wrapper.exc_msg = text = "\N{HEAVY CHECK MARK}".join(map(str, range(length)))[:length]
-    reply = worker.Reply(worker.Kind.ERROR, error=SentError(pickle.dumps(wrapper), "at sample 4"))
+    answer = Answer(Kind.ERROR, SentError(pickle.dumps(wrapper), "at sample 4"))
 
-    short = worker.short_error(reply, OSError(24, "Too many open files"), 0)
+    short = worker.short_error(answer, OSError(24, "Too many open files"), "in worker 0")
 
     assert short.place == "at sample 4"
     with pytest.raises(ValueError, match="Caught ValueError") as caught:
@@ -108,28 +107,26 @@ class _Refusing:
 
 def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
     """The parent still has the slot's old memory, so that the worker has to keep it too."""
-    made = worker._Worker.__new__(worker._Worker)
-    made._id, made._init_error, made._job, made._new_segment = 0, None, None, None
-    made._channel = channel = _Refusing()  # type: ignore[assignment]
-    made._arena = Arena(made._make_memory)
-    made._meter, made._began_at, made._keeps_states = Meter(), 0, False
+    channel = _Refusing()
+    job: Any = types.SimpleNamespace()
+    made = worker._Worker(0, job, channel)  # type: ignore[arg-type]
     old = made._make_memory(4096)
-    made._new_segment.close()  # type: ignore[attr-defined]
-    made._new_segment = None
+    made._new_segment.close()  # type: ignore[union-attr]
     made._slots = {0: old}
-    made._fetcher = types.SimpleNamespace(  # type: ignore[assignment]
-        fetch=lambda *_: torch.ones(1 << 20), replacer=None, reads_ahead=False, num_samples=1
-    )
 
-    made._answer(1, worker.Fetch(0, 0, True, 1, [0], None, None))
+    def answer(*_: Any) -> Answer:
+        return Answer(Kind.BATCH, made._pack(torch.ones(1 << 20)))
 
-    assert channel.kinds == [worker.Kind.ERROR]
+    made._core.answer = answer  # type: ignore[method-assign]
+    made._answer(1, worker.Fetch(0, True, 1, [0], None, None))
+
+    assert channel.kinds == [Kind.ERROR]
     assert made._slots == {0: old}
 
 
 def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
     """With what the system said."""
-    short = worker.short_error(worker.Reply(worker.Kind.BATCH), OSError(24, "Too many open files"), 3)
+    short = worker.short_error(Answer(Kind.BATCH), OSError(24, "Too many open files"), "in worker 3")
 
     with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
         short.reraise()

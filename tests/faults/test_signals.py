@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 import fastload
-from fastload.workers import channel, pool
-from fastload.workers.channel import Received
+from fastload.workers import pool
+from fastload.workers.channel import make_channel
 from tests.faults import zoo
 from tests.kit import datasets, leaks
 from tests.kit.processes import still_running
@@ -240,22 +240,28 @@ def _value(batch: Any) -> int:
     return values[0]
 
 
-def test_an_exception_while_descriptors_are_closed_leaves_none_open() -> None:
-    """Wherever it comes in close() of a message that has arrived: a second close() closes the rest."""
+def test_an_exception_while_a_message_is_received_or_closed_leaves_no_descriptor_open() -> None:
+    """Wherever it comes: the channel closes them with itself."""
     place, was_reached = 0, True
     while was_reached:
         place += 1
-        fds = [os.open(os.devnull, os.O_RDONLY) for _ in range(2)]
-        received = Received(channel._HEADER.pack(False, len(fds), 1, 0), [*fds])
+        before = len(os.listdir("/proc/self/fd"))
+        ours, end = make_channel()
+        theirs = end.open()
+        with open(os.devnull) as file:
+            theirs.send(b"x" * 5000, file.fileno())
         injection = Injection(place, AlarmError)
         with contextlib.suppress(AlarmError), injection:
+            received = ours.receive()
+            assert received is not None
             received.close()
         was_reached = injection.left <= 0
-        received.close()
+        ours.close()
+        theirs.close()
 
-        assert [fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")] == []
+        assert len(os.listdir("/proc/self/fd")) == before
 
-    assert place > 2  # or the places were not found
+    assert place > 10  # or the places were not found
 
 
 @pytest.mark.slow

@@ -62,8 +62,8 @@ def test_an_interrupted_wait_may_be_taken_up_again(
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
     """Call ``call`` once the consumer is about to wait."""
-    place, name = (PinThread, "get") if pinned else (pool.Pool, "_wait")
-    wait = getattr(place, name)
+    place: Any = PinThread if pinned else pool.Pool
+    wait = place.wait
     calls = [call]
 
     def call_and_wait(self: Any, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPa
             calls.pop()()
         return wait(self, *args)
 
-    monkeypatch.setattr(place, name, call_and_wait)
+    monkeypatch.setattr(place, "wait", call_and_wait)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -237,15 +237,15 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     """Not a closed loader: the error is the same when the consumer comes to it much later."""
     pretend_accelerator()
     is_found = threading.Event()
-    report = pool.Pool._note_death
+    report = pool.Pool._bury
 
-    def report_and_tell(self: Any, dead: list[int]) -> None:
+    def report_and_tell(self: Any, *args: Any) -> None:
         try:
-            report(self, dead)
+            report(self, *args)
         finally:
             is_found.set()
 
-    monkeypatch.setattr(pool.Pool, "_note_death", report_and_tell)
+    monkeypatch.setattr(pool.Pool, "_bury", report_and_tell)
     iterator = iter(
         fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2, prefetch_factor=3)
     )
