@@ -12,7 +12,6 @@ caller's code just after it got the batch. If it raises while workers are starte
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import threading
@@ -46,8 +45,6 @@ from fastload.workers.task import Task
 from fastload.workers.threads import ThreadPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastload.device.cuda import Backend
     from fastload.system.sent_error import SentError
     from fastload.workers.process import WorkerView
@@ -90,11 +87,14 @@ class WorkerIterator(HostIterator):
         # Before anything is started: whatever interrupts the rest, processes and threads end.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
-        with self._closing_if_interrupted():
+        try:
             self._pool.start()
             if self._pin_thread is not None:
                 self._pin_thread.start()
             self._reset(loader, first_iter=True)
+        except BaseException as error:
+            self._close_after(error)
+            raise
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
         before = self._epoch, self._sampler_iter, self._num_yielded
@@ -108,8 +108,11 @@ class WorkerIterator(HostIterator):
             except BaseException:
                 self._epoch, self._sampler_iter, self._num_yielded = before  # the old epoch continues
                 raise
-            with self._closing_if_interrupted():
+            try:
                 self._begin_epoch(loader, first_iter)
+            except BaseException as error:
+                self._close_after(error)
+                raise
 
     def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
         self._is_prefetched = False
@@ -167,22 +170,17 @@ class WorkerIterator(HostIterator):
             self._pin_thread.expect(worker)
         return None
 
-    @contextlib.contextmanager
-    def _closing_if_interrupted(self) -> Iterator[None]:
-        """Close the iterator if the bookkeeping in this block does not complete."""
-        try:
-            yield
-        except LoaderClosedError:
+    def _close_after(self, error: BaseException) -> None:
+        """Close the iterator, because its bookkeeping did not complete."""
+        if isinstance(error, (LoaderClosedError, WorkerDiedError)):
             _wait_for_exit()
-            self.close()
-            raise
-        except WorkerDiedError:
-            self._end_after_death()
-            raise
-        except BaseException:
+        if isinstance(error, WorkerDiedError):
+            self._has_died = True
+            self._schedule = Schedule(self._num_workers)  # as in torch: no more batches follow
+            self._sampler_iter = iter(())
+        else:
             self._is_interrupted = True
-            self.close()
-            raise
+        self.close()
 
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
@@ -201,9 +199,12 @@ class WorkerIterator(HostIterator):
         deadline = self._deadline()
         while (head := self._schedule.head()) is not None:
             _, worker = head
-            with self._closing_if_interrupted():
+            try:
                 task = self._take(worker)
                 failure = None if task is None else self._received(task, worker)
+            except BaseException as error:
+                self._close_after(error)
+                raise
             if task is None or task.answer is None:
                 self._wait(worker, deadline)
                 continue
@@ -259,13 +260,6 @@ class WorkerIterator(HostIterator):
                 self._pool.wait(worker, deadline)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
-
-    def _end_after_death(self) -> None:
-        _wait_for_exit()
-        self._has_died = True
-        self._schedule = Schedule(self._num_workers)  # as in torch: no more batches follow
-        self._sampler_iter = iter(())
-        self.close()
 
     def _raise(self, task: Task, worker: int) -> None:
         sent: SentError = task.answer.payload  # type: ignore[union-attr]  # it is answered

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
 # A message has two descriptors at most: of its segment, and the caller's.
-_ANCILLARY_BYTES = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+_INT_BYTES = array.array("i").itemsize
+_ANCILLARY_BYTES = socket.CMSG_SPACE(2 * _INT_BYTES)
 
 
 class Received:
@@ -66,12 +67,12 @@ class Received:
             self.is_cut = len(self._fds) < num_fds
 
     def _descriptors(self) -> list[int]:
-        fds = array.array("i")
+        fds: list[int] = []
         for _, ancillary, _, _ in self._arrived:
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        return list(fds)
+                    fds += array.array("i", payload[: len(payload) - len(payload) % _INT_BYTES])
+        return fds
 
     def load(self) -> Any:
         """Unpickle the message, which must not be cut.

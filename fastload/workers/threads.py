@@ -220,7 +220,9 @@ class _Worker:
         self.is_idle.set()
 
     def _coming(self, task: Task) -> Iterator[Any]:
-        return (coming.index for coming in self.sent.copy() if coming.number > task.number)
+        for coming in self.sent.copy():
+            if coming.number > task.number:
+                yield coming.index
 
 
 def _generator_states() -> dict[str, Any]:
