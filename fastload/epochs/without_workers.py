@@ -27,6 +27,7 @@ from fastload.rng.sample_rng import SampleRng
 from fastload.system.budget import parse_ring_bytes
 from fastload.system.sent_error import SentError
 from fastload.workers.job import Job
+from fastload.workers.tally import Work
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -153,7 +154,7 @@ class LocalIterator(HostIterator):
             self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
             if counts.hits != hits or counts.misses != misses:
-                self._tally.add_accesses(counts.hits - hits, counts.misses - misses)
+                self._tally.add(Work(0, counts.hits - hits, counts.misses - misses))
         self._due = None
         self._received(index)
         if self._failures is not None and self._fetcher.replacer is not None:

@@ -21,7 +21,6 @@ import select
 import socket
 import struct
 from collections import deque
-from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from fastload.memory.segment import Segment
@@ -208,28 +207,10 @@ class Channel:
         self._socket.close()
 
 
-class ChannelEnd:
-    """A worker's end before the worker opens it; pickles as a descriptor while a process is being started."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-
-    def open(self) -> Channel:
-        """Make the channel, in the worker."""
-        return Channel(self.socket, blocking=True)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach_end, (reduction.DupFd(self.socket.fileno()),)
-
-
-def _attach_end(duplicate: Any) -> ChannelEnd:
-    return ChannelEnd(socket.socket(fileno=duplicate.detach()))
-
-
-def make_channel() -> tuple[Channel, ChannelEnd]:
-    """Make a connected pair: the parent's channel and the end that a worker will open."""
+def make_channel() -> tuple[Channel, socket.socket]:
+    """The parent's channel, and the socket of which a worker makes the other end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours, blocking=False), ChannelEnd(theirs)
+    return Channel(ours, blocking=False), theirs
 
 
 def _read_all(fd: int, nbytes: int) -> bytes:

@@ -150,9 +150,7 @@ class PickledJob:
     def close(self) -> None:
         """Close the descriptors; the parent calls this once all workers have been started."""
         self._segment.close()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
+        _close_all(self._fds)
 
     def __reduce__(self) -> tuple[Any, ...]:
         duplicates = [reduction.DupFd(fd) for fd in self._fds]
@@ -191,34 +189,30 @@ def pickle_job(job: Job) -> PickledJob:
     """
     fds: list[int] = []
     buffers: list[pickle.PickleBuffer] = []
-    try:
-        with _collect_descriptors(fds):
-            head = _dump(job, buffers)
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, Exception):
+    with contextlib.ExitStack() as undo:
+        undo.callback(lambda: _close_all(fds))
+        try:
+            with _collect_descriptors(fds):
+                head = _dump(job, buffers)
+        except Exception as error:
             add_note(error, _explain(job))
-        raise
-    views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    try:
-        segment = Segment.create(
-            sum(round_up(len(view), mmap.PAGESIZE) for view in views), name="fastload-job"
-        )
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    pickled = PickledJob(segment, [len(view) for view in views], fds)
-    try:
+            raise
+        views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+        nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
+        segment = Segment.create(nbytes, name="fastload-job")
+        undo.callback(segment.close)
         offset = 0
         for view in views:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
-    except BaseException:
-        pickled.close()
-        raise
-    return pickled
+        undo.pop_all()
+    return PickledJob(segment, [len(view) for view in views], fds)
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    fds.clear()
 
 
 def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
@@ -301,8 +295,7 @@ def _find_unpicklable(value: Any, path: str, depth: int) -> tuple[str, Any] | No
     except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
         pass
     finally:
-        for fd in fds:
-            os.close(fd)
+        _close_all(fds)
     if depth:
         for name, part in _parts(value):
             found = _find_unpicklable(part, path + name, depth - 1)

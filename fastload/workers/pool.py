@@ -48,6 +48,7 @@ from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
 from fastload.workers.starting import check_start, start_helpers
+from fastload.workers.tally import Work
 from fastload.workers.task import Begin, Task
 from fastload.workers.worker import Fetch, of_plain
 from fastload.workers.workers import Workers
@@ -227,7 +228,7 @@ class Pool(Workers):
         if not is_private:
             if self.ring.lend(slot):
                 return batch
-            self._tally.add_copy()
+            self._tally.add(Work(num_copies=1))
         del batch
         return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
 
@@ -377,7 +378,7 @@ class Pool(Workers):
         worker.channel.close()
         worker.process.clean_up()
         new = self._start(worker.id)
-        self._tally.add_restart()
+        self._tally.add(Work(num_restarts=1))
         self._begin(new, worker.begin)
         for task in [*worker.sent, *worker.waiting]:
             if task.answer is not None:

@@ -70,7 +70,7 @@ class WorkerProcess:
             OSError: The system refuses to start a process.
         """
         method = self._context.get_start_method()
-        with without_handlers(method != "forkserver") as mask, end.socket:
+        with without_handlers(method != "forkserver") as mask, end:
             setup = Setup(self._worker_id, job, end, os.getpid(), inherited if method == "fork" else [], mask)
             self._process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
                 target=main, args=(setup,), name=self.name, daemon=True

@@ -17,35 +17,21 @@ _MOST_WORKS = 128  # that are kept before they are added up
 
 
 class Work(NamedTuple):
-    """The work of one worker since its previous answer.
+    """The work of one worker since its previous answer, or the sums of all workers.
 
     Attributes:
         busy_us: Microseconds in which the worker did not wait for a task.
-        cache_hits: Samples that it found in a cache.
-        cache_misses: Samples that it read from the source of a cache.
+        cache_hits: Samples that were found in a cache; also of batches that no caller received.
+        cache_misses: Samples that were read from the source of a cache.
+        num_copies: Batches that were copied because their slot could not be lent.
+        num_restarts: Workers that replaced dead ones.
     """
 
     busy_us: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
-
-
-class Totals(NamedTuple):
-    """The sums of one loader.
-
-    Attributes:
-        busy_us: Of all workers.
-        cache_hits: See `Work`; also of batches that no caller received.
-        cache_misses: As `cache_hits`.
-        num_copies: Batches that were copied because their slot could not be lent.
-        num_restarts: Workers that replaced dead ones.
-    """
-
-    busy_us: int
-    cache_hits: int
-    cache_misses: int
-    num_copies: int
-    num_restarts: int
+    num_copies: int = 0
+    num_restarts: int = 0
 
 
 class Meter:
@@ -80,43 +66,18 @@ class Tally:
         self._lock = threading.RLock()
         self._works: list[Work] = []  # not added up yet; appending to a list needs no lock
         self._sum = Work()
-        self._hits = self._misses = 0  # of the consumer's process
-        self._num_copies = 0
-        self._num_restarts = 0
 
     def add(self, work: Work) -> None:
-        """Add the work of an answer."""
+        """Add the work of an answer, or what the consumer's process has counted."""
         self._works.append(work)
         if len(self._works) >= _MOST_WORKS:
-            self._add_up()
+            self.totals()
 
-    def _add_up(self) -> None:
+    def totals(self) -> Work:
+        """The sums of all that was added."""
         with self._lock:
             num_works = len(self._works)
             columns = zip(self._sum, *self._works[:num_works], strict=True)
             self._sum = Work(*map(sum, columns))
             del self._works[:num_works]  # other threads append meanwhile
-
-    def add_accesses(self, hits: int, misses: int) -> None:
-        """Add accesses to caches in the consumer's process."""
-        with self._lock:
-            self._hits += hits
-            self._misses += misses
-
-    def add_copy(self) -> None:
-        """Count a batch that was copied because its slot could not be lent."""
-        with self._lock:
-            self._num_copies += 1
-
-    def add_restart(self) -> None:
-        """Count a worker that replaced a dead one."""
-        with self._lock:
-            self._num_restarts += 1
-
-    def totals(self) -> Totals:
-        """The sums of all that was added."""
-        with self._lock:
-            self._add_up()
-            busy_us, hits, misses = self._sum
-            hits, misses = hits + self._hits, misses + self._misses
-            return Totals(busy_us, hits, misses, self._num_copies, self._num_restarts)
+            return self._sum

@@ -31,16 +31,18 @@ from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.limits import too_many_files
 from fastload.system.sent_error import SentError
+from fastload.workers.channel import Channel
 from fastload.workers.core import Answer, Kind, WorkerCore
 from fastload.workers.tally import Work
 from fastload.workers.task import Begin
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
     from fastload.batch.replacing import BatchId
     from fastload.rng.sample_streams import StreamOrigin
-    from fastload.workers.channel import Channel, ChannelEnd, Received
+    from fastload.workers.channel import Received
     from fastload.workers.job import Job, PickledJob
 
 
@@ -58,7 +60,8 @@ class Fetch(NamedTuple):
 def to_plain(answer: Answer) -> tuple[Any, ...]:
     """An answer as built-in types, which pickle faster."""
     payload = answer.payload.to_plain() if answer.kind is Kind.BATCH else answer.payload
-    return int(answer.kind), payload, answer.dataset_state, answer.failed, answer.num_samples, *answer.work
+    work = answer.work[:3]  # the rest is the parent's
+    return int(answer.kind), payload, answer.dataset_state, answer.failed, answer.num_samples, *work
 
 
 def of_plain(plain: tuple[Any, ...]) -> Answer:
@@ -76,7 +79,7 @@ class Setup:
 
     worker_id: int
     job: Job | PickledJob
-    end: ChannelEnd
+    end: socket.socket  # its end of the pipe
     parent_pid: int
     inherited: list[Channel]  # the parent's ends, which a forked worker must close
     signal_mask: set[Any]  # the signals that it blocks once it has its own handlers: those of its parent
@@ -89,7 +92,7 @@ def main(setup: Setup) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
         for channel in setup.inherited:
             channel.abandon()
-        channel = setup.end.open()
+        channel = Channel(setup.end, blocking=True)
         leave_with(setup.parent_pid)
         _Worker(setup.worker_id, setup.job, channel).serve()
     except KeyboardInterrupt:
@@ -165,7 +168,8 @@ class _Worker:
             elif isinstance(message, Begin):
                 self._core.begin_epoch(message.epoch, message.dataset_state)
             elif number:
-                self._send(number, self._text_answer(f"the index {message}"))
+                error = SentError.of_text(f"the index {message}", self._core.where)
+                self._send(number, Answer(Kind.ERROR, error))
             else:
                 self._core.fail_epoch(f"the message that began the epoch {message}")
 
@@ -236,9 +240,6 @@ class _Worker:
             self._new_segment.close()
         self._new_segment = segment
         return Memory(mapping, shared=True)
-
-    def _text_answer(self, text: str) -> Answer:
-        return Answer(Kind.ERROR, SentError.of_text(text, self._core.where))
 
     def _send(self, number: int, answer: Answer, fd: int | None = None) -> bool:
         """Send an answer; if it cannot be sent, send an error instead and return False."""

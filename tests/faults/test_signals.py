@@ -14,7 +14,7 @@ import pytest
 
 import fastload
 from fastload.workers import pool
-from fastload.workers.channel import make_channel
+from fastload.workers.channel import Channel, make_channel
 from tests.faults import zoo
 from tests.kit import datasets, leaks
 from tests.kit.processes import still_running
@@ -247,7 +247,7 @@ def test_an_exception_while_a_message_is_received_or_closed_leaves_no_descriptor
         place += 1
         before = len(os.listdir("/proc/self/fd"))
         ours, end = make_channel()
-        theirs = end.open()
+        theirs = Channel(end, blocking=True)
         with open(os.devnull) as file:
             theirs.send(b"x" * 5000, file.fileno())
         injection = Injection(place, AlarmError)

@@ -37,7 +37,7 @@ def test_a_megabyte_each_way_at_once_blocks_nobody() -> None:
     """Both ends send first and read afterwards."""
     before = _descriptors()
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     got = []
 
     def other_end() -> None:
@@ -60,7 +60,7 @@ def test_a_megabyte_each_way_at_once_blocks_nobody() -> None:
 def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
     """The parent's send never blocks, and nothing is lost or out of order."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     for number in range(500):
         ours.send((number, b"x" * 3000))
     waited = not ours.is_flushed
@@ -99,7 +99,7 @@ def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch:
 def test_a_descriptor_arrives_with_its_message() -> None:
     """The receiver maps the sender's memory; the sender keeps its own descriptor."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     segment = Segment.create(100)
     os.pwrite(segment.fd, b"hello", 0)
     theirs.send("slot", segment.fd)
@@ -119,7 +119,7 @@ def test_a_descriptor_arrives_with_its_message() -> None:
 def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
     """close() shuts the connection down, not only this process's descriptor."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     wake, waker = os.pipe()
     child = os.fork()
     if child == 0:
@@ -142,7 +142,7 @@ def test_descriptors_of_messages_that_were_not_received_are_closed(how: str) -> 
     """Those that wait in the socket, and those of long messages in the outbox."""
     before = _descriptors()
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     segment = Segment.create(100)
     for _ in range(3):
         theirs.send("slot", segment.fd)
@@ -159,7 +159,7 @@ def test_descriptors_of_messages_that_were_not_received_are_closed(how: str) -> 
 def test_a_message_comes_with_its_number() -> None:
     """One after the other, until the other end has gone."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     is_empty_before = ours.receive() is None
     for number in (7, 1 << 40):
         theirs.send(f"message {number}", number=number)
@@ -179,7 +179,7 @@ def test_a_message_comes_with_its_number() -> None:
 def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spare_bytes: int) -> None:
     """The last byte that fits, the first one that does not, and far beyond: with the sender's descriptor."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     segment = Segment.create(100)
     overhead = len(pickle.dumps(b"x" * 3000, pickle.HIGHEST_PROTOCOL)) - 3000 + channel._HEADER.size
     message = os.urandom(channel.MESSAGE_BYTES - overhead + spare_bytes)
@@ -208,7 +208,7 @@ def test_an_exception_in_the_middle_of_receiving_leaves_no_descriptor_open(
 
     before = _descriptors()
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     segment = Segment.create(100)
     theirs.send(1, segment.fd)
     segment.close()
@@ -231,7 +231,7 @@ def test_a_long_message_that_the_system_writes_and_reads_in_pieces_arrives_whole
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 1000), offset))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:700], offset))
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     message = os.urandom(10_500)
     theirs.send(message)
     got = _receive(ours)
@@ -308,7 +308,7 @@ def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
 def test_what_a_process_sent_before_it_ended_arrives_although_it_left_messages_unread() -> None:
     """Linux reports the unread messages as a reset connection first, and once."""
     ours, end = make_channel()
-    theirs = end.open()
+    theirs = Channel(end, blocking=True)
     ours.send("unread")
     theirs.send("answer", number=5)
     theirs.close()
