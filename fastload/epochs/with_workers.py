@@ -46,7 +46,7 @@ from fastload.workers.threads import ThreadPool
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
-    from fastload.system.sent_error import SentError
+    from fastload.workers.core import Answer
     from fastload.workers.process import WorkerView
     from fastload.workers.settings import LoaderSettings
     from fastload.workers.tally import Tally
@@ -217,7 +217,7 @@ class WorkerIterator(HostIterator):
             if answer.kind is Kind.ENDED:
                 continue
             if answer.kind is Kind.ERROR:
-                self._raise(task, worker)
+                self._raise(answer, task, worker)
             self.sizes.append((answer.num_samples, answer.nbytes))
             return answer.payload
         if self._failed_sampler:
@@ -261,8 +261,9 @@ class WorkerIterator(HostIterator):
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
-    def _raise(self, task: Task, worker: int) -> None:
-        sent: SentError = task.answer.payload  # type: ignore[union-attr]  # it is answered
+    def _raise(self, answer: Answer, task: Task, worker: int) -> None:
+        # The error of a thread has a traceback that holds this frame and the caller's.
+        sent, answer.payload = answer.payload, None
         try:
             sent.reraise()
         except BaseException as error:
@@ -271,8 +272,6 @@ class WorkerIterator(HostIterator):
             add_place(error, f"{batch}worker {worker}, {place}")
             raise
         finally:
-            # The error of a thread has a traceback that holds this frame and the caller's.
-            task.answer = None
             del sent
 
     def _drop_pinned(self) -> None:

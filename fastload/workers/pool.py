@@ -261,7 +261,12 @@ class Pool(Workers):
         if received.is_cut:
             self._lose(worker, task, f"its memory could not be received, {too_many_files()}")
             return
-        answer, memory = of_plain(received.load()), None
+        try:
+            answer, memory = of_plain(received.load()), None
+        except BaseException as error:  # of an index, which is the user's object, or from a signal handler
+            where = f"the answer to batch {task.number} of worker {worker.id}"
+            add_note(error, f"fastload: raised while {where} was unpickled")
+            raise
         if received.fd is not None:
             try:
                 segment = Segment(received.fd, os.fstat(received.fd).st_size)

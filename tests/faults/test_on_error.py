@@ -245,9 +245,8 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
         assert set(batch) <= set(indices) - zoo.BAD
 
 
-@pytest.mark.parametrize("side", ["worker", "consumer"])
-def test_a_report_that_cannot_travel_costs_its_batch_alone(side: str) -> None:
-    """The report names the index, whose class travels to the worker and not back."""
+def _one_way(side: str) -> tuple[Any, list[int]]:
+    """An iterator over five batches, of which batch 3 has a report that cannot travel; three were read."""
     indices = [[zoo.OneWay(number, os.getpid(), side)] for number in range(5)]
     iterator = iter(
         make_loader(
@@ -258,11 +257,29 @@ def test_a_report_that_cannot_travel_costs_its_batch_alone(side: str) -> None:
             num_workers=1,
         )
     )
-    got = [zoo.value_of(next(iterator)) for _ in range(3)]
+    return iterator, [zoo.value_of(next(iterator)) for _ in range(3)]
+
+
+def test_a_report_that_cannot_be_sent_costs_its_batch_alone() -> None:
+    """The report names the index, whose class travels to the worker and not back."""
+    iterator, got = _one_way("worker")
     with pytest.raises(RuntimeError, match="one way"):
         next(iterator)
 
     assert [*got, zoo.value_of(next(iterator))] == [0, 1, 2, 4]
+
+
+def test_a_report_that_cannot_be_received_closes_the_iterator() -> None:
+    """The error is that of the index's class, and a note names the batch."""
+    iterator, got = _one_way("consumer")
+    with pytest.raises(TypeError, match="one way") as caught:
+        next(iterator)
+
+    assert got == [0, 1, 2]
+    (note,) = caught.value.__notes__
+    assert note == "fastload: raised while the answer to batch 3 of worker 0 was unpickled"
+    with pytest.raises(fastload.LoaderClosedError):
+        next(iterator)
 
 
 @pytest.mark.parametrize(
