@@ -78,6 +78,7 @@ class ThreadPool(Workers):
         self._pid = os.getpid()
         self._is_closed = False
         self._watches = watches
+        self._is_late = False  # whether `submit` waited in vain for the batch that is due next
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         copies = copies_for_threads(
@@ -120,10 +121,11 @@ class ThreadPool(Workers):
         before = _generator_states() if watches else {}
         worker.sent.append(task)
         worker.tasks.put(task)
-        # No other worker thread draws during this wait.
-        if watches and worker.is_idle.wait(self._timeout_s or None):
-            after = _generator_states()
-            _warn([name for name, state in before.items() if state != after[name]])
+        if watches:  # no other worker thread draws during this wait
+            self._is_late = not worker.is_idle.wait(self._timeout_s or None)
+            if not self._is_late:
+                after = _generator_states()
+                _warn([name for name, state in before.items() if state != after[name]])
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
@@ -139,7 +141,8 @@ class ThreadPool(Workers):
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
         """Wait until the worker has answered, or `close` was called."""
-        self._workers[worker_id].wakes.wait(deadline)
+        is_late, self._is_late = self._is_late, False
+        self._workers[worker_id].wakes.wait(time.monotonic() if is_late else deadline)
 
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool was closed."""

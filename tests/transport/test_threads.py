@@ -6,6 +6,8 @@ import gc
 import logging
 import random
 import threading
+import time
+import types
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -276,6 +278,25 @@ class TestFaults:
         with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
             next(iterator)
         dataset.gate.release(100)
+
+    def test_the_first_batch_is_not_waited_for_twice(self) -> None:
+        """iter() waited for it as long as the limit allows; a caller who asks again has the whole time."""
+        dataset = Gate()
+        iterator = iter(threads(dataset, num_workers=1, timeout=0.05))
+        deadlines: list[float] = []
+
+        def wait(deadline: float) -> None:
+            deadlines.append(deadline - time.monotonic())
+            raise TimeoutError
+
+        iterator._pool._workers[0].wakes = types.SimpleNamespace(wait=wait, wake=lambda: None)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="timed out"):
+                next(iterator)
+        dataset.gate.release(100)
+
+        assert deadlines[0] <= 0
+        assert deadlines[1] > 0.04
 
     @pytest.mark.parametrize("num_batches", [4, 40])
     def test_batches_that_wait_for_the_caller_leave_nothing_behind(self, num_batches: int) -> None:
