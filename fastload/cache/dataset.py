@@ -29,10 +29,10 @@ from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.no_cache import NoCache
 from fastload.cache.pace import Pace
 from fastload.cache.sample_cache import retain
 from fastload.cache.sources import StoredSamples
+from fastload.cache.stack import Stack
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError, add_note
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -166,10 +166,11 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._pace = Pace()
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import Opener, Request  # here: it imports Pillow and LMDB
+        from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(Request(dataset, prepare, key, budget, num_workers, progress))
+        opener = Opener(dataset, prepare, key, budget, num_workers, progress)
         self.cache = opener.open(cache)
+        self._stores = cache is not None
         self._source = opener.source
         self._holds_images = opener.holds_images
         self.decode = decode
@@ -250,7 +251,8 @@ class CachedDataset(Dataset[Any]):
         return self._caller_of(transform)(self.view, index)
 
     def __repr__(self) -> str:
-        parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", type(self.cache).__name__]
+        cache = type(self.cache).__name__ if self._stores else "no cache"
+        parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
         functions = {"prepare": self.prepare, "transform": self.transform}
         parts += [
             f"{role}={getattr(function, '__name__', type(function).__name__)}"
@@ -310,12 +312,12 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if the budget and the pace allow it."""
         counts.misses += 1
-        restore = _nothing if isinstance(self.cache, NoCache) else mark()
+        restore = mark() if self._stores else _nothing
         started_s = time.perf_counter()
         try:
             fresh = self._source[index]
         except Exception as error:
-            stored = getattr(self.cache, "slow", self.cache)  # the file, if a cache in RAM is in front of it
+            stored = self.cache.behind if isinstance(self.cache, Stack) else self.cache
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
                 add_note(
                     error,
@@ -326,7 +328,7 @@ class CachedDataset(Dataset[Any]):
             raise
         read_s = time.perf_counter() - started_s
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
-        if isinstance(self.cache, NoCache):
+        if not self._stores:
             return read_only_views(fresh)
         try:
             sample = read_only(fresh)

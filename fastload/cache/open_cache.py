@@ -13,11 +13,13 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,13 +27,11 @@ from fastload.cache import launch, random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
-from fastload.cache.decoded_and_encoded import DecodedAndEncodedCache, split_budget
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, without_fingerprint
 from fastload.cache.in_memory import held_bytes
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.no_cache import NoCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.generation import SHORT, log_short
 from fastload.cache.ram.private import PrivateCache
@@ -39,7 +39,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
-from fastload.cache.tiered import TieredCache
+from fastload.cache.stack import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
 from fastload.files.remote import is_url
 from fastload.memory import segment
@@ -63,8 +63,15 @@ _numbers = itertools.count(1)  # of the caches in RAM without a fingerprint that
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 
 
-class Request(NamedTuple):
-    """The user's arguments for a cache; see CachedDataset."""
+@dataclass
+class Opener:
+    """Opens the caches of one dataset; the arguments are those of CachedDataset.
+
+    Attributes:
+        source: The dataset after its deterministic part; its samples are cached.
+        holds_images: Whether these samples may hold images that are not decoded.
+        examples: Samples that were already read from the source, by index.
+    """
 
     dataset: Any
     prepare: Callable[..., Any] | None
@@ -73,36 +80,20 @@ class Request(NamedTuple):
     num_workers: int | None
     progress: bool
 
-
-class Opener:
-    """Opens the caches of one dataset.
-
-    Args:
-        request: The user's arguments.
-
-    Attributes:
-        source: The dataset after its deterministic part; its samples are cached.
-        holds_images: Whether these samples may hold images that are not decoded.
-        examples: Samples that were already read from the source, by index.
-    """
-
-    def __init__(self, request: Request) -> None:
-        dataset = request.dataset
-        self._request = request
-        self._allowed_bytes = parse_budget(request.budget)
+    def __post_init__(self) -> None:
+        self._allowed_bytes = parse_budget(self.budget)
         self.holds_images = False
-        self.source = decoded_source(dataset, request.prepare)
-        check_key(request.key)
+        self.source = decoded_source(self.dataset, self.prepare)
+        check_key(self.key)
         self.examples: dict[int, Any] = {}
-        self._num_samples = len(dataset)
+        self._num_samples = len(self.dataset)
         self._is_examined = False
         self._held_bytes = 0  # of an array that holds the samples in memory already
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; asked for when it is needed: a folder calls stat for each file."""
-        request = self._request
-        return fingerprint_of(request.dataset, key=request.key, prepare=request.prepare)
+        return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
 
     def _use_encoded_source(self, asked: str) -> None:
         """Let the source give undecoded images.
@@ -110,18 +101,18 @@ class Opener:
         Raises:
             ValueError: The dataset has none, or `prepare` needs decoded ones.
         """
-        if self._request.prepare is not None:
+        if self.prepare is not None:
             raise ValueError(
                 f"{asked} stores images before they are decoded, but prepare= works on decoded ones: omit "
                 "prepare=, and do this in transform="
             )
-        self.source = encoded_source(self._request.dataset)
+        self.source = encoded_source(self.dataset)
         self.holds_images = True
         self.fingerprint = None if self.fingerprint is None else self.fingerprint.of_encoded()
         example = random_check.read_unnoticed(self.source, 0) if self._num_samples else None
         if example is not None and not holds_images(example):
             raise ValueError(
-                f"{asked} needs samples with undecoded images, but {type(self._request.dataset).__name__}[0] "
+                f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] "
                 f"is {outline(example)}: return fastload.EncodedImage(path) in place of the decoded array, "
                 "or use fastload.ImageFolder"
             )
@@ -136,19 +127,16 @@ class Opener:
             ValueError: `cache` is not a valid description of a cache.
         """
         if cache is None:
-            return self._open_none()
+            if self.prepare is None:
+                self.source = encoded_source(self.dataset, is_needed=False)
+                self.holds_images = True
+            log.info("cache: none, each access reads the dataset")
+            return Stack(self._num_samples)
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
         for index, sample in self.examples.items():
             opened.put(index, sample)
         self._report(opened)
         return opened
-
-    def _open_none(self) -> NoCache:
-        if self._request.prepare is None:
-            self.source = encoded_source(self._request.dataset, is_needed=False)
-            self.holds_images = True
-        log.info("cache: none, each access reads the dataset")
-        return NoCache(self._num_samples)
 
     def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
         if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
@@ -159,7 +147,7 @@ class Opener:
         if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
             # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
             self.fingerprint = fingerprint_of(StoredSamples(slow))
-        return TieredCache(self._open_ram(), slow)
+        return Stack(self._num_samples, [self._open_ram()], slow)
 
     def _open_one(self, cache: Any) -> SampleCache:
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
@@ -174,7 +162,7 @@ class Opener:
             is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
             hint = f'give cache="{_LMDB_PREFIX}{cache}" for the cache at this place' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
-        if isinstance(cache, StoredSamples) and self._request.dataset is cache:
+        if isinstance(cache, StoredSamples) and self.dataset is cache:
             self.holds_images = cache.cache.codec == SOURCE
             return cache
         if isinstance(cache, LMDBCache):
@@ -193,7 +181,7 @@ class Opener:
 
     def _open_decoded_and_encoded(self) -> SampleCache:
         """The tiers of `["ram", "ram-encoded"]`."""
-        decoded = Opener(self._request)
+        decoded = copy.copy(self)
         decoded.fingerprint = self.fingerprint
         self._use_encoded_source('cache=["ram", "ram-encoded"]')
         self._examine()
@@ -206,11 +194,11 @@ class Opener:
             decoded._allowed_bytes, self._allowed_bytes = budgets
         decoded.examples = {index: decode_images(sample) for index, sample in self.examples.items()}
         decoded._is_examined = True
-        tiers = decoded._open_ram(), self._open_ram()
-        for cache in tiers:
+        stores = decoded._open_ram(), self._open_ram()
+        for cache in stores:
             if isinstance(cache, SharedMemoryCache):
                 cache.flag(SHORT)  # what does not fit into one of them may fit into the other one
-        return DecodedAndEncodedCache(*tiers)
+        return Stack(self._num_samples, stores)
 
     # --- in RAM -------------------------------------------------------------------------------------------
 
@@ -261,7 +249,7 @@ class Opener:
         launched = launch.current() if self._num_samples else None
         if launched is None:
             return self._private_ram("before init_process_group() it is not known which processes these are")
-        parts = likeness(self._request.dataset, self._request.prepare, self._probed())
+        parts = likeness(self.dataset, self.prepare, self._probed())
         if parts is None:
             return self._private_ram("the samples that the ranks would compare are all alike")
         names = [Fingerprint(parts, f"cache {number} of {name}") for name in launched.names]
@@ -275,7 +263,7 @@ class Opener:
             cache.close()
             return self._private_ram("another process has the LOCAL_RANK of this one")
         if cache.unregister is not None and origin is not None:
-            why = without_fingerprint(self._request.dataset, self._request.prepare)
+            why = without_fingerprint(self.dataset, self.prepare)
             cache.reason = f"shared as {origin.key}: {cache.reason}. Other jobs do not find it, because {why}"
         return cache
 
@@ -293,7 +281,7 @@ class Opener:
 
     def _private_ram(self, why_not_of_launch: str) -> SharedMemoryCache:
         cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
-        why = without_fingerprint(self._request.dataset, self._request.prepare)
+        why = without_fingerprint(self.dataset, self.prepare)
         cache.reason = (
             f"private to this process and its workers, because {why}, to share with other ranks and jobs"
         )
@@ -338,8 +326,8 @@ class Opener:
                 return build_lmdb(
                     self.source,
                     path,
-                    num_workers=self._request.num_workers,
-                    progress=self._request.progress,
+                    num_workers=self.num_workers,
+                    progress=self.progress,
                     probed=self.examples,
                     fingerprint=self.fingerprint,
                 )
@@ -354,7 +342,7 @@ class Opener:
 
     def _open_copy(self, url: str) -> LMDBCache:
         """The cache at a URL, through its local copy; it is never built from here."""
-        cache = LMDBCache(url, progress=self._request.progress)
+        cache = LMDBCache(url, progress=self.progress)
         if cache.codec == SOURCE:
             self._use_encoded_source(url)
         if self.fingerprint is None or cache.parts is None:
@@ -385,12 +373,13 @@ class Opener:
         if self.examples and budget_bytes is not None:
             needed = sum(len(encode(sample)) for sample in self.examples.values()) / len(self.examples)
             needed_bytes = max(1.0, needed * num_samples)
-            fit = getattr(cache, "capacity", None)
+            stores = cache.stores if isinstance(cache, Stack) else [cache]
+            memory = stores[0]
+            fit = getattr(memory, "capacity", None) if len(stores) == 1 else None
             # A ragged cache that turns out to be too small says so itself.
-            is_known = fit is not None or isinstance(cache, (PrivateCache, DecodedAndEncodedCache))
+            is_known = fit is not None or len(stores) > 1 or isinstance(cache, PrivateCache)
             if fit is None:
                 fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
-            memory = getattr(cache, "fast", cache)
             is_own = not isinstance(memory, SharedMemoryCache) or memory.origin.pid == os.getpid()
             if is_own and self._held_bytes:
                 log.warning(

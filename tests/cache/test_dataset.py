@@ -210,7 +210,7 @@ def test_a_dataset_describes_itself_in_a_line() -> None:
     """Its dataset, its cache and its functions, without a look into the cache."""
     dataset = CachedDataset(Images(), transform=as_array, cache=None)
 
-    assert repr(dataset) == "CachedDataset(Images of 20 samples, NoCache, transform=as_array)"
+    assert repr(dataset) == "CachedDataset(Images of 20 samples, no cache, transform=as_array)"
 
 
 def test_index_of_another_type() -> None:

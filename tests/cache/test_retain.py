@@ -867,7 +867,7 @@ def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
     for index, path in enumerate(paths):
         PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
     ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget=240_000)
-    fast, slow = ds.cache.fast, ds.cache.slow  # type: ignore[union-attr]
+    fast, slow = ds.cache.stores  # type: ignore[union-attr]
     for index in range(40):
         _ = ds[index]
     parts = range(20), range(20, 40)

@@ -22,7 +22,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import generation
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.tiered import TieredCache
+from fastload.cache.stack import Stack
 from fastload.errors import CacheMismatchError
 from fastload.memory import segment
 from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
@@ -292,7 +292,7 @@ def test_tiers_explain_both(tmp_path: Path) -> None:
     """explain() says why each tier is in use, and the layout names both."""
     ds = tiered(Images(4), tmp_path / "x.lmdb")
 
-    assert isinstance(ds.cache, TieredCache)
+    assert isinstance(ds.cache, Stack)
     assert ds.cache.layout == "uniform over lmdb"
     assert "shared memory" in ds.cache.explain()
     assert os.fspath(tmp_path / "x.lmdb") in ds.cache.explain()

@@ -1,0 +1,179 @@
+"""Stack: stores in front of a dataset; the first one that holds a sample returns it.
+
+- `cache=["ram", "lmdb:PATH"]`: a store in RAM, with a finished file behind it. A sample of the file is kept
+  in RAM, if it fits into the budget.
+- `cache=["ram", "ram-encoded"]`: two stores in RAM. A sample is decoded and stored in the first one while
+  that has room; afterwards its files are stored in the second one. `split_budget` divides the memory so that
+  all samples fit into one of the two, if they can.
+- `cache=None`: no store. Each access reads the dataset.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastload.cache.encoded import decode_images
+from fastload.cache.pace import Pace
+from fastload.cache.record import ALIGNMENT_BYTES
+from fastload.cache.sample_cache import BaseCache, SampleCache, retain
+from fastload.nested.tree import read_only
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy.typing as npt
+
+    from fastload.cache.columns import Allocate
+
+# A cache without room for one sample may have room for a smaller one, but decoding costs time.
+_MOST_REFUSED = 16
+_EMPTY_BYTES = 32 << 10  # a cache takes these at most beside its samples and 8 bytes for each of them
+
+
+class Stack(BaseCache):
+    """Caches of the same samples, asked one after another.
+
+    Args:
+        num_samples: Number of samples of the dataset.
+        stores: Caches in RAM that store samples that were read: one, none, or a first one for decoded samples
+            and a second one for the samples with undecoded images that do not fit into it.
+        behind: A finished cache that holds all samples, or nearly all; None if there is none.
+
+    Attributes:
+        stores: As given.
+        behind: As given.
+    """
+
+    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
+
+    def __init__(
+        self, num_samples: int, stores: Sequence[Any] = (), behind: SampleCache | None = None
+    ) -> None:
+        self.num_samples = num_samples
+        self.stores = stores
+        self.behind = behind
+        self._caches = [*stores] if behind is None else [*stores, behind]
+        self._pace = Pace()
+        self._num_refused = 0  # decoded samples in a row that this generation of the first store has refused
+        self._generation = 0
+
+    @property
+    def num_cached(self) -> int:
+        """How many samples are in RAM now."""
+        return sum(store.num_cached for store in self.stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the stores take now."""
+        return sum(store.nbytes for store in self.stores)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The most memory that the stores take; None without stores."""
+        return sum(store.budget_bytes for store in self.stores) if self.stores else None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes see the samples that a worker process stores."""
+        return all(store.is_shared for store in self.stores)
+
+    @property
+    def layout(self) -> str:
+        """How each cache stores samples, such as `"uniform over lmdb"`."""
+        layouts = [cache.layout for cache in self._caches]
+        if len(self.stores) > 1:
+            layouts[1] = "encoded"
+        return " over ".join(layouts) or "none"
+
+    def explain(self) -> str:
+        """The reasons why these caches are in use, and the parts of their fingerprints."""
+        if not self._caches:
+            return "no cache, as cache=None was given: each access reads the dataset"
+        return "first " + "\nthen ".join(cache.explain() for cache in self._caches)
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of the samples that no store holds and the last one may accept."""
+        if not self.stores:
+            return super().missing()
+        *first, last = self.stores
+        lacking = last.missing()
+        return np.array([i for i in lacking.tolist() if i not in first[0]], np.intp) if first else lacking
+
+    def __contains__(self, index: object) -> bool:
+        return any(index in cache for cache in self._caches)
+
+    def get(self, index: int) -> Any | None:
+        """The sample from the first cache that holds it, or None."""
+        for store in self.stores:
+            sample = store.get(index)
+            if sample is not None:
+                self._pace.hits += 1
+                return sample
+        if self.behind is None:
+            return None
+        started_s = time.perf_counter()
+        sample = self.behind.get(index)
+        read_s = time.perf_counter() - started_s
+        if sample is not None:
+            self._pace.put(self, index, sample, read_s=read_s)
+        return sample
+
+    def put(self, index: int, sample: Any) -> bool:
+        """Store a sample in the first store; with two, decoded there or undecoded in the second one."""
+        if len(self.stores) < 2:
+            return any(store.put(index, sample) for store in self.stores)
+        first, second = self.stores
+        if index in self:
+            return True
+        if not first.is_retained(index):
+            return False
+        if first.generation != self._generation:
+            self._generation, self._num_refused = first.generation, 0
+        if self._num_refused < _MOST_REFUSED:
+            if first.put(index, read_only(decode_images(sample))):
+                self._num_refused = 0
+                return True
+            self._num_refused += 1
+        return bool(second.put(index, sample))
+
+    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
+        """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
+        batch = self.stores[0].gather(indices, allocate) if self.stores else None
+        if batch is not None:
+            self._pace.hits += len(indices)
+        return batch
+
+    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
+        """Drop all samples but these from the stores, and store no others there."""
+        for store in self.stores:
+            retain(store, indices)
+
+    def close(self) -> None:
+        """Release this process's resources of all caches."""
+        for cache in self._caches:
+            cache.close()
+
+
+def split_budget(
+    budget_bytes: int, num_samples: int, decoded_bytes: float, encoded_bytes: float
+) -> tuple[int, int]:
+    """The budgets of the two caches, so that as many samples as possible are decoded and all others fit.
+
+    Args:
+        budget_bytes: For both.
+        num_samples: Of the dataset.
+        decoded_bytes: The mean size of a decoded sample.
+        encoded_bytes: The mean size of a sample with undecoded images.
+    """
+    empty_bytes = min(budget_bytes // 2, _EMPTY_BYTES + 8 * num_samples)
+    encoded_bytes += 2 * ALIGNMENT_BYTES  # the frame of a record, and the gap behind it
+    budget_bytes -= 2 * empty_bytes
+    saved_bytes = decoded_bytes - encoded_bytes
+    fast_bytes = budget_bytes
+    if saved_bytes > 0 and num_samples * decoded_bytes > budget_bytes:
+        num_decoded = max(0, (budget_bytes - num_samples * encoded_bytes) // saved_bytes)
+        fast_bytes = int(num_decoded * decoded_bytes)
+    return max(1, fast_bytes + empty_bytes), max(1, budget_bytes - fast_bytes + empty_bytes)
