@@ -22,10 +22,10 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build import inventory
-from fastload.cache.build.build_lock import only_builder
 from fastload.cache.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import cache_commands, main
+from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 if TYPE_CHECKING:
@@ -531,7 +531,7 @@ class TestInterruption:
 
     def test_a_second_builder_is_told_to_try_later(self, tmp_path: Path) -> None:
         """Exit code 75 while another one holds the lock."""
-        with only_builder(str(tmp_path / "cache")):
+        with building(tmp_path / "cache"):
             result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--json")
 
         assert result.exit_code == 75
@@ -652,7 +652,7 @@ class TestLs:
         """Its builder holds the lock."""
         (tmp_path / "half.partial").mkdir()
 
-        with only_builder(str(tmp_path / "half")):
+        with building(tmp_path / "half"):
             result = run("ls", tmp_path)
 
         assert "building" in result.stdout
@@ -696,7 +696,7 @@ class TestRm:
         assert run(*words).exit_code == 3
         (tmp_path / "cache.partial").mkdir()
         (tmp_path / "cache.partial" / "00000-of-00001.lmdb").write_bytes(b"half")
-        (tmp_path / "cache.lock").touch()
+        (tmp_path / ".cache.fastload-lock").touch()
 
         result = run("rm", tmp_path / "cache", "--yes", "--json")
 
@@ -730,7 +730,7 @@ class TestRm:
         """Exit code 75, and the builder finds its files where they were."""
         (tmp_path / "cache.partial").mkdir()
 
-        with only_builder(str(tmp_path / "cache")):
+        with building(tmp_path / "cache"):
             result = run("rm", tmp_path / "cache", "--yes")
 
         assert result.exit_code == 75

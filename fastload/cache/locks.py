@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastload.system.posix import fcntl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 # Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
 # flags, each of which is a bit of its own.
@@ -56,60 +56,59 @@ def unlock(fd: int) -> None:
 def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
     """Hold the exclusive lock on a lock file, which is made now and removed at the end.
 
-    Gives whether the lock is held; it always is with `waits`. The arguments are those of `take`.
-    """
-    fd = take(name, waits=waits, by_process=by_process)
-    try:
-        yield fd is not None
-    finally:
-        if fd is not None:
-            release(fd, name)
-
-
-def take(
-    name: str,
-    *,
-    waits: bool = False,
-    by_process: bool = False,
-    check: Callable[[int], object] = lambda _: None,
-) -> int | None:
-    """A descriptor with the exclusive lock on a lock file, which is made now; None if another holder has it.
+    The file holds the number of this process. Gives whether the lock is held; it always is with `waits`.
 
     Args:
         name: The path of the lock file.
         waits: Wait for another holder.
         by_process: Forked children do not hold the lock, and threads of one process do not exclude each
             other.
-        check: Raises for the descriptor of a file that is not a lock file, before it is locked.
 
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
     """
-    lock = fcntl.lockf if by_process else fcntl.flock
+    take = fcntl.lockf if by_process else fcntl.flock
     while True:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o644)
         try:
-            check(fd)
+            is_taken = True
             try:
-                lock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                take(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except (BlockingIOError, PermissionError):  # fcntl(2) may give either
-                return None
-            if is_at(fd, name):  # else its holder removed the file after this process had opened it
-                taken, fd = fd, -1
-                return taken
+                is_taken = False
+            if not is_taken:
+                yield False
+                return
+            if not _is_at(fd, name):
+                continue  # its holder removed the file after this process had opened it
+            try:
+                os.ftruncate(fd, 0)  # a killed holder left its number
+                os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
+                yield True
+            finally:
+                if _is_at(fd, name):
+                    os.unlink(name)
+            return
         finally:
-            if fd >= 0:
-                os.close(fd)
+            os.close(fd)
 
 
-def release(fd: int, name: str) -> None:
-    """Remove a lock file and release its lock; another file that has its name now stays."""
-    if is_at(fd, name):
-        os.unlink(name)
-    os.close(fd)
+def is_held(name: str) -> bool:
+    """Whether another process holds a lock file `by_process`."""
+    try:
+        fd = os.open(name, os.O_RDONLY | AS_IT_IS)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
-def is_at(fd: int, name: str) -> bool:
+def _is_at(fd: int, name: str) -> bool:
     """Whether a descriptor is that of the file at a path now."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(name))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.build.build_lock import only_builder
 from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 
 class BrokenImages(Images):
@@ -63,3 +67,27 @@ class Stopping(BrokenImages):
         if index == self.stop:
             raise KeyboardInterrupt
         return super().sample(index)
+
+
+@contextlib.contextmanager
+def building(path: Path) -> Iterator[int]:
+    """Another process holds the lock of a builder; gives its number."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_hold, args=(str(path), theirs))
+    child.start()
+    theirs.close()
+    ours.recv_bytes()
+    try:
+        yield child.pid or 0
+    finally:
+        ours.send_bytes(b"end")
+        child.join()
+        ours.close()
+        child.close()
+
+
+def _hold(path: str, pipe: Any) -> None:
+    with only_builder(path):
+        pipe.send_bytes(b"held")
+        pipe.recv_bytes()

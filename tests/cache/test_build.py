@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import multiprocessing
 import os
@@ -23,6 +22,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheMismatchError
+from tests.cache.build_zoo import building
 from tests.cache.zoo import BareImages, Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 
@@ -290,7 +290,7 @@ def test_killed_builder_is_followed_by_another(tmp_path: Path, monkeypatch: pyte
         receiver.close()
         sender.close()
 
-    assert sorted(os.listdir(tmp_path)) == ["cache.lock", "cache.partial"]
+    assert sorted(os.listdir(tmp_path)) == [".cache.fastload-lock", "cache.partial"]
     dataset = Images(10)
     assert_same_samples(build_lmdb(dataset, path, num_workers=0).get(9), Images(10).sample(9))
     assert dataset.reads == [1, 0, 0, 0, 1, 1, 1, 1, 1, 1]  # sample 0 is compared
@@ -299,34 +299,13 @@ def test_killed_builder_is_followed_by_another(tmp_path: Path, monkeypatch: pyte
 
 def test_lock_file_is_no_lock(tmp_path: Path) -> None:
     """A lock file that nobody holds is in nobody's way; one that is held is, whatever it says."""
-    lock = tmp_path / "cache.lock"
+    lock = tmp_path / ".cache.fastload-lock"
     lock.write_text("1")
-    with open(lock) as holder:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(CacheBusyError, match="process 1"):
-            build_lmdb(Images(3), tmp_path / "cache")
+    with building(tmp_path / "cache") as pid, pytest.raises(CacheBusyError, match=f"process {pid}"):
+        build_lmdb(Images(3), tmp_path / "cache")
+    lock.write_text("1")
 
     build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
-
-class Trying(Images):
-    """Tries to take the lock of its own build, in a worker that gave up the parent's."""
-
-    def __init__(self, lock: str) -> None:
-        super().__init__(4)
-        self.lock = lock
-
-    def sample(self, index: int) -> Any:
-        held = any(os.path.realpath(f"/proc/self/fd/{fd}") == self.lock for fd in os.listdir("/proc/self/fd"))
-        return int(held)
-
-
-def test_workers_do_not_hold_the_lock(tmp_path: Path) -> None:
-    """A worker keeps no descriptor of the lock: one that outlives its killed builder keeps nobody out."""
-    dataset = Trying(str(tmp_path / "cache.lock"))
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=1, probed={0: 1})
-
-    assert [cache.get(index) for index in range(4)] == [1, 0, 0, 0]
 
 
 def test_partial_of_no_plan_goes(tmp_path: Path) -> None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fastload.cache.build import inventory, unfinished
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.build_lock import only_builder
+from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheError
-from tests.cache.build_zoo import BrokenImages
+from fastload.errors import CacheError
+from tests.cache.build_zoo import BrokenImages, building
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def _hard_link(place: Path) -> None:
@@ -72,72 +71,48 @@ def look(directory: Path) -> dict[str, Any]:
     return found
 
 
-# --- DEST.lock -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_lock_that_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
-    """A build is refused with an error that names the file, and nothing is written or removed."""
-    FOREIGN[kind](tmp_path / "cache.lock")
-    before = look(tmp_path)
-    dataset = Images(3)
-
-    with pytest.raises(CacheError, match=r"cache\.lock is not a lock of fastload.* move it away") as caught:
-        build_lmdb(dataset, tmp_path / "cache", num_workers=0)
-    assert not isinstance(caught.value, CacheBusyError)
-    assert look(tmp_path) == before
-    assert dataset.reads == [0, 0, 0]
-
-
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_a_lock_that_is_not_ours_is_not_held(kind: str, tmp_path: Path) -> None:
-    """A destination beside such a file is not being built, and finding that out waits for nothing."""
-    FOREIGN[kind](tmp_path / "cache.lock")
-    before = look(tmp_path)
-
-    assert not inventory.is_being_built(str(tmp_path / "cache"))
-    assert look(tmp_path) == before
-
-
-def test_a_foreign_file_that_its_owner_has_locked_is_not_ours_either(tmp_path: Path) -> None:
-    """Another program's lock says nothing of a build."""
-    (tmp_path / "cache.lock").write_text("its own")
-    with open(tmp_path / "cache.lock") as owner:
-        fcntl.flock(owner, fcntl.LOCK_EX)
-        with pytest.raises(CacheError, match="not a lock of fastload"):
-            build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-        assert not inventory.is_being_built(str(tmp_path / "cache"))
+# --- the lock --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["link to a file", "text", "directory"])
-def test_a_finished_cache_is_opened_beside_a_foreign_lock(kind: str, tmp_path: Path) -> None:
-    """What is not ours keeps nobody from a finished cache, and is left as it is."""
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0).close()
+def test_a_file_with_the_name_of_a_lock_is_nobody_s_business(kind: str, tmp_path: Path) -> None:
+    """DEST.lock, which another program may use, is not touched, and keeps nobody from a build."""
     FOREIGN[kind](tmp_path / "cache.lock")
     before = look(tmp_path)
 
-    assert_same_samples(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
-    with pytest.raises(CacheError, match="move it away"):
-        inventory.remove(str(tmp_path / "cache"))
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0).close()
+    inventory.remove(str(tmp_path / "cache"))
     assert look(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "1", "4194304", "1" * 20])
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "directory", "socket"])
+def test_what_cannot_be_a_lock_is_an_error(kind: str, tmp_path: Path) -> None:
+    """The error names the destination, and nothing is written or removed."""
+    FOREIGN[kind](Path(lock_name(str(tmp_path / "cache"))))
+    before = look(tmp_path)
+
+    with pytest.raises(CacheError, match="cannot write the cache"):
+        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
+    assert look(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["", "1", "4194304"])
 def test_a_lock_of_a_killed_builder_is_taken_over(content: str, tmp_path: Path) -> None:
-    """An empty file, or one with a number, is a lock of ours, and holds our number alone while we hold it."""
-    lock = tmp_path / "cache.lock"
+    """It holds our number alone while we hold it, and others see that the cache is being built."""
+    lock = Path(lock_name(str(tmp_path / "cache")))
     lock.write_text(content)
-    with only_builder(str(tmp_path / "cache")):
-        assert lock.read_text() == str(os.getpid())
+    with building(tmp_path / "cache") as pid:
+        assert lock.read_text() == str(pid)
         assert inventory.is_being_built(str(tmp_path / "cache"))
 
+    assert not inventory.is_being_built(str(tmp_path / "cache"))
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("kind", ["nothing", "text", "link to a file", "directory"])
 def test_what_took_the_place_of_our_lock_stays(kind: str, tmp_path: Path) -> None:
     """The end of a build removes its own lock file only."""
-    lock = tmp_path / "cache.lock"
+    lock = Path(lock_name(str(tmp_path / "cache")))
     with only_builder(str(tmp_path / "cache")):
         lock.unlink()
         if kind != "nothing":

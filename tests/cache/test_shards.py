@@ -688,7 +688,7 @@ def test_a_file_system_without_locks(
     def refuse(*args: Any) -> None:
         raise OSError(38, os.strerror(38))
 
-    monkeypatch.setattr(locks.fcntl, "flock", refuse)
+    monkeypatch.setattr(locks.fcntl, "lockf", refuse)
     all_shards(Images(6), tmp_path / "cache", 2)
     with caplog.at_level(logging.INFO, "fastload"):
         assert join(tmp_path / "cache").verify() == []

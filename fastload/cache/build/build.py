@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import budget_exceeded, check_error_budget, check_left_out, most_failures
 from fastload.cache.build import processes
-from fastload.cache.build.build_lock import only_builder
+from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.build.names import foreign_part
 from fastload.cache.build.plan import as_stored, check_arguments, make_plan, open_finished
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, plan_tasks
@@ -39,7 +39,6 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fastload.cache.build.build_lock import BuildLock
     from fastload.cache.build.tasks import Answer, Value
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
@@ -100,7 +99,7 @@ def build_lmdb(
     skips = on_error == "skip"
     if not os.path.lexists(path):
         check_openable(min(shards or 1, len(dataset)))
-        with only_builder(path) as lock, contextlib.closing(Unfinished(path)) as files:
+        with only_builder(path), contextlib.closing(Unfinished(path)) as files:
             if not os.path.lexists(path):  # else another builder finished before this one got the lock
                 plan = make_plan(
                     dataset,
@@ -112,7 +111,7 @@ def build_lmdb(
                     fingerprint=fingerprint,
                 )
                 files.begin(plan, error_budget, is_shared=False)
-                builder = ShardBuilder(dataset, files, probed, skips=skips, quality=built_quality, lock=lock)
+                builder = ShardBuilder(dataset, files, probed, skips=skips, quality=built_quality)
                 num_resumed = builder.write_all(num_workers, error_budget, f"building {path}", shown=progress)
                 resumed = ""
                 if num_resumed:
@@ -127,7 +126,7 @@ def build_lmdb(
 
 def _remove_leftovers(path: str) -> None:
     """Remove the harmless remains of a builder that was killed after it had published the cache."""
-    if os.path.lexists(f"{path}.partial") or os.path.lexists(f"{path}.lock"):
+    if os.path.lexists(f"{path}.partial") or os.path.lexists(lock_name(path)):
         # Another builder may remove the same files now, and this directory may be read-only.
         with (
             contextlib.suppress(CacheError, OSError),
@@ -317,7 +316,6 @@ class ShardBuilder:
         probed: Samples that were already read, by index.
         skips: Leave out samples that cannot be read.
         quality: Of a lossy codec.
-        lock: The lock of the build, which workers close; None if it has no lock.
     """
 
     def __init__(
@@ -328,7 +326,6 @@ class ShardBuilder:
         *,
         skips: bool,
         quality: int,
-        lock: BuildLock | None = None,
     ) -> None:
         self._dataset = dataset
         self._files = files
@@ -336,7 +333,6 @@ class ShardBuilder:
         self._probed = probed
         self._skips = skips
         self._quality = quality
-        self._lock = lock
         self._shapes = SeenShapes()
         self._written: list[range] = []  # the samples that this object wrote
         self._failed: Exception | None = None  # the error of a sample
@@ -399,7 +395,6 @@ class ShardBuilder:
                 quality=self._quality,
                 skips=self._skips,
                 slots=slots,
-                lock=self._lock,
             )
             most_left_out = most_failures(error_budget, plan.num_samples)
             with contextlib.closing(tasks):

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and DEST.lock (see `build` and `unfinished`).
+1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `build`, `unfinished` and
+   `build_lock`).
 2. A file is ours if it ends as fastload's caches do. A directory is ours if all names in it are names that a
    build gives. Other files are never removed, and nothing is removed if a foreign file is among ours.
 3. Removing files requires the builder's lock. Processes that build single shards have no lock: files are not

@@ -11,7 +11,6 @@ import os
 import re
 import socket
 import stat
-import time
 import zlib
 from pathlib import Path
 
@@ -31,7 +30,6 @@ _OWN_NAME = re.compile(
 # The last two are those of a local copy of a cache in an object store; see `lmdb.copies`.
 NAMES = re.compile(rf"{_WRITTEN}|{_OWN_NAME.pattern}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part")
 _NOBODY = 0  # the process number of a file that its process left to the next build
-_LOOKS, _LOOK_AGAIN_S = 20, 0.01  # for a file that another process gives another name
 
 
 def report_name(shard_file: str, left_out: list[tuple[int, int]] | None = None) -> str:
@@ -105,42 +103,19 @@ def _build(build_id: str) -> str:
 def foreign_part(path: str) -> str | None:
     """The path of a file or directory at PATH that no build made; None if a build made all of them.
 
-    A build leaves a directory of regular files with certain names. A file has two of these names while a
-    process replaces one by the other.
+    A build leaves a directory of regular files with certain names.
     """
-    for attempt in range(_LOOKS):
-        if attempt:
-            time.sleep(_LOOK_AGAIN_S)
-        found, may_pass = _look_for_foreign(path)
-        if not may_pass:
-            break
-    return found
-
-
-def _look_for_foreign(path: str) -> tuple[str | None, bool]:
-    """A foreign file, and whether it may be a file of a build that is getting another name now."""
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            return path, False
+            return path
+        with os.scandir(path) as entries:
+            for entry in entries:
+                is_ours = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                if not is_ours and os.path.lexists(entry.path):  # else it was removed just now
+                    return entry.path
     except FileNotFoundError:
-        return None, False
-    paths: dict[tuple[int, int], list[str]] = {}
-    num_names: dict[tuple[int, int], int] = {}
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-        for entry in entries:
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue  # another process removed it just now
-            if not stat.S_ISREG(status.st_mode) or not NAMES.fullmatch(entry.name):
-                return entry.path, False
-            file = status.st_dev, status.st_ino
-            paths.setdefault(file, []).append(entry.path)
-            num_names[file] = status.st_nlink
-    for file, names in paths.items():
-        if num_names[file] > len(names):
-            return names[0], True
-    return None, False
+        pass  # another process removed the directory just now
+    return None
 
 
 def remove_all_but_shards(directory: str) -> None:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fastload.cache.build.build_lock import BuildLock
-
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _LEAST_SLOT_BYTES = 4 << 20  # pages are allocated as they are used; a task aims at half a slot
 _MOST_SLOT_BYTES = 128 << 20
@@ -120,7 +118,6 @@ class RecordTasks(Dataset[Answer]):
         quality: Of a lossy codec.
         skips: Leave out samples that cannot be read.
         slots: Memory for the values; None to return them in the answer.
-        lock: The lock of the build, which workers close; None if it has no lock.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class RecordTasks(Dataset[Answer]):
         quality: int,
         skips: bool,
         slots: Slots | None,
-        lock: BuildLock | None,
     ) -> None:
         self.dataset = dataset
         self.ranges = ranges
@@ -142,7 +138,6 @@ class RecordTasks(Dataset[Answer]):
         self._quality = quality
         self._skips = skips
         self._slots = slots
-        self._lock = lock
 
     def orders(self) -> Iterator[Order]:
         """An order for each task, made by the parent when a worker can get it."""
@@ -164,8 +159,6 @@ class RecordTasks(Dataset[Answer]):
             self._slots.close()
 
     def __getitem__(self, order: Order) -> Answer:
-        if self._lock is not None:
-            self._lock.leave_in_worker()
         values: list[Value] = []
         memory = self.memory(order.slot)
         used = 0
