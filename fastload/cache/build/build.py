@@ -12,6 +12,7 @@ A shard is the unit of resumption, of upload (see `upload`) and of a task (see `
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fastload.cache.build.tasks import Answer, Value
+    from fastload.cache.build.tasks import Answer
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
@@ -92,36 +93,27 @@ def build_lmdb(
         ErrorBudgetError: More samples than the budget could not be read; the finished part is kept.
         ValueError: An argument is invalid.
     """
-    built_quality = check_arguments(codec, quality, shards, on_error, error_budget)
     path = os.path.abspath(os.fspath(path))
-    probed = dict(probed or {})
-    dataset, fingerprint = as_stored(dataset, fingerprint, codec)
-    skips = on_error == "skip"
-    if not os.path.lexists(path):
-        check_openable(min(shards or 1, len(dataset)))
-        with only_builder(path), contextlib.closing(Unfinished(path)) as files:
-            if not os.path.lexists(path):  # else another builder finished before this one got the lock
-                plan = make_plan(
-                    dataset,
-                    probed,
-                    codec=codec or "raw",
-                    quality=built_quality,
-                    shards=shards or 1,
-                    skips=skips,
-                    fingerprint=fingerprint,
-                )
-                files.begin(plan, error_budget, is_shared=False)
-                builder = ShardBuilder(dataset, files, probed, skips=skips, quality=built_quality)
-                num_resumed = builder.write_all(num_workers, error_budget, f"building {path}", shown=progress)
-                resumed = ""
-                if num_resumed:
-                    num_left = plan.num_samples - num_resumed
-                    resumed = f" (the last {num_left:,} samples; an earlier build made the others)"
-                cache = _publish(files, path, error_budget, f"built now, as it did not exist{resumed}")
-                builder.report_shapes(cache)
-                return cache
-    _remove_leftovers(path)
-    return open_finished(path, dataset, probed, codec, quality, shards, fingerprint)
+    build = Build(
+        dataset, path, shards, dict(probed or {}), codec, quality, on_error, error_budget, fingerprint
+    )
+    with contextlib.ExitStack() as stack:
+        if os.path.lexists(path):
+            _remove_leftovers(path)
+        else:
+            check_openable(min(shards or 1, len(dataset)))
+            stack.enter_context(only_builder(path))
+        files = stack.enter_context(build.files(is_shared=False))
+        if isinstance(files, LMDBCache):
+            return files
+        num_resumed = build.write_all(num_workers, f"building {path}", shown=progress)
+        resumed = ""
+        if num_resumed:
+            num_left = files.plan.num_samples - num_resumed
+            resumed = f" (the last {num_left:,} samples; an earlier build made the others)"
+        cache = _publish(files, path, error_budget, f"built now, as it did not exist{resumed}")
+        build.report_shapes(cache)
+        return cache
 
 
 def _remove_leftovers(path: str) -> None:
@@ -216,40 +208,29 @@ def build_shard(
         ErrorBudgetError: The shard leaves out more samples than the budget allows.
         ValueError: An argument is invalid.
     """
-    built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
+    path = os.path.abspath(os.fspath(path))
+    build = Build(
+        dataset, path, num_shards, dict(probed or {}), codec, quality, on_error, error_budget, fingerprint
+    )
     if isinstance(shard, bool) or not isinstance(shard, int) or not 0 <= shard < num_shards:
         raise ValueError(f"shard should be an int from 0 to {num_shards - 1}, but got {shard!r}")
-    path = os.path.abspath(os.fspath(path))
-    probed = dict(probed or {})
-    skips = on_error == "skip"
-    with started(
-        dataset,
-        path,
-        num_shards,
-        probed=probed,
-        codec=codec,
-        quality=quality,
-        on_error=on_error,
-        error_budget=error_budget,
-        fingerprint=fingerprint,
-    ) as (plan, files):
+    with build.files(is_shared=True) as files:
+        plan = files.plan
         num_samples = len(plan.indices_of(shard)) if shard < plan.num_shards else 0
-        if files is None or shard >= plan.num_shards:
-            return BuiltShard(shard, num_shards, num_samples, is_joined=files is None)
+        if isinstance(files, LMDBCache) or shard >= plan.num_shards:
+            return BuiltShard(shard, num_shards, num_samples, is_joined=isinstance(files, LMDBCache))
         if name is not None:
             files.what_is_kept = f"Finished shards are kept at {name}"
         left_out = files.finished(shard)
         was_built = left_out is None
         if left_out is None:
-            source, _ = as_stored(dataset, None, codec)
-            builder = ShardBuilder(source, files, probed, skips=skips, quality=built_quality)
             title = f"shard {shard + 1} of {plan.num_shards} of {name or path}"
             try:
-                builder.write([shard], num_workers, error_budget, f"building {title}", shown=progress)
+                build.write([shard], num_workers, f"building {title}", shown=progress)
             except CacheError as error:
                 if not _is_published(path, plan):  # else another process finished this shard and joined
                     raise files.removed() if files.was_removed(shard, error) else error from error.__cause__
-            builder.log_shapes(title)
+            build.log_shapes(title)
             left_out = files.left_out(shard)
             if left_out and name is None:
                 log.warning(
@@ -257,7 +238,7 @@ def build_shard(
                     "join' writes the report",
                     *(path, len(left_out), num_samples, shard + 1),
                 )
-        elif left_out and not skips:
+        elif left_out and on_error == "raise":
             raise files.leaves_out(shard, len(left_out))
         nbytes = files.shard_nbytes(shard)
         return BuiltShard(
@@ -265,83 +246,74 @@ def build_shard(
         )
 
 
-@contextlib.contextmanager
-def started(
-    dataset: Any,
-    path: str,
-    num_shards: int | None,
-    *,
-    probed: dict[int, Any],
-    codec: str | None,
-    quality: int | None,
-    on_error: str,
-    error_budget: int | float,
-    fingerprint: Fingerprint | None,
-) -> Iterator[tuple[Plan, Unfinished | None]]:
-    """The plan of a build by several machines, and its directory; None if the cache is finished.
-
-    The arguments and errors are those of `build_shard`. If the cache is finished, a number of shards of None
-    accepts any.
-    """
-    built_quality = check_arguments(codec, quality, num_shards, on_error, error_budget)
-    dataset, fingerprint = as_stored(dataset, fingerprint, codec)
-    with contextlib.closing(Unfinished(path)) as files:
-        if not os.path.lexists(path):
-            plan = make_plan(
-                dataset,
-                probed,
-                codec=codec or "raw",
-                quality=built_quality,
-                shards=num_shards or 1,
-                skips=on_error == "skip",
-                fingerprint=fingerprint,
-            )
-            files.begin(plan, error_budget, is_shared=True)
-            if not os.path.lexists(path):
-                yield files.plan, files
-                return
-            # The shards were joined after this process had looked for the cache.
-            if files.plan.build_id == plan.build_id:
-                files.remove_plan()
-        cache = open_finished(path, dataset, probed, codec, quality, num_shards, fingerprint)
-        yield cache.plan, None
-
-
-class ShardBuilder:
-    """Writes the samples of a dataset to shards.
+@dataclass
+class Build:
+    """One process's part in the build of a cache; the arguments and errors are those of `build_lmdb`.
 
     Args:
-        dataset: Map-style, as it is stored.
-        files: The directory of the unfinished cache, with its plan.
-        probed: Samples that were already read, by index.
-        skips: Leave out samples that cannot be read.
+        dataset: Map-style and deterministic.
+        path: The absolute path of the cache.
+        num_shards: Number of files; None accepts any number of a finished cache, and builds one.
+        probed: Samples that were already read, by index; sample 0 is added.
+        codec: How arrays are encoded.
         quality: Of a lossy codec.
+        on_error: What happens if a sample cannot be read.
+        error_budget: The maximum number or share of samples that are left out.
+        fingerprint: Of the samples.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        files: Unfinished,
-        probed: dict[int, Any],
-        *,
-        skips: bool,
-        quality: int,
-    ) -> None:
-        self._dataset = dataset
-        self._files = files
-        self._plan = files.plan
-        self._probed = probed
-        self._skips = skips
-        self._quality = quality
+    dataset: Any
+    path: str
+    num_shards: int | None
+    probed: dict[int, Any]
+    codec: str | None
+    quality: int | None
+    on_error: str
+    error_budget: int | float
+    fingerprint: Fingerprint | None
+
+    def __post_init__(self) -> None:
+        self._built_quality = check_arguments(
+            self.codec, self.quality, self.num_shards, self.on_error, self.error_budget
+        )
+        self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
+        self._skips = self.on_error == "skip"
         self._shapes = SeenShapes()
         self._written: list[range] = []  # the samples that this object wrote
         self._failed: Exception | None = None  # the error of a sample
 
-    def write_all(
-        self, num_workers: int | None, error_budget: int | float, title: str, *, shown: bool
-    ) -> int:
+    @contextlib.contextmanager
+    def files(self, *, is_shared: bool) -> Iterator[Unfinished | LMDBCache]:
+        """The directory of the unfinished cache, with its plan; or the cache, if it is finished.
+
+        Args:
+            is_shared: Whether several machines may follow the plan; otherwise the caller holds the lock.
+        """
+        with contextlib.closing(Unfinished(self.path)) as files:
+            if not os.path.lexists(self.path):
+                plan = make_plan(
+                    self.dataset,
+                    self.probed,
+                    codec=self.codec or "raw",
+                    quality=self._built_quality,
+                    shards=self.num_shards or 1,
+                    skips=self._skips,
+                    fingerprint=self.fingerprint,
+                )
+                files.begin(plan, self.error_budget, is_shared=is_shared)
+                if not os.path.lexists(self.path):
+                    self._files = files
+                    yield files
+                    return
+                # The shards were joined after this process had looked for the cache.
+                if files.plan.build_id == plan.build_id:
+                    files.remove_plan()
+            form = self.codec, self.quality, self.num_shards
+            yield open_finished(self.path, self.dataset, self.probed, *form, self.fingerprint)
+
+    def write_all(self, num_workers: int | None, title: str, *, shown: bool) -> int:
         """Write all missing shards; returns the number of samples that an earlier build wrote."""
-        plan, files = self._plan, self._files
+        plan, files = self._files.plan, self._files
         missing = []
         for shard in range(plan.num_shards):
             left_out = files.finished(shard)
@@ -352,13 +324,12 @@ class ShardBuilder:
                 missing.append(shard)
             else:
                 files.skipped |= {sample.index: sample for sample in left_out}
-        return self.write(missing, num_workers, error_budget, title, shown=shown, total=plan.num_samples)
+        return self.write(missing, num_workers, title, shown=shown, total=plan.num_samples)
 
     def write(
         self,
         shards: Sequence[int],
         num_workers: int | None,
-        error_budget: int | float,
         title: str,
         *,
         shown: bool,
@@ -369,12 +340,11 @@ class ShardBuilder:
         Args:
             shards: The shards to write, one after another.
             num_workers: Processes that decode, as `build_lmdb` takes it.
-            error_budget: As `build_lmdb` takes it; samples in `files.skipped` count.
             title: The name of the work, for the progress.
             shown: Draw a bar, if standard error is a terminal.
             total: The number of samples that the progress counts; None for those of the shards.
         """
-        plan = self._plan
+        plan = self._files.plan
         try:
             spans = [
                 range(self._files.take_over(shard, skips=self._skips), plan.indices_of(shard).stop)
@@ -386,27 +356,25 @@ class ShardBuilder:
             if num_left < total:
                 log.info("%s: continues at sample %d of %d", title, total - num_left, total)
             num_processes = processes.choose_workers(num_workers, num_left)
-            ranges, slots = plan_tasks(spans, self._example_bytes(), num_processes)
+            example_bytes = len(encode(self.probed[0])) if 0 in self.probed else _GUESSED_BYTES
+            ranges, slots = plan_tasks(spans, example_bytes, num_processes)
             tasks = RecordTasks(
-                self._dataset,
+                self.dataset,
                 ranges,
-                self._probed,
+                self.probed,
                 codec=plan.codec,
-                quality=self._quality,
+                quality=self._built_quality,
                 skips=self._skips,
                 slots=slots,
             )
-            most_left_out = most_failures(error_budget, plan.num_samples)
-            with contextlib.closing(tasks):
+            with contextlib.closing(slots):
                 # Workers start before a file is opened, because they must not inherit LMDB environments.
                 answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)
                 try:
                     with BuildProgress(title, total, shown=shown, done=total - num_left) as progress:
-                        tasks_left = iter(ranges)
+                        values = self._values(tasks, answers, progress)
                         for shard, span in zip(shards, spans, strict=True):
-                            self._write_shard(
-                                shard, span, tasks_left, tasks, answers, most_left_out, progress
-                            )
+                            self._write_shard(shard, span, values)
                 finally:
                     processes.stop(answers)
         except (Exception, KeyboardInterrupt) as error:
@@ -415,73 +383,57 @@ class ShardBuilder:
             raise
         return total - num_left
 
-    def _example_bytes(self) -> int:
-        return len(encode(self._probed[0])) if 0 in self._probed else _GUESSED_BYTES
+    def _values(
+        self, tasks: RecordTasks, answers: Iterator[Answer], progress: BuildProgress
+    ) -> Iterator[tuple[int, bytes | memoryview | FailedSample]]:
+        """The index of each sample with its value, valid until the next one, or with why it has none."""
+        for indices, (values, slot) in zip(tasks.ranges, answers, strict=False):
+            memory = tasks.slots.memory(slot)
+            nbytes = 0
+            for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
+                if isinstance(value, Failed):
+                    raise self._explained(value)
+                if isinstance(value, FailedSample):
+                    yield index, value
+                    continue
+                content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
+                nbytes += len(content)
+                yield index, content
+            tasks.slots.free(slot)
+            progress.advance(nbytes, len(values))
 
     def _write_shard(
-        self,
-        shard: int,
-        span: range,
-        tasks_left: Iterator[range],
-        tasks: RecordTasks,
-        answers: Iterator[Answer],
-        most_left_out: int,
-        progress: BuildProgress,
+        self, shard: int, span: range, values: Iterator[tuple[int, bytes | memoryview | FailedSample]]
     ) -> None:
-        position = span.start
-        writer = ShardWriter(self._files.shard_path(shard))
+        files = self._files
+        most_left_out = most_failures(self.error_budget, files.plan.num_samples)
+        writer = ShardWriter(files.shard_path(shard))
         try:
-            while position < span.stop:
-                indices, (values, slot) = next(tasks_left), next(answers)
-                memory = tasks.memory(slot)
-                self._write_values(shard, writer, indices, values, memory, most_left_out, progress)
-                tasks.free(slot)
-                position = indices.stop
-            left_out = [sample.index for sample in self._files.left_out(shard)]
-            writer.finish(Description(self._plan, shard, runs_of(left_out)))
-        except KeyboardInterrupt:
-            writer.commit()
+            for index, value in itertools.islice(values, len(span)):
+                if not isinstance(value, FailedSample):
+                    writer.put(index, value)
+                    self._shapes.add(memoryview(value)[VALUE_HEADER_BYTES:])
+                    continue
+                files.report(shard, value)
+                if len(files.skipped) > most_left_out:
+                    raise budget_exceeded(
+                        len(files.skipped),
+                        most_left_out,
+                        files.plan.num_samples,
+                        value,
+                        f"{files.what_is_kept}: raise the budget or repair the files, and build again to "
+                        "resume",
+                    )
+            left_out = [sample.index for sample in files.left_out(shard)]
+            writer.finish(Description(files.plan, shard, runs_of(left_out)))
+        except BaseException as error:
+            if error is self._failed or isinstance(error, (ErrorBudgetError, KeyboardInterrupt)):
+                writer.commit()
             raise
         finally:
             writer.close()
-        self._files.complete(shard)
+        files.complete(shard)
         self._written.append(span)
-
-    def _write_values(
-        self,
-        shard: int,
-        writer: ShardWriter,
-        indices: range,
-        values: Sequence[Value],
-        memory: memoryview,
-        most_left_out: int,
-        progress: BuildProgress,
-    ) -> None:
-        nbytes = 0
-        for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
-            if isinstance(value, Failed):
-                writer.commit()
-                raise self._explained(value)
-            if isinstance(value, FailedSample):
-                self._files.report(shard, value)
-                if len(self._files.skipped) > most_left_out:
-                    writer.commit()
-                    raise self._over_budget(value, most_left_out)
-                continue
-            content = memory[value[0] : sum(value)] if isinstance(value, tuple) else value
-            writer.put(index, content)
-            self._shapes.add(memoryview(content)[VALUE_HEADER_BYTES:])
-            nbytes += len(content)
-        progress.advance(nbytes, len(values))
-
-    def _over_budget(self, last: FailedSample, most_left_out: int) -> ErrorBudgetError:
-        return budget_exceeded(
-            len(self._files.skipped),
-            most_left_out,
-            self._plan.num_samples,
-            last,
-            f"{self._files.what_is_kept}: raise the budget or repair the files, and build again to resume",
-        )
 
     def report_shapes(self, cache: LMDBCache) -> None:
         """Log if samples differ in shape, which would fail in the first training batch; store the number."""

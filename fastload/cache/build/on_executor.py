@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import most_failures
-from fastload.cache.build.build import build_shard, join, started
+from fastload.cache.build.build import Build, build_shard, join
 from fastload.cache.build.plan import source_of_build
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.files import check_openable
@@ -35,8 +35,6 @@ from fastload.errors import CacheError, ErrorBudgetError, add_note
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor, Future
-
-    from fastload.cache.lmdb.description import Plan
 
 SHARDS_PER_CPU = 4  # so that machines of different speed finish at about the same time
 # An open shard takes two descriptors, one of them for its mapping. Many systems give a process 1024.
@@ -173,24 +171,14 @@ def build_on(
     if not os.path.lexists(path):
         check_openable(min(shards or 1, len(dataset)))
     source, fingerprint = source_of_build(dataset, codec)
-    with started(
-        source,
-        path,
-        shards,
-        probed={},
-        codec=codec,
-        quality=quality,
-        on_error=on_error,
-        error_budget=error_budget,
-        fingerprint=fingerprint,
-    ) as (plan, files):
-        if files is None:
-            cache = LMDBCache(path)
-            cache.reason = "opened, as it matches the dataset"
-            return cache
-        task = Task(open_dataset, path, plan.num_shards, codec, quality, on_error, error_budget)
+    build = Build(source, path, shards, {}, codec, quality, on_error, error_budget, fingerprint)
+    with build.files(is_shared=True) as files:
+        if isinstance(files, LMDBCache):
+            files.reason = "opened, as it matches the dataset"
+            return files
+        task = Task(open_dataset, path, files.plan.num_shards, codec, quality, on_error, error_budget)
         try:
-            _run(executor, task, plan, files, shown=progress)
+            _run(executor, task, files, shown=progress)
         except KeyboardInterrupt as error:
             add_note(error, f"{files.what_is_kept}: build again to build the others")
             raise
@@ -205,9 +193,9 @@ def _shards_of_unfinished(path: str) -> int | None:
         files.close()
 
 
-def _run(executor: Executor, task: Task, plan: Plan, files: Unfinished, *, shown: bool) -> None:
+def _run(executor: Executor, task: Task, files: Unfinished, *, shown: bool) -> None:
     """Build the missing shards."""
-    finished = {}
+    plan, finished = files.plan, {}
     for shard in range(plan.num_shards):
         left_out = files.finished(shard)
         # A finished shard that leaves samples out is an error without "skip", and its task says so.

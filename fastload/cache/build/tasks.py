@@ -59,26 +59,32 @@ class Slots:
     Only the parent takes and frees slots.
 
     Args:
-        num_slots: Number of slots of equal size.
+        num_slots: Number of slots of equal size; with 0, all values are sent in the answers.
         slot_bytes: Size of a slot.
+
+    Raises:
+        SegmentError: The system refused the memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self._free = list(range(num_slots))
-        self._segment = Segment.create(num_slots * slot_bytes, name="fastload-build")
+        self._segment = Segment.create(num_slots * slot_bytes, name="fastload-build") if num_slots else None
         self._mapping: mmap.mmap | None = None
 
     def take(self) -> int | None:
         """A slot that belongs to the caller's task until `free`; None if all slots are taken."""
         return self._free.pop() if self._free else None
 
-    def free(self, slot: int) -> None:
-        """Take back a slot whose values were stored."""
-        self._free.append(slot)
+    def free(self, slot: int | None) -> None:
+        """Take back a task's slot, if it has one, once its values are stored."""
+        if slot is not None:
+            self._free.append(slot)
 
-    def memory(self, slot: int) -> memoryview:
-        """The bytes of a slot."""
+    def memory(self, slot: int | None) -> memoryview:
+        """The bytes of a task's slot; empty if the task has none."""
+        if slot is None or self._segment is None:
+            return memoryview(b"")
         if self._mapping is None:
             self._mapping = self._segment.map(writable=True)
         start = slot * self.slot_bytes
@@ -87,7 +93,8 @@ class Slots:
     def close(self) -> None:
         """Release this process's mapping and segment."""
         self._mapping = None
-        self._segment.close()
+        if self._segment is not None:
+            self._segment.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mapping": None}
@@ -117,7 +124,7 @@ class RecordTasks(Dataset[Answer]):
         codec: How images are encoded, one of `codecs.CACHE_CODECS`.
         quality: Of a lossy codec.
         skips: Leave out samples that cannot be read.
-        slots: Memory for the values; None to return them in the answer.
+        slots: Memory for the values.
     """
 
     def __init__(
@@ -129,7 +136,7 @@ class RecordTasks(Dataset[Answer]):
         codec: str,
         quality: int,
         skips: bool,
-        slots: Slots | None,
+        slots: Slots,
     ) -> None:
         self.dataset = dataset
         self.ranges = ranges
@@ -137,30 +144,16 @@ class RecordTasks(Dataset[Answer]):
         self._codec = codec
         self._quality = quality
         self._skips = skips
-        self._slots = slots
+        self.slots = slots
 
     def orders(self) -> Iterator[Order]:
         """An order for each task, made by the parent when a worker can get it."""
         for task in range(len(self.ranges)):
-            yield Order(task, None if self._slots is None else self._slots.take())
-
-    def memory(self, slot: int | None) -> memoryview:
-        """The bytes of a task's slot; empty if the task has none."""
-        return memoryview(b"") if self._slots is None or slot is None else self._slots.memory(slot)
-
-    def free(self, slot: int | None) -> None:
-        """Take back a task's slot, once its values are stored."""
-        if self._slots is not None and slot is not None:
-            self._slots.free(slot)
-
-    def close(self) -> None:
-        """Release the memory of the slots."""
-        if self._slots is not None:
-            self._slots.close()
+            yield Order(task, self.slots.take())
 
     def __getitem__(self, order: Order) -> Answer:
         values: list[Value] = []
-        memory = self.memory(order.slot)
+        memory = self.slots.memory(order.slot)
         used = 0
         read_tasks_ahead(self.dataset, self.ranges, order.task, known=self.probed)
         for index in self.ranges[order.task]:
@@ -209,9 +202,7 @@ def _failed(index: int, error: Exception) -> Failed:
     return Failed(index, error, trace)
 
 
-def plan_tasks(
-    ranges: Sequence[range], example_bytes: int, num_workers: int
-) -> tuple[list[range], Slots | None]:
+def plan_tasks(ranges: Sequence[range], example_bytes: int, num_workers: int) -> tuple[list[range], Slots]:
     """Cut ranges of indices into tasks, and make the shared memory for their values.
 
     Args:
@@ -228,11 +219,9 @@ def plan_tasks(
         for span in ranges
         for start in range(span.start, span.stop, size)
     ]
-    if not num_workers or why_unsupported() is not None:
-        return tasks, None
+    num_slots = TASKS_A_WORKER * num_workers + 1  # the values of one more task are being stored
     try:
-        num_slots = TASKS_A_WORKER * num_workers + 1  # the values of one more task are being stored
-        return tasks, Slots(num_slots, slot_bytes)
+        return tasks, Slots(num_slots if num_workers and why_unsupported() is None else 0, slot_bytes)
     except SegmentError as error:
         log.info("values are sent through torch's queue, which is slower: %s", str(error))
-        return tasks, None
+        return tasks, Slots(0, slot_bytes)

@@ -474,13 +474,6 @@ class Unfinished:
         self.close()
 
 
-def is_shared(destination: str) -> bool:
-    """Whether several machines may build the shards of the unfinished cache of a destination."""
-    with contextlib.closing(Unfinished(destination)) as files, contextlib.suppress(CacheMismatchError):
-        files.open()
-    return files.is_shared
-
-
 def _holds_something(path: Path) -> bool:
     """Whether a shard has a record, or a report a line."""
     if ".lmdb" not in path.name or not path.stat().st_size:
