@@ -128,11 +128,6 @@ class ColumnReader:
             self._made_readers = [_row_reader(leaf, array) for leaf, array in self._columns]
         return self._made_readers
 
-    @property
-    def arrays(self) -> list[Array]:
-        """The columns, `(rows, *shape)` each, read-only."""
-        return [array for _, array in self._columns]
-
     def sample(self, row: int) -> Any:
         """The sample in a row, with read-only views of arrays and private copies of tensors."""
         readers = self._made_readers or self._readers

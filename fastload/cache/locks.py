@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastload.system.posix import fcntl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
 # flags, each of which is a bit of its own.
@@ -50,6 +50,26 @@ def share_lock(fd: int) -> bool:
 def unlock(fd: int) -> None:
     """Release the lock, for every copy of the descriptor."""
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def locked(open_file: Callable[[], int], *, attempts: int = 1) -> Iterator[bool]:
+    """Hold the exclusive lock on a descriptor that is opened for it; gives whether the lock was free.
+
+    Raises:
+        OSError: The file cannot be opened, or the system refuses the lock.
+    """
+    fd = open_file()
+    try:
+        has_lock = try_lock(fd, attempts=attempts)
+        try:
+            yield has_lock
+        finally:
+            if has_lock:
+                # A fork in another thread may have copied the descriptor, so close() may not release it.
+                unlock(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

@@ -16,11 +16,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import fastload
-from fastload.cache import open_cache
+from fastload.cache import locks, open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import generation
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
@@ -84,7 +83,7 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
     kind: type[Images], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sample whose worker does not get the lock is read again in the next epoch, and no other sample is."""
-    real, calls = generation.try_lock, itertools.count()
+    real, calls = locks.try_lock, itertools.count()
     refusals = tmp_path / "refusals"
     refusals.touch()
 
@@ -97,7 +96,7 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
 
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
-    monkeypatch.setattr(generation, "try_lock", try_lock)
+    monkeypatch.setattr(locks, "try_lock", try_lock)
     loader = DataLoader(
         ds, batch_size=8, shuffle=True, num_workers=2, collate_fn=as_array, multiprocessing_context="fork"
     )

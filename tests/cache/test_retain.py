@@ -23,7 +23,8 @@ import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import layout, owners, registry, shared, successor
+from fastload.cache.locks import try_lock
+from fastload.cache.ram import generation, layout, owners, registry, shared
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
@@ -183,9 +184,9 @@ def retain_and_die(cache: SharedMemoryCache, dataset: Images, indices: list[int]
     if when == "before the segment":
         SharedMemoryCache._succeed = die  # type: ignore[method-assign]
     elif when == "before the pointer":
-        successor.announce = die
+        generation.announce = die
     elif when == "between pointer and number":
-        successor.os.pwrite = die  # type: ignore[attr-defined]
+        generation.os.pwrite = die  # type: ignore[attr-defined]
     cache.retain(some(*indices))
     die()
 
@@ -341,7 +342,7 @@ def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(
     dataset = Images(30)
     cache = filled(dataset)
     fd = cache._now.segment.reopen()
-    assert shared.try_lock(fd)
+    assert try_lock(fd)
     with caplog.at_level(logging.WARNING, "fastload"):
         cache.retain(some(1))
     os.close(fd)

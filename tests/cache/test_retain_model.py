@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.ram import successor
+from fastload.cache.ram import generation
 from fastload.cache.ram.shared import SharedMemoryCache
 from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -60,7 +60,7 @@ def retain_and_die(cache: SharedMemoryCache, part: set[int] | None, when: str) -
         os.kill(os.getpid(), signal.SIGKILL)
 
     if when == "before the pointer":
-        successor.announce = die
+        generation.announce = die
     cache.retain(as_indices(part))
     die()
 

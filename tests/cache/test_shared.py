@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.cache.ram import generation
+from fastload.cache import locks
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -85,9 +85,9 @@ def test_odd_samples_go_to_the_ragged_area() -> None:
     assert cache.num_cached == 30
     for index in range(30):
         assert_same_samples(cache.get(index), dataset.sample(index))
-    assert cache.cached_rows(np.arange(30)).tolist() == [
-        dataset.sample(i)[0].shape[0] == 32 for i in range(30)
-    ]
+    for index in range(30):
+        is_row = cache.gather(np.array([index]), np.empty) is not None
+        assert is_row == (dataset.sample(index)[0].shape[0] == 32)
 
 
 def test_odd_samples_may_use_the_rows_they_leave_empty() -> None:
@@ -107,7 +107,8 @@ def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
 
-    assert cache.cached_rows(np.arange(4)).tolist() == [True, False, False, True]
+    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(4)]
+    assert are_rows == [True, False, False, True]
     assert [cache.get(index) for index in range(4)] == samples
 
 
@@ -368,13 +369,13 @@ def test_segment_is_sealed() -> None:
 def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock is given back explicitly: a descriptor that a fork copied meanwhile does not hold it."""
     copies: list[int] = []
-    real = generation.try_lock
+    real = locks.try_lock
 
     def lock_and_copy(fd: int, *, attempts: int) -> bool:
         copies.append(os.dup(fd))
         return real(fd, attempts=attempts)
 
-    monkeypatch.setattr(generation, "try_lock", lock_and_copy)
+    monkeypatch.setattr(locks, "try_lock", lock_and_copy)
     dataset = RaggedImages(3)
     cache = filled(dataset)
     for fd in copies:
@@ -431,7 +432,7 @@ def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
     if where == "open":
         monkeypatch.setattr(Segment, "reopen", refuse)
     else:
-        monkeypatch.setattr(generation, "try_lock", refuse)
+        monkeypatch.setattr(locks, "try_lock", refuse)
     with caplog.at_level(logging.WARNING, "fastload"):
         assert not any(cache.put(index, dataset.sample(index)) for index in range(4))
 

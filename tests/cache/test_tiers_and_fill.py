@@ -17,10 +17,10 @@ import rich.console
 from torch.utils.data import default_collate
 
 import fastload
+from fastload.cache import locks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.ram import generation
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.stack import Stack
 from fastload.errors import CacheMismatchError
@@ -81,9 +81,9 @@ def test_workers_fill_a_cache_in_shared_memory() -> None:
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
     calls = itertools.count()
-    real = generation.try_lock
+    real = locks.try_lock
     monkeypatch.setattr(
-        generation, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
+        locks, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
     )
     ds = CachedDataset(RaggedImages(100), budget=1 << 20)
 

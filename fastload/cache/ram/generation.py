@@ -13,24 +13,43 @@ Rules:
    share an inherited one.
 5. The descriptor is closed with the object, so a thread that still writes to an old generation never writes
    to another file. Views of samples keep the mapping, and with it the memory.
+
+`SharedMemoryCache.retain` makes a new generation. The process that makes it writes to the old segment where
+the new one can be reached: a descriptor of its own, as an entry of the registry would tell it. Rules:
+
+1. A generation is complete before any other process can find it. If the maker dies before that, nothing has
+   changed for the others.
+2. The pointer in the old segment has a checksum and is written before the number that announces it, so a
+   process sees it complete or not at all.
+3. Every access of a process compares the announced number with the number that it has dealt with. If they
+   differ, the process attaches to the new generation and gives up the old one.
+4. The descriptor in the pointer is the maker's anchor (see `shared`), which always refers to the newest
+   generation that the maker holds. So one step is enough for a process that missed several generations.
+5. If the maker is gone, other owners of the cache are asked, if it is registered. If the new generation
+   cannot be reached at all, the process goes on with the old one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import struct
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fastload.cache.columns import ColumnReader
-from fastload.cache.locks import try_lock, unlock
+from fastload.cache.locks import locked
+from fastload.cache.ram import owners
 from fastload.cache.ram.layout import (
     CURSOR_AT,
     ENTRY_BYTES,
     FRAME_BYTES,
+    RETAINS_ALL,
     SUCCESSOR_AT,
     TABLE_AT,
     Layout,
@@ -44,9 +63,10 @@ from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fastload.cache.columns import Allocate
+    from fastload.cache.ram.owners import Entry
     from fastload.memory.segment import Segment
     from fastload.nested.spec import Spec
 
@@ -61,6 +81,9 @@ _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 _MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
 _LOCK_ATTEMPTS = 50  # each yields the core once; the lock is held for a few microseconds
+_POINTER = struct.Struct("<QQQQQ")  # number of the generation; pid, start, descriptor and namespace
+_CRC = struct.Struct("<I")
+_POINTER_AT = SUCCESSOR_AT + WORD_BYTES
 _UNKNOWN = b"\xff" * 16  # no digest of samples that somebody retains
 
 
@@ -209,11 +232,6 @@ class Generation:
         start = offset + FRAME_BYTES
         return decode(self._memory[start : start + nbytes])
 
-    def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Which of these samples are stored as uniform rows, `(len(indices),) bool`."""
-        rows: npt.NDArray[np.bool_] = self.table.take(indices) & 1 != 0
-        return rows
-
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
         if self.columns is None:
@@ -271,20 +289,39 @@ class Generation:
             free_bytes -= plan.shared_bytes
         return max(0, min(rows, free_bytes // max(1, plan.row_bytes)))
 
+    @contextlib.contextmanager
+    def _claiming(self, index: int | None = None) -> Iterator[Cursor | None]:
+        """Hold the lock on the cursor, to make room for a sample; gives the cursor.
+
+        None if another process holds the lock, the system refuses it, or the sample was stored meanwhile.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                has_lock = stack.enter_context(locked(self.segment.reopen, attempts=_LOCK_ATTEMPTS))
+            except OSError as error:
+                has_lock = False
+                self.leave_out(f"the lock on the cache cannot be taken: {error}")
+            if has_lock and (index is None or self.entries[index] == EMPTY):
+                yield Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
+            else:
+                yield None
+
+    def _set(self, cursor: Cursor) -> None:
+        """Write the cursor; the caller holds its lock."""
+        os.pwrite(self.segment.fd, _CURSOR.pack(*cursor), CURSOR_AT)
+
     def _claim_row(self, index: int) -> int | None:
         """The number of a row that only this caller may write, or None."""
-        with _Claim(self, index) as claim:
-            cursor = claim.cursor
+        with self._claiming(index) as cursor:
             if cursor is None or not self._rows_left(cursor):
                 return None
-            claim.set(cursor._replace(rows=cursor.rows + 1))
+            self._set(cursor._replace(rows=cursor.rows + 1))
             return cursor.rows
 
     def _claim_bytes(self, index: int, nbytes: int) -> int | None:
         """The offset of ragged space that only this caller may write, or None."""
         plan = self.plan
-        with _Claim(self, index) as claim:
-            cursor = claim.cursor
+        with self._claiming(index) as cursor:
             if cursor is None:
                 return None
             end = cursor.ragged_bytes + nbytes
@@ -295,9 +332,9 @@ class Generation:
                 given_up = cursor.given_up + (index < plan.rows)
                 free_bytes = plan.spare_bytes + given_up * plan.untouched_bytes
             if end <= min(free_bytes, plan.ragged_bytes):
-                claim.set(cursor._replace(ragged_bytes=end, given_up=given_up))
+                self._set(cursor._replace(ragged_bytes=end, given_up=given_up))
                 return plan.ragged_at + cursor.ragged_bytes
-            is_first = claim.flag(SHORT)
+            is_first = self._set_flag(cursor, SHORT)
         if is_first:
             self._log_short(is_budget=end > free_bytes)
         return None
@@ -316,8 +353,14 @@ class Generation:
 
     def flag(self, flag: int) -> bool:
         """Set a flag that all processes see; True if this call has set it."""
-        with _Claim(self, None) as claim:
-            return claim.cursor is not None and claim.flag(flag)
+        with self._claiming() as cursor:
+            return cursor is not None and self._set_flag(cursor, flag)
+
+    def _set_flag(self, cursor: Cursor, flag: int) -> bool:
+        if cursor.flags & flag:
+            return False
+        self._set(cursor._replace(flags=cursor.flags | flag))
+        return True
 
     @property
     def flags(self) -> int:
@@ -408,60 +451,90 @@ def log_short(budget_bytes: int, num_held: int, num_samples: int, needed_bytes: 
     )
 
 
-class _Claim:
-    """Holds the lock on a generation's cursor.
+# --- the way to the next generation ----------------------------------------------------------------------
+
+
+def digest_of(retained: npt.NDArray[np.bool_]) -> bytes:
+    """The digest by which processes compare the samples that they retain.
 
     Args:
-        generation: The generation.
-        index: The sample to make room for; None for none.
-
-    Attributes:
-        cursor: The cursor; None if another process holds the lock, the system refuses it, or the sample was
-            stored meanwhile.
+        retained: `(num_samples,) bool`.
     """
+    if retained.all():
+        return RETAINS_ALL
+    return hashlib.blake2b(np.packbits(retained).tobytes(), digest_size=len(RETAINS_ALL)).digest()
 
-    def __init__(self, generation: Generation, index: int | None) -> None:
-        self._generation = generation
-        self._index = index
-        self._fd = -1
-        self._has_lock = False
-        self.cursor: Cursor | None = None
 
-    def set(self, cursor: Cursor) -> None:
-        """Write the cursor."""
-        os.pwrite(self._fd, _CURSOR.pack(*cursor), CURSOR_AT)
+def announce(old: Generation, number: int, holder: Entry) -> None:
+    """Write to an old generation where its successor is; the caller holds the old generation's lock.
 
-    def flag(self, flag: int) -> bool:
-        """Set a flag; True if it was not set before."""
-        cursor = self.cursor
-        if cursor is None or cursor.flags & flag:
-            return False
-        self.set(cursor._replace(flags=cursor.flags | flag))
-        return True
+    Args:
+        old: The old generation.
+        number: The successor's number.
+        holder: The process that holds the successor, and its descriptor.
 
-    def __enter__(self) -> _Claim:
-        generation = self._generation
+    Raises:
+        OSError: The system refused the memory.
+    """
+    pointer = _POINTER.pack(number, holder.pid, holder.started, holder.fd, holder.namespace)
+    old.segment.write(pointer + _CRC.pack(zlib.crc32(pointer)), _POINTER_AT)
+    os.pwrite(old.segment.fd, _ENTRY.pack(number), SUCCESSOR_AT)  # last
+
+
+def attach(old: Generation) -> Generation | None:
+    """The newest generation that this process can reach and map; None if there is none after the old one."""
+    stamp = old.stamp
+    for entry in _holders(old):
+        segment = _open(entry, stamp)
+        if segment is None:
+            continue
         try:
-            self._fd = generation.segment.reopen()
-        except OSError as error:
-            generation.leave_out(f"the lock on the cache cannot be opened: {error}")
-            return self
-        try:
-            self._has_lock = try_lock(self._fd, attempts=_LOCK_ATTEMPTS)
-        except OSError as error:
-            generation.leave_out(f"the system refuses the lock on the cache: {error}")
-            return self
-        if self._has_lock and (self._index is None or generation.entries[self._index] == EMPTY):
-            self.cursor = Cursor(*_CURSOR.unpack(os.pread(self._fd, _CURSOR.size, CURSOR_AT)))
-        return self
+            return old.next(segment, segment.map(writable=False))
+        except SegmentError as error:  # of this process only: other processes may have other limits
+            segment.close()
+            log.info("cache: process %d keeps an older part of it: %s", os.getpid(), str(error))
+    return None
 
-    def __exit__(self, *_: object) -> None:
-        if self._fd < 0:
-            return
-        try:
-            if self._has_lock:
-                # A fork in another thread may have copied the descriptor, so close() may not release the
-                # lock.
-                unlock(self._fd)
-        finally:
-            os.close(self._fd)
+
+def attach_to(entry: Entry, cache_id: int) -> Segment:
+    """The segment of a cache that another process holds, for a process that had no generation of it.
+
+    Raises:
+        SegmentError: The process is gone, or may not be asked, or its descriptor is not this cache.
+    """
+    segment = _open(entry, Stamp(0, cache_id, RETAINS_ALL))
+    if segment is None:
+        raise SegmentError(
+            f"cannot attach the shared cache at /proc/{entry.pid}/fd/{entry.fd}. "
+            "Its owner must be alive, of the same user and in the same PID namespace."
+        )
+    return segment
+
+
+def _holders(old: Generation) -> Iterator[Entry]:
+    """Processes that may hold a later generation."""
+    fingerprint = old.plan.origin.fingerprint
+    name = "" if fingerprint is None else fingerprint.name
+    raw = os.pread(old.segment.fd, _POINTER.size + _CRC.size, _POINTER_AT)
+    pointer = raw[: _POINTER.size]
+    if _CRC.unpack_from(raw, _POINTER.size)[0] == zlib.crc32(pointer):
+        _, pid, started, fd, namespace = _POINTER.unpack(pointer)
+        yield owners.Entry(name, pid, started, fd, namespace)
+    if name:
+        yield from owners.entries(name)
+
+
+def _open(entry: Entry, after: Stamp) -> Segment | None:
+    """The segment behind an entry, if it is a later generation of the same cache than a stamp's."""
+    if not entry.is_alive:
+        return None
+    try:
+        segment = entry.attach()
+    except (owners.UnreachableOwnerError, owners.StaleEntryError) as error:
+        log.info("cache: process %d does not reach process %d: %s", os.getpid(), entry.pid, str(error))
+        return None
+    stamp = Stamp.read(segment) if segment.is_sealed and segment.is_own else None
+    if stamp is None or stamp.cache_id != after.cache_id or stamp.number <= after.number:
+        segment.close()
+        return None
+    return segment

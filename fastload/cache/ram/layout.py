@@ -5,7 +5,7 @@ The process that creates the segment plans the layout; other processes read it f
     header       magic, format version; crc32, length and offset of the description
     stamp        at byte 32: which generation of which cache this is, and which samples it retains
     cursor       at byte 64: how much of the rows and of the ragged area is used (see `generation`)
-    successor    at byte 128: the number of the next generation and a process that holds it (see `successor`)
+    successor    at byte 128: the number of the next generation and a process that holds it (see `generation`)
     description  at byte 1024: JSON, ASCII; in pages of its own at the end if it is too long
     table        from the second page on, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number
                  2 * row + 1 = a uniform row, else the offset of a ragged record
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.cache.columns import COLUMN_ALIGNMENT_BYTES, Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.locks import try_lock, unlock
+from fastload.cache.locks import locked
 from fastload.cache.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
@@ -362,15 +362,10 @@ def _ragged_bytes(spec: Spec, values: list[Any]) -> int:
 def _why_no_lock(segment: Segment) -> OSError | None:
     """The error with which the system refuses the lock under which space is claimed; None if it grants it."""
     try:
-        fd = segment.reopen()
-        try:
-            if try_lock(fd):
-                unlock(fd)
-        finally:
-            os.close(fd)
+        with locked(segment.reopen):
+            return None
     except OSError as error:
         return error
-    return None
 
 
 _PLAIN_FIELDS = (

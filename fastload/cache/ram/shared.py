@@ -6,7 +6,7 @@ segment (see `layout`) is sparse, so memory is allocated as samples are stored, 
 changes. How samples are read and stored is in `generation`. Rules:
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset. Only `retain`
-   drops samples: it starts an empty segment, the next generation of the cache (see `successor`).
+   drops samples: it starts an empty segment, the next generation of the cache (see `generation`).
 2. Each access checks whether there is a next generation, and follows. A sample that a process stores in an
    old generation meanwhile is lost, and is read from the dataset again.
 3. What was handed out keeps its generation's memory, so it never changes.
@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.locks import try_lock, unlock
-from fastload.cache.ram import owners, successor
+from fastload.cache.locks import locked
+from fastload.cache.ram import generation, owners
 from fastload.cache.ram.generation import NOT_MAPPED, Generation
 from fastload.cache.ram.layout import Layout, Origin, Stamp, create
 from fastload.cache.sample_cache import BaseCache
@@ -122,7 +122,7 @@ class SharedMemoryCache(BaseCache):
                     return None
                 continue
             number = now.successor[0]
-            newer = successor.attach(now)
+            newer = generation.attach(now)
             if newer is None:
                 log.info("cache: process %d keeps an old part of it: the new one is gone", os.getpid())
                 now.followed = number
@@ -182,50 +182,30 @@ class SharedMemoryCache(BaseCache):
         if indices is not None:
             retained[:] = False
             retained[indices] = True
-        digest = successor.digest_of(retained)
+        digest = generation.digest_of(retained)
         deadline_s = time.monotonic() + _RETAIN_WAIT_S
         while True:
             now = self._newest()
             if now is not None and now.followed:  # it could not be reached before, but may be now
-                newer = successor.attach(now)
+                newer = generation.attach(now)
                 if newer is not None:
                     self._move(now, newer)
                     continue
             if now is None or now.stamp.digest == digest:
                 return
             try:
-                fd = now.segment.reopen()
-            except OSError as error:
-                self._log_not_retained(f"the lock on the cache cannot be opened: {error}")
-                return
-            try:
-                if self._retain_locked(fd, now, retained, digest):
-                    return
+                with locked(now.segment.reopen) as has_lock:
+                    if has_lock and now.successor[0] == now.followed:
+                        if not now.widen(retained, digest):
+                            self._succeed(now, retained, digest)
+                        return
             except (OSError, MemoryError, SegmentError) as error:
                 self._log_not_retained(str(error))
                 return
-            finally:
-                os.close(fd)
             if time.monotonic() > deadline_s:
                 self._log_not_retained(f"another process has held its lock for {_RETAIN_WAIT_S:,.0f} s")
                 return
             time.sleep(_POLL_S)
-
-    def _retain_locked(
-        self, fd: int, now: Generation, retained: npt.NDArray[np.bool_], digest: bytes
-    ) -> bool:
-        """Make the next generation; False if another process holds the lock, or was faster."""
-        if not try_lock(fd):
-            return False
-        try:
-            if now.successor[0] != now.followed:
-                return False
-            if not now.widen(retained, digest):
-                self._succeed(now, retained, digest)
-            return True
-        finally:
-            # A fork in another thread may have copied the descriptor, so close() may not release the lock.
-            unlock(fd)
 
     def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
         """Start a new generation for the retained samples, and tell the other processes."""
@@ -239,7 +219,7 @@ class SharedMemoryCache(BaseCache):
         new = old.next(segment, mapping)
         new.retain(retained, old.flags)
         self._move(old, new)  # before others are told: they attach through the anchor
-        successor.announce(old, number, holder)
+        generation.announce(old, number, holder)
         log.info("cache: empty now, for %s of %s samples", f"{new.num_retained:,}", f"{self.num_samples:,}")
 
     def _log_not_retained(self, reason: str) -> None:
@@ -334,11 +314,6 @@ class SharedMemoryCache(BaseCache):
             return now.columns.sample(entry >> 1)
         return now.ragged_sample(index, entry) if entry else None
 
-    def cached_rows(self, indices: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-        """Which of these samples are cached as uniform rows, `(len(indices),) bool`."""
-        now = self._newest()
-        return np.zeros(len(indices), np.bool_) if now is None else now.cached_rows(indices)
-
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
         used = self._now
@@ -387,4 +362,4 @@ def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
 
 
 def _found(entry: Entry, cache_id: int, layout: Layout) -> SharedMemoryCache:
-    return _attached(successor.attach_to(entry, cache_id), layout)
+    return _attached(generation.attach_to(entry, cache_id), layout)
