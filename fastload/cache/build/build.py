@@ -358,15 +358,8 @@ class Build:
             num_processes = processes.choose_workers(num_workers, num_left)
             example_bytes = len(encode(self.probed[0])) if 0 in self.probed else _GUESSED_BYTES
             ranges, slots = plan_tasks(spans, example_bytes, num_processes)
-            tasks = RecordTasks(
-                self.dataset,
-                ranges,
-                self.probed,
-                codec=plan.codec,
-                quality=self._built_quality,
-                skips=self._skips,
-                slots=slots,
-            )
+            form = plan.codec, self._built_quality, self._skips
+            tasks = RecordTasks(self.dataset, ranges, self.probed, *form, slots)
             with contextlib.closing(slots):
                 # Workers start before a file is opened, because they must not inherit LMDB environments.
                 answers = processes.run(tasks, tasks.orders(), num_processes, ahead=TASKS_A_WORKER)

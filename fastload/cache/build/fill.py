@@ -6,6 +6,7 @@ cache are not disturbed meanwhile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -28,13 +29,13 @@ _ENOUGH_REFUSED = 64  # if the cache refuses this many samples in a row, it is f
 _MOST_IDLE_ROUNDS = 3
 
 
+@dataclass(eq=False)
 class _Chunks(Dataset[int]):
     """Reads chunks of samples; each item is the number of samples of a chunk that are stored."""
 
-    def __init__(self, dataset: Any, cache: SampleCache, chunks: Sequence[Sequence[int]]) -> None:
-        self.dataset = dataset
-        self.cache = cache
-        self.chunks = chunks
+    dataset: Any
+    cache: SampleCache
+    chunks: Sequence[Sequence[int]]
 
     def __getitem__(self, number: int) -> int:
         num_stored = 0
@@ -62,7 +63,8 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
     """
     missing = cache.missing().tolist()
     if not missing:
-        _report_nothing_to_do(cache)
+        why = "is full already" if cache.num_cached == cache.num_samples else "takes no more samples"
+        log.info("cache: nothing to fill, the cache %s: %s", why, _held(cache))
         return
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
         # Samples that were refused because workers wanted space at the same moment get another round.
@@ -74,13 +76,6 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
             rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
             missing = left
     log.info("cache: filled: %s", _held(cache))
-
-
-def _report_nothing_to_do(cache: SampleCache) -> None:
-    if cache.num_cached == cache.num_samples:
-        log.info("cache: nothing to fill, the cache is full already: %s", _held(cache))
-    else:
-        log.info("cache: nothing to fill, the cache takes no more samples: %s", _held(cache))
 
 
 def _held(cache: SampleCache) -> str:

@@ -114,6 +114,7 @@ class Answer(NamedTuple):
     slot: int | None
 
 
+@dataclass(eq=False)
 class RecordTasks(Dataset[Answer]):
     """Reads ranges of samples, and returns their values; indexed by the order for a task.
 
@@ -127,24 +128,13 @@ class RecordTasks(Dataset[Answer]):
         slots: Memory for the values.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        ranges: Sequence[range],
-        probed: Mapping[int, Any],
-        *,
-        codec: str,
-        quality: int,
-        skips: bool,
-        slots: Slots,
-    ) -> None:
-        self.dataset = dataset
-        self.ranges = ranges
-        self.probed = probed
-        self._codec = codec
-        self._quality = quality
-        self._skips = skips
-        self.slots = slots
+    dataset: Any
+    ranges: Sequence[range]
+    probed: Mapping[int, Any]
+    codec: str
+    quality: int
+    skips: bool
+    slots: Slots
 
     def orders(self) -> Iterator[Order]:
         """An order for each task, made by the parent when a worker can get it."""
@@ -159,17 +149,17 @@ class RecordTasks(Dataset[Answer]):
         for index in self.ranges[order.task]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
-                if self._codec == SOURCE:
+                if self.codec == SOURCE:
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
-                if not self._skips:
+                if not self.skips:
                     values.append(_failed(index, error))
                     break
                 values.append(skipped(index, error))
                 continue
             try:
-                codec = "raw" if self._codec == SOURCE else self._codec
-                parts, _ = record_parts(*flatten(sample), codec, self._quality)
+                codec = "raw" if self.codec == SOURCE else self.codec
+                parts, _ = record_parts(*flatten(sample), codec, self.quality)
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 values.append(_failed(index, error))
                 break

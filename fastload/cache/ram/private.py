@@ -49,14 +49,13 @@ class PrivateCache(BaseCache):
         self.nbytes = 0
         self.generation = 1
         self._records: dict[int, bytes] = {}
-        self._retained: npt.NDArray[np.bool_] | None = None  # None for all samples
+        self._retained = np.ones(num_samples, np.bool_)
         self._is_full = False
         self._checked_bytes = 0
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = None if self._retained is None else np.packbits(self._retained).tobytes()
-        return _empty, (self.num_samples, self.budget_bytes, self.reason, packed)
+        return _empty, (self.num_samples, self.budget_bytes, self.reason, self._retained)
 
     @property
     def num_cached(self) -> int:
@@ -69,13 +68,11 @@ class PrivateCache(BaseCache):
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored in this process and are retained, ascending."""
-        lacking = [i for i in range(self.num_samples) if i not in self._records and self.is_retained(i)]
-        return np.array(lacking, np.intp)
+        return np.array([i for i in np.flatnonzero(self._retained) if i not in self._records], np.intp)
 
     def is_retained(self, index: int) -> bool:
         """Whether the sample may be stored."""
-        retained = self._retained
-        return retained is None or bool(retained[index])
+        return bool(self._retained[index])
 
     def __contains__(self, index: object) -> bool:
         return index in self._records
@@ -101,27 +98,22 @@ class PrivateCache(BaseCache):
             return self._stop_growing("this process gets no more memory")
         # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
         with self._lock():
-            return self._add(index, record)
+            if index in self._records or not self.is_retained(index):  # another thread was faster
+                return index in self._records
+            nbytes = self.nbytes + len(record)
+            if nbytes > self.budget_bytes:
+                return False
+            if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
+                # Every worker has a cache with this budget; together they may need more than there is.
+                self._checked_bytes, free_bytes = nbytes, available_bytes()
+                if free_bytes < _FREE_SHARE * self.budget_bytes:
+                    return self._stop_growing(f"{readable_size(free_bytes)} of memory are free")
+            self._records[index] = record
+            self.nbytes = nbytes
+            return True
 
     def _lock(self) -> threading.Lock:
         return self._locks.setdefault(os.getpid(), threading.Lock())
-
-    def _add(self, index: int, record: bytes) -> bool:
-        if index in self._records:  # another thread was faster
-            return True
-        if not self.is_retained(index):
-            return False
-        nbytes = self.nbytes + len(record)
-        if nbytes > self.budget_bytes:
-            return False
-        if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
-            # Every worker has a cache with this budget; together they may need more than the machine has.
-            self._checked_bytes, free_bytes = nbytes, available_bytes()
-            if free_bytes < _FREE_SHARE * self.budget_bytes:
-                return self._stop_growing(f"{readable_size(free_bytes)} of memory are free")
-        self._records[index] = record
-        self.nbytes = nbytes
-        return True
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these, and store no others, in this process and in those that it starts.
@@ -131,10 +123,8 @@ class PrivateCache(BaseCache):
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
         """
-        retained: npt.NDArray[np.bool_] | None = None
-        if indices is not None:
-            retained = np.zeros(self.num_samples, np.bool_)
-            retained[indices] = True
+        retained = np.zeros(self.num_samples, np.bool_)
+        retained[slice(None) if indices is None else indices] = True
         with self._lock():
             self._retained = retained
             self._records = {i: record for i, record in self._records.items() if self.is_retained(i)}
@@ -159,9 +149,7 @@ class PrivateCache(BaseCache):
         self.nbytes = self.budget_bytes = 0
 
 
-def _empty(num_samples: int, budget_bytes: int, reason: str, packed: bytes | None) -> PrivateCache:
+def _empty(num_samples: int, budget_bytes: int, reason: str, retained: npt.NDArray[np.bool_]) -> PrivateCache:
     cache = PrivateCache(num_samples, budget=max(1, budget_bytes), reason=reason)
-    if packed is not None:
-        retained = np.unpackbits(np.frombuffer(packed, np.uint8), count=num_samples)
-        cache.retain(np.flatnonzero(retained))
+    cache._retained = retained
     return cache

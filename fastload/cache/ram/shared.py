@@ -178,10 +178,8 @@ class SharedMemoryCache(BaseCache):
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
         """
-        retained = np.ones(self.num_samples, np.bool_)
-        if indices is not None:
-            retained[:] = False
-            retained[indices] = True
+        retained = np.zeros(self.num_samples, np.bool_)
+        retained[slice(None) if indices is None else indices] = True
         digest = generation.digest_of(retained)
         deadline_s = time.monotonic() + _RETAIN_WAIT_S
         while True:
