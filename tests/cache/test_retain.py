@@ -395,7 +395,7 @@ def test_a_closed_cache_retains_nothing() -> None:
     cache.retain(some(1))
 
     assert (cache.generation, cache.fd, cache.get(1)) == (0, -1, None)
-    assert not cache.is_retained(1)
+    assert not cache.put(1, Images(30).sample(1))
 
 
 def test_caches_of_the_format_before_are_refused() -> None:

@@ -24,6 +24,7 @@ from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
+from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -423,6 +424,7 @@ def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
     where: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """No space is claimed without the lock, and no descriptor stays open."""
+    say_once.cache_clear()
 
     def refuse(*_: Any, **__: Any) -> int:
         raise OSError(37, "No locks available")

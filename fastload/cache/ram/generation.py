@@ -58,7 +58,7 @@ from fastload.cache.ram.layout import (
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.errors import SegmentError
 from fastload.memory.segment import round_up
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -109,7 +109,6 @@ class Generation:
     Args:
         segment: The segment; the generation owns it from here on.
         plan: Its layout.
-        logged: Reasons that were logged before; further ones are added.
         mapping: The segment, read-only; None to map it at the first access.
 
     Attributes:
@@ -120,17 +119,15 @@ class Generation:
         entries: The table of all samples, of Python numbers.
         table: The same, `(num_samples,) intp`.
         columns: Reads uniform samples; None if there are none.
-        is_full: Whether the system has refused memory for another sample.
+        is_full: Whether the system has refused memory for another sample, or the segment itself.
     """
 
     __slots__ = (
-        *("__weakref__", "_cursor", "_is_unmappable", "_logged", "_memory"),
+        *("__weakref__", "_cursor", "_memory"),
         *("columns", "entries", "followed", "is_full", "plan", "segment", "successor", "table"),
     )
 
-    def __init__(
-        self, segment: Segment, plan: Layout, logged: set[str], mapping: mmap.mmap | None = None
-    ) -> None:
+    def __init__(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
         self.segment = segment
         self.plan = plan
         self.successor = self._cursor = memoryview(bytes(WORD_BYTES)).cast("Q")
@@ -140,36 +137,32 @@ class Generation:
         self._memory = memoryview(b"")
         self.entries = self._memory.cast("Q")
         self.table = np.empty(0, np.intp)
-        self._is_unmappable = False
-        self._logged = logged
         if mapping is not None:
             self._use(mapping)
         weakref.finalize(self, segment.close).atexit = False
 
-    def map(self) -> bool:
-        """Map the segment if it is not mapped; False if it is closed or cannot be mapped."""
-        if self.followed != NOT_MAPPED:
-            return True
-        if self.segment.fd < 0 or self._is_unmappable:
-            return False
+    def map(self) -> None:
+        """Map the segment; if this process cannot do that, it finds nothing cached and stores nothing."""
         try:
-            mapping = self.segment.map(writable=False)
+            self._use(self.segment.map(writable=False))
         except SegmentError as error:  # for this process only: other processes may have other limits
-            self._is_unmappable = True
             log.warning(
                 "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                 os.getpid(),
                 str(error),  # the error itself would keep this frame alive in a log handler
             )
-            return False
-        self._use(mapping)
-        return True
+            self.use_nothing()
 
-    def _use(self, mapping: mmap.mmap) -> None:
+    def use_nothing(self) -> None:
+        """Let this process find nothing cached, and store nothing: the number of the generation is 0."""
+        self.is_full = True
+        self._use(bytes(TABLE_AT + self.plan.num_samples * ENTRY_BYTES))
+
+    def _use(self, mapping: mmap.mmap | bytes) -> None:
         plan = self.plan
         self._memory = memoryview(mapping)
         self.entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
-        if plan.spec is not None:
+        if plan.spec is not None and not self.is_full:
             self.columns = ColumnReader(plan.spec, plan.columns, plan.rows, mapping)
         self.table = np.frombuffer(self.entries, np.intp)
         self._cursor = self._memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("Q")
@@ -300,7 +293,10 @@ class Generation:
                 has_lock = stack.enter_context(locked(self.segment.reopen, attempts=_LOCK_ATTEMPTS))
             except OSError as error:
                 has_lock = False
-                self.leave_out(f"the lock on the cache cannot be taken: {error}")
+                say_once(
+                    "cache: some samples are read from the dataset at each access: the lock on the cache "
+                    f"cannot be taken: {error}"
+                )
             if has_lock and (index is None or self.entries[index] == EMPTY):
                 yield Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
             else:
@@ -367,12 +363,6 @@ class Generation:
         """The flags that are set."""
         return Cursor(*self._cursor).flags
 
-    def leave_out(self, reason: str) -> None:
-        """Log once per process why samples are not cached."""
-        if reason not in self._logged:
-            self._logged.add(reason)
-            log.warning("cache: some samples are read from the dataset at each access: %s", reason)
-
     def publish(self, index: int, entry: int) -> None:
         """Write an entry of the table; the payload must be written before."""
         os.pwrite(self.segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
@@ -392,10 +382,6 @@ class Generation:
                     left[0] = left[0][written:]
 
     # --- the next generation ------------------------------------------------------------------------------
-
-    def next(self, segment: Segment, mapping: mmap.mmap | None = None) -> Generation:
-        """The generation in another segment of the same cache; it owns the segment from here on."""
-        return Generation(segment, self.plan, self._logged, mapping)
 
     def retain(self, retained: npt.NDArray[np.bool_], flags: int) -> None:
         """Mark the samples that may be stored in this new, empty generation, which nobody else knows yet.
@@ -489,7 +475,7 @@ def attach(old: Generation) -> Generation | None:
         if segment is None:
             continue
         try:
-            return old.next(segment, segment.map(writable=False))
+            return Generation(segment, old.plan, segment.map(writable=False))
         except SegmentError as error:  # of this process only: other processes may have other limits
             segment.close()
             log.info("cache: process %d keeps an older part of it: %s", os.getpid(), str(error))

@@ -78,7 +78,7 @@ class SharedMemoryCache(BaseCache):
         origin = Origin(os.getpid(), time.time(), fingerprint)
         layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
         self._hold(layout)
-        self._now = Generation(segment, layout, self._logged, mapping)
+        self._now = Generation(segment, layout, mapping)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -96,14 +96,13 @@ class SharedMemoryCache(BaseCache):
     def _hold(self, layout: Layout) -> None:
         """Set all attributes but the generation in use."""
         self._plan = layout
-        self._logged: set[str] = set()
         self._anchor: Segment | None = None
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        now = self._newest() or self._now
-        if context.get_spawning_popen() is None and now.followed != NOT_MAPPED:
+        now = self._newest()
+        if context.get_spawning_popen() is None and now.stamp.number:
             # Pickled for another purpose than to start a child process. This process may move to another
             # generation before the pickle is read; that one is then found through the anchor.
             entry = owners.entry_of("", self.anchor_fd())
@@ -113,13 +112,12 @@ class SharedMemoryCache(BaseCache):
 
     # --- generations --------------------------------------------------------------------------------------
 
-    def _newest(self) -> Generation | None:
-        """The newest generation that this process can reach; None if the cache is closed or unmappable."""
+    def _newest(self) -> Generation:
+        """The newest generation that this process can reach."""
         now = self._now
         while now.successor[0] != now.followed:
             if now.followed == NOT_MAPPED:
-                if not now.map():
-                    return None
+                now.map()
                 continue
             number = now.successor[0]
             newer = generation.attach(now)
@@ -155,13 +153,11 @@ class SharedMemoryCache(BaseCache):
     @property
     def generation(self) -> int:
         """The number of the generation in use; the first one is 1. It is 0 if the cache cannot be read."""
-        now = self._newest()
-        return 0 if now is None else now.stamp.number
+        return self._newest().stamp.number
 
     def is_retained(self, index: int) -> bool:
         """Whether the sample may be stored."""
-        now = self._newest()
-        return now is not None and now.is_retained(index)
+        return self._newest().is_retained(index)
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these, and store no others, in all processes that use this cache.
@@ -184,12 +180,12 @@ class SharedMemoryCache(BaseCache):
         deadline_s = time.monotonic() + _RETAIN_WAIT_S
         while True:
             now = self._newest()
-            if now is not None and now.followed:  # it could not be reached before, but may be now
+            if now.followed:  # it could not be reached before, but may be now
                 newer = generation.attach(now)
                 if newer is not None:
                     self._move(now, newer)
                     continue
-            if now is None or now.stamp.digest == digest:
+            if not now.stamp.number or now.stamp.digest == digest:
                 return
             try:
                 with locked(now.segment.reopen) as has_lock:
@@ -214,7 +210,7 @@ class SharedMemoryCache(BaseCache):
             return
         number = max(old.stamp.number, old.successor[0]) + 1
         segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
-        new = old.next(segment, mapping)
+        new = Generation(segment, self._plan, mapping)
         new.retain(retained, old.flags)
         self._move(old, new)  # before others are told: they attach through the anchor
         generation.announce(old, number, holder)
@@ -259,8 +255,7 @@ class SharedMemoryCache(BaseCache):
         """The reason why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self._plan.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
-        now = self._newest()
-        retained = self.num_samples if now is None else now.num_retained
+        retained = self._newest().num_retained
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
         if retained < self.num_samples:
             held += f", {retained:,} samples are retained"
@@ -268,14 +263,12 @@ class SharedMemoryCache(BaseCache):
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
-        now = self._newest()
-        return np.empty(0, np.intp) if now is None else now.missing()
+        return self._newest().missing()
 
     @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        now = self._newest()
-        return 0 if now is None else now.num_cached
+        return self._newest().num_cached
 
     @property
     def nbytes(self) -> int:
@@ -285,15 +278,14 @@ class SharedMemoryCache(BaseCache):
     def flag(self, flag: int) -> bool:
         """Set a flag that all processes see; True if this call has set it."""
         now = self._newest()
-        return now is not None and now.flag(flag)
+        return not now.is_full and now.flag(flag)
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        now = self._newest()
-        return now is not None and now.holds(int(index))
+        return self._newest().holds(int(index))
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`, or None if it is not cached.
@@ -303,10 +295,7 @@ class SharedMemoryCache(BaseCache):
         """
         now = self._now
         if now.successor[0] != now.followed:
-            usable = self._newest()
-            if usable is None:
-                return None
-            now = usable
+            now = self._newest()
         entry = now.entries[index]
         if entry & 1 and now.columns is not None:
             return now.columns.sample(entry >> 1)
@@ -314,9 +303,10 @@ class SharedMemoryCache(BaseCache):
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        used = self._now
-        now = used if used.successor[0] == used.followed else self._newest()
-        return None if now is None else now.gather(indices, allocate)
+        now = self._now
+        if now.successor[0] != now.followed:
+            now = self._newest()
+        return now.gather(indices, allocate)
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -328,7 +318,7 @@ class SharedMemoryCache(BaseCache):
         """
         spec, values = flatten(sample)
         now = self._newest()
-        if now is None or now.is_full or not now.is_retained(index):
+        if now.is_full or not now.is_retained(index):
             return False
         try:
             return now.put(index, spec, values)
@@ -349,13 +339,14 @@ class SharedMemoryCache(BaseCache):
         if self._anchor is not None:
             self._anchor.close()
         self._now.segment.close()
-        self._now = Generation(Segment(-1, 0), self._plan, self._logged)
+        self._now = Generation(Segment(-1, 0), self._plan)
+        self._now.use_nothing()
 
 
 def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
     cache._hold(layout)
-    cache._now = Generation(segment, layout, cache._logged)
+    cache._now = Generation(segment, layout)
     return cache
 
 
