@@ -280,6 +280,7 @@ class Build:
         self._skips = self.on_error == "skip"
         self._shapes = SeenShapes()
         self._written: list[range] = []  # the samples that this object wrote
+        self._has_stored = False  # this build or an earlier one has committed a sample
         self._failed: Exception | None = None  # the error of a sample
 
     @contextlib.contextmanager
@@ -354,6 +355,7 @@ class Build:
                 total = sum(len(plan.indices_of(shard)) for shard in shards)
             num_left = sum(map(len, spans))
             if num_left < total:
+                self._has_stored = True
                 log.info("%s: continues at sample %d of %d", title, total - num_left, total)
             num_processes = processes.choose_workers(num_workers, num_left)
             example_bytes = len(encode(self.probed[0])) if 0 in self.probed else _GUESSED_BYTES
@@ -371,7 +373,8 @@ class Build:
                 finally:
                     processes.stop(answers)
         except (Exception, KeyboardInterrupt) as error:
-            self._files.remove_if_empty()
+            if not self._has_stored and not self._files.skipped:
+                self._files.remove_unused()
             self._note_what_is_kept(error)
             raise
         return total - num_left
@@ -425,6 +428,7 @@ class Build:
             raise
         finally:
             writer.close()
+            self._has_stored |= writer.num_records > 0
         files.complete(shard)
         self._written.append(span)
 

@@ -448,13 +448,10 @@ class Unfinished:
                 sync_directory(os.path.dirname(destination))
                 shutil.rmtree(self.path)
 
-    def remove_if_empty(self) -> None:
-        """Remove the directory of a build by one process that holds no sample, and no report about one."""
-        if self.is_shared:
-            return  # other machines may be at work on it
-        with contextlib.suppress(CacheError, OSError):  # the error of the build is raised
-            paths = [path for path in Path(self.path).iterdir() if path.name != PLAN_NAME]
-            if not any(_holds_something(path) for path in paths):
+    def remove_unused(self) -> None:
+        """Remove the directory of a build by one process in which nothing was stored."""
+        if not self.is_shared:  # other machines may be at work on it
+            with contextlib.suppress(OSError):  # the error of the build is raised
                 shutil.rmtree(self.path)
 
     def remove(self) -> None:
@@ -472,11 +469,3 @@ class Unfinished:
             )
         shutil.rmtree(self.path)
         self.close()
-
-
-def _holds_something(path: Path) -> bool:
-    """Whether a shard has a record, or a report a line."""
-    if ".lmdb" not in path.name or not path.stat().st_size:
-        return path.stat().st_size > 0
-    with contextlib.closing(ShardWriter(str(path))) as writer:
-        return writer.num_records > 0

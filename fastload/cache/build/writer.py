@@ -41,7 +41,7 @@ class ShardWriter:
 
     Attributes:
         last_index: Index of the last value in the file; None if the file was empty.
-        num_records: Number of values that were in the file.
+        num_records: Number of values in the file that are committed.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,10 +100,11 @@ class ShardWriter:
     def commit(self) -> None:
         """Commit all values so far, so that they survive this process."""
         transaction, self._transaction = self._transaction, None
-        self._nbytes = self._num_records = 0
         if transaction is not None:
             with writing(self._path):
                 transaction.commit()
+            self.num_records += self._num_records
+        self._nbytes = self._num_records = 0
 
     def finish(self, description: Description) -> None:
         """Sync the file to the disk, write its description, and close it."""
