@@ -2,8 +2,8 @@
 
 It starts no thread, because a build forks workers. Rules:
 
-1. The counter, the rate and the time left are always shown completely. On a narrow terminal, first the title
-   loses its middle, then the bytes are left out, and then the bar gets shorter.
+1. The counter, the rate and the time left are always shown completely. On a narrow terminal the title loses
+   its middle, the bytes are left out, and the bar is shorter.
 2. A title contains a user's path: it is drawn as plain text, not parsed as markup.
 """
 
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 0.1
 _LOG_EVERY_S = 10.0
-_LEAST_BAR_COLUMNS, _BAR_COLUMNS, _MOST_BAR_COLUMNS = 5, 20, 40
-_TITLE_COLUMNS = 20  # enough for a shortened title
-_TIME_COLUMNS = 8  # hh:mm:ss
-_GAP_COLUMNS = 3  # one between neighbouring parts
+_BAR_COLUMNS, _WIDE_COLUMNS = 20, 100
+_TIME_AND_GAPS_COLUMNS = 11  # hh:mm:ss, and one between neighbouring parts
 
 
 class BuildProgress:
@@ -97,15 +95,13 @@ class BuildProgress:
                 self._last = now
 
     def _draw(self, bar: Progress) -> None:
+        width = bar.console.width
         figures = f"{self._done:,}/{self._total:,} {self._rate()}"
-        room = bar.console.width - _TIME_COLUMNS - _GAP_COLUMNS - len(figures)  # of the title and the bar
-        size = f", {self._size()}"
-        if room - len(size) >= _TITLE_COLUMNS + _BAR_COLUMNS:
-            figures += size
-            room -= len(size)
-        title_room = min(max(_TITLE_COLUMNS, room - _BAR_COLUMNS), room - _LEAST_BAR_COLUMNS)
-        title = shortened(self._title, max(1, title_room))
-        self._bar_column.bar_width = min(_MOST_BAR_COLUMNS, room - _columns(title))
+        if width >= _WIDE_COLUMNS:
+            figures += f", {self._size()}"
+        self._bar_column.bar_width = min(_BAR_COLUMNS, max(5, width // 2 - 25))
+        room = width - self._bar_column.bar_width - len(figures) - _TIME_AND_GAPS_COLUMNS
+        title = shortened(self._title, max(1, room))
         bar.update(self._task, description=title, completed=self._done, figures=figures)
         bar.refresh()
 

@@ -75,13 +75,16 @@ class StoredSamples(Dataset[Any], BaseCache):
         classes: Names of the classes of the dataset that it was built from, or None.
     """
 
-    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
+    # Attributes of the class, because the properties of SampleCache with these names cannot be set.
+    num_samples, num_cached, nbytes = 0, 0, 0
+    layout = "lmdb"
 
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache
         self.classes = cache.classes
         self._indices = cache.stored_indices
-        self.num_samples = cache.num_cached
+        self.num_samples = self.num_cached = cache.num_cached
+        self.nbytes = cache.nbytes
 
     def __len__(self) -> int:
         return self.num_samples
@@ -96,21 +99,6 @@ class StoredSamples(Dataset[Any], BaseCache):
     def fingerprint(self) -> dict[str, str]:
         """The id of the build that the samples come from."""
         return {**(self.cache.parts or {}), "build": self.cache.plan.build_id, "codec": self.cache.codec}
-
-    @property
-    def num_cached(self) -> int:
-        """The number of samples: all are stored."""
-        return self.num_samples
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the files."""
-        return self.cache.nbytes
-
-    @property
-    def layout(self) -> str:
-        """How samples are stored: `"lmdb"`."""
-        return self.cache.layout
 
     def explain(self) -> str:
         """The reason why this cache is in use, and the parts of its fingerprint."""

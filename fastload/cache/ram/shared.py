@@ -59,12 +59,20 @@ class SharedMemoryCache(BaseCache):
         budget: The most memory it may take, as in `parse_budget`.
         fingerprint: Of the samples, if other processes shall find the cache.
 
+    Attributes:
+        layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
+        capacity: How many uniform samples fit; None for ragged samples, whose sizes are not known.
+        origin: Which process made it, when, and from which samples.
+
     Raises:
         SegmentError: The system refused the memory, or the lock that ragged samples need.
         UnsupportedSampleError: A value in an example cannot be cached.
         ValueError: `parse_budget` does not accept the budget.
     """
 
+    # Attributes of the class, because the properties of SampleCache with these names cannot be set.
+    num_samples, budget_bytes, layout = 0, 0, "ragged"
+    capacity: int | None
     _now: Generation
 
     def __init__(
@@ -96,6 +104,10 @@ class SharedMemoryCache(BaseCache):
     def _hold(self, layout: Layout) -> None:
         """Set all attributes but the generation in use."""
         self._plan = layout
+        self.num_samples, self.budget_bytes = layout.num_samples, layout.budget_bytes
+        is_ragged = layout.spec is None
+        self.layout, self.capacity = ("ragged", None) if is_ragged else ("uniform", layout.rows)
+        self.origin = layout.origin
         self._anchor: Segment | None = None
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
@@ -222,38 +234,13 @@ class SharedMemoryCache(BaseCache):
     # --- properties ---------------------------------------------------------------------------------------
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples of the dataset."""
-        return self._plan.num_samples
-
-    @property
-    def budget_bytes(self) -> int:
-        """The most memory it takes."""
-        return self._plan.budget_bytes
-
-    @property
-    def layout(self) -> str:
-        """`"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`."""
-        return "ragged" if self._plan.spec is None else "uniform"
-
-    @property
-    def capacity(self) -> int | None:
-        """How many uniform samples fit; None for ragged samples, whose sizes are not known."""
-        return None if self._plan.spec is None else self._plan.rows
-
-    @property
-    def origin(self) -> Origin:
-        """Which process made it, when, and from which samples."""
-        return self._plan.origin
-
-    @property
     def fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._now.segment.fd if self._anchor is None else self._anchor.fd
 
     def explain(self) -> str:
         """The reason why this cache is in use, and the parts of its fingerprint."""
-        fingerprint = self._plan.origin.fingerprint
+        fingerprint = self.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
         retained = self._newest().num_retained
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
