@@ -186,11 +186,8 @@ def build_on(
 
 
 def _shards_of_unfinished(path: str) -> int | None:
-    files = Unfinished(path)
-    try:
+    with contextlib.closing(Unfinished(path)) as files:
         return files.plan.num_shards if files.open() else None
-    finally:
-        files.close()
 
 
 def _run(executor: Executor, task: Task, files: Unfinished, *, shown: bool) -> None:
