@@ -53,23 +53,32 @@ def unlock(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def locked(open_file: Callable[[], int], *, attempts: int = 1) -> Iterator[bool]:
+def locked(
+    open_file: Callable[[], int], *, attempts: int = 1, refused: Callable[[OSError], object] | None = None
+) -> Iterator[bool]:
     """Hold the exclusive lock on a descriptor that is opened for it; gives whether the lock was free.
 
-    Raises:
-        OSError: The file cannot be opened, or the system refuses the lock.
+    Args:
+        open_file: Opens the descriptor.
+        attempts: As of `try_lock`.
+        refused: Called if the file cannot be opened, or the system refuses the lock; None to raise the error.
     """
-    fd = open_file()
+    fd, has_lock = -1, False
     try:
-        has_lock = try_lock(fd, attempts=attempts)
         try:
-            yield has_lock
-        finally:
-            if has_lock:
-                # A fork in another thread may have copied the descriptor, so close() may not release it.
-                unlock(fd)
+            fd = open_file()
+            has_lock = try_lock(fd, attempts=attempts)
+        except OSError as error:
+            if refused is None:
+                raise
+            refused(error)
+        yield has_lock
     finally:
-        os.close(fd)
+        if has_lock:
+            # A fork in another thread may have copied the descriptor, so close() may not release the lock.
+            unlock(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 @contextlib.contextmanager

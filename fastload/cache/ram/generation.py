@@ -288,15 +288,7 @@ class Generation:
 
         None if another process holds the lock, the system refuses it, or the sample was stored meanwhile.
         """
-        with contextlib.ExitStack() as stack:
-            try:
-                has_lock = stack.enter_context(locked(self.segment.reopen, attempts=_LOCK_ATTEMPTS))
-            except OSError as error:
-                has_lock = False
-                say_once(
-                    "cache: some samples are read from the dataset at each access: the lock on the cache "
-                    f"cannot be taken: {error}"
-                )
+        with locked(self.segment.reopen, attempts=_LOCK_ATTEMPTS, refused=_lock_refused) as has_lock:
             if has_lock and (index is None or self.entries[index] == EMPTY):
                 yield Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
             else:
@@ -422,6 +414,13 @@ class Generation:
                 self.segment.write(bytes(ENTRY_BYTES * len(run)), TABLE_AT + ENTRY_BYTES * int(run[0]))
         stamp._replace(digest=digest).write(self.segment)
         return True
+
+
+def _lock_refused(error: OSError) -> None:
+    say_once(
+        "cache: some samples are read from the dataset at each access: the lock on the cache cannot be "
+        f"taken: {error}"
+    )
 
 
 def log_short(budget_bytes: int, num_held: int, num_samples: int, needed_bytes: float | None = None) -> None:
