@@ -19,16 +19,13 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fastload.cache.ram import owners
+from fastload.cache.ranks import are_several, are_several_in
 from fastload.system.cgroups import read_text
-from fastload.system.cpus import RANKS_OF_HOST
 from fastload.system.logs import log
 from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _LIGHTNING = ("lightning", "lightning_fabric")
@@ -98,35 +95,3 @@ def _started_with(pid: int) -> dict[str, str]:
     """The environment that a process was started with; empty if the system does not tell."""
     lines = read_text(Path(f"/proc/{pid}/environ")).split("\0")
     return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}
-
-
-# --- several ranks on this host --------------------------------------------------------------------------
-
-
-def are_several() -> bool:
-    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks on this host.
-
-    A wrong answer costs a warning, or waiting for a builder, but never causes a wrong sample.
-
-    SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
-    there.
-    """
-    counts = (os.environ.get(name, "1") for name in RANKS_OF_HOST)
-    if are_several_in(os.environ) or any(count not in ("", "1") for count in counts):
-        return True
-    local_id = os.environ.get("SLURM_LOCALID", "")
-    tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
-    if local_id and (local_id != "0" or tasks_per_node not in ("", "1")):
-        return True
-    group = process_group()
-    return group is not None and group.get_world_size() > 1
-
-
-def are_several_in(environment: Mapping[str, str]) -> bool:
-    """Whether the variables of PyTorch's launchers name several ranks.
-
-    torchrun tells how many are on this host. Lightning and DeepSpeed give a rank its number on the host, and
-    tell how many there are on all hosts.
-    """
-    total = environment.get("WORLD_SIZE") if environment.get("LOCAL_RANK") else None
-    return (environment.get("LOCAL_WORLD_SIZE") or total or "1") != "1"

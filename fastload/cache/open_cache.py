@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import logging
 import os
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache import launch, random_check
+from fastload.cache import launch, random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 
 _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
+_BUSY_LOG_S = 10.0
 _USAGE = (
     'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
     "object"
@@ -285,14 +285,14 @@ class Opener:
         cache.reason = (
             f"private to this process and its workers, because {why}, to share with other ranks and jobs"
         )
-        if launch.are_several():
+        if ranks.are_several():
             cache.reason += f". Ranks that start together share equal datasets, but {why_not_of_launch}"
         self._warn_ranks(cache.reason)
         return cache
 
     def _warn_ranks(self, reason: str) -> None:
         """Warn that a cache is private, if several ranks would each decode all samples and keep a copy."""
-        if launch.are_several():
+        if ranks.are_several():
             say_once(f"cache: {reason}")
 
     def _ram_bytes(self) -> int:
@@ -320,6 +320,7 @@ class Opener:
             self._use_encoded_source(path)
         if self.fingerprint is None or not os.path.exists(path):
             self._examine()
+        builder, said_at_s = "", 0.0
         while True:
             try:
                 return build_lmdb(
@@ -332,9 +333,11 @@ class Opener:
                 )
             except CacheBusyError as error:
                 # Ranks start together and all request the same file: one rank builds it, the others wait.
-                if not launch.are_several():
+                if not ranks.are_several():
                     raise
-                say_once(f"cache: waiting: {error}", logging.INFO)
+                if str(error) != builder or time.monotonic() - said_at_s >= _BUSY_LOG_S:
+                    builder, said_at_s = str(error), time.monotonic()
+                    log.info("cache: waiting: %s", builder)
             time.sleep(_BUSY_POLL_S)
 
     def _open_copy(self, url: str) -> LMDBCache:

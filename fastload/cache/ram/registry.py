@@ -17,7 +17,7 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache import launch
+from fastload.cache import ranks
 from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError
@@ -70,7 +70,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
         except owners.UnreachableOwnerError as error:
             # Text, because the error itself would keep this frame alive in a log handler.
             text = f"cache: {name} already exists, but {error}: this process makes its own"
-            say_once(text, logging.WARNING if launch.are_several() else logging.INFO)
+            say_once(text, logging.WARNING if ranks.are_several() else logging.INFO)
             continue
         if cache is None:
             continue
