@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
-# A message has two descriptors at most: of its segment, and the caller's.
 _INT_BYTES = array.array("i").itemsize
-_ANCILLARY_BYTES = socket.CMSG_SPACE(2 * _INT_BYTES)
 
 
 class Received:
@@ -58,7 +56,9 @@ class Received:
             BlockingIOError, ConnectionResetError: No message has arrived.
         """
         flags |= socket.MSG_CMSG_CLOEXEC
-        self._arrived.extend(map(end.recvmsg, (MESSAGE_BYTES,), (_ANCILLARY_BYTES,), (flags,)))
+        # A message has two descriptors at most: of its segment, and the caller's.
+        ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
+        self._arrived.extend(map(end.recvmsg, (MESSAGE_BYTES,), (ancillary_bytes,), (flags,)))
         self.data: bytes = self._arrived[0][0]
         self._fds = self._descriptors()
         if self.data:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from typing import TYPE_CHECKING, Any
@@ -329,7 +330,7 @@ def test_fast_decoding_of_a_truncated_file(crop: Any, share: float) -> None:
     """ImageReadError, or the pixels of the whole file: never an image that is partly grey."""
     content = smooth_file(512, 640)
     cut = content[: round(share * len(content))]
-    fast, whole = (A.Compose([crop], seed=3) for _ in range(2))
+    fast, whole = (A.Compose([copy.deepcopy(crop)], seed=3) for _ in range(2))
     try:
         found = Pushdown(fast, reduces=True)(image=EncodedImage(cut))["image"]
     except ImageReadError:

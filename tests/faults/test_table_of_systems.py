@@ -149,6 +149,8 @@ def read_two_epochs(in_worker=None, is_long=False, **options):
                 firsts += some
                 if error is None or len(errors) == 8:
                     break
+                if errors and isinstance(error, fastload.errors.LoaderClosedError):
+                    break  # the error before has closed the iterator
                 errors.append([[kind.__name__ for kind in type(error).__mro__], str(error)])
                 del error
         except Exception as error:

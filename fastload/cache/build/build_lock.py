@@ -20,6 +20,9 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# Destinations that this process builds, with its number, and an object of each builder: the lock belongs to
+# the process, and does not exclude its threads.
+_building: dict[tuple[int, str], object] = {}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -40,8 +43,11 @@ def only_builder(path: str) -> Iterator[None]:
         CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
-    name = lock_name(path)
+    name, key, own = lock_name(path), (os.getpid(), os.path.realpath(path)), object()
     with contextlib.ExitStack() as stack:
+        if _building.setdefault(key, own) is not own:
+            raise CacheBusyError(f"{path} is being built by another thread: wait until it has finished")
+        stack.callback(_building.pop, key)
         with writing(path):
             try:
                 is_ours = stack.enter_context(held(name, by_process=True))
