@@ -70,9 +70,7 @@ def rank_and_order(
     sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
     order = Order(
         num_samples=None if is_iterable else length_or_none(loader.dataset),
-        batch_size=next(
-            (size for size in [integer_or_none(loader.batch_size), *sizes] if size is not None), None
-        ),
+        batch_size=next((size for size in sizes if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
         num_ranks=num_ranks,
