@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from typing import TYPE_CHECKING
 
 from fastload.system.posix import fcntl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+_POLL_S = 0.002
 
 # Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
 # flags, each of which is a bit of its own.
@@ -54,13 +57,18 @@ def unlock(fd: int) -> None:
 
 @contextlib.contextmanager
 def locked(
-    open_file: Callable[[], int], *, attempts: int = 1, refused: Callable[[OSError], object] | None = None
+    open_file: Callable[[], int],
+    *,
+    attempts: int = 1,
+    wait_s: float = 0.0,
+    refused: Callable[[OSError], object] | None = None,
 ) -> Iterator[bool]:
     """Hold the exclusive lock on a descriptor that is opened for it; gives whether the lock was free.
 
     Args:
         open_file: Opens the descriptor.
         attempts: As of `try_lock`.
+        wait_s: How long to wait for another holder after these attempts.
         refused: Called if the file cannot be opened, or the system refuses the lock; None to raise the error.
     """
     fd, has_lock = -1, False
@@ -68,6 +76,10 @@ def locked(
         try:
             fd = open_file()
             has_lock = try_lock(fd, attempts=attempts)
+            deadline = time.monotonic() + wait_s if wait_s else 0.0
+            while not has_lock and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                has_lock = try_lock(fd)
         except OSError as error:
             if refused is None:
                 raise

@@ -27,12 +27,11 @@ import contextlib
 import logging
 import os
 import stat
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastload.cache.locks import try_lock, unlock
+from fastload.cache.locks import locked
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
-_POLL_S = 0.002
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
@@ -200,23 +198,12 @@ def creating() -> Iterator[bool]:
     if path is None:
         yield False
         return
-    fd = -1
-    try:
-        fd = _open(path / _LOCK_NAME)
-        deadline = time.monotonic() + _CREATION_WAIT_S
-        while not (has_lock := try_lock(fd)) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-    except OSError as error:
+
+    def refused(error: OSError) -> None:
         log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
-        has_lock = False
-    try:
+
+    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, refused=refused) as has_lock:
         yield has_lock
-    finally:
-        if has_lock:
-            # A fork in another thread may have copied the descriptor, so closing it may not release the lock.
-            unlock(fd)
-        if fd >= 0:
-            os.close(fd)
 
 
 def _open(path: Path) -> int:
