@@ -89,8 +89,9 @@ class Limits(NamedTuple):
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.connect_s, sock_read=self.read_s)
             return _with_defaults(options, "client_kwargs", timeout=timeout), True
         if package.startswith("s3fs"):
+            # botocore would repeat each request that s3fs repeats, and s3fs each that `retried` repeats.
             limits = {"connect_timeout": self.connect_s, "read_timeout": self.read_s}
-            return _with_defaults(options, "config_kwargs", **limits), True
+            return _with_defaults(options, "config_kwargs", **limits, retries={"max_attempts": 0}), True
         if package.startswith("obstore"):
             options = _with_defaults(
                 options, "client_options", connect_timeout=timedelta(seconds=self.connect_s)

@@ -288,6 +288,8 @@ class RemoteFolder:
             # Other file systems keep the entries of all folders that they list in memory.
             options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
             fs, root, ends_stalled = _open_url(self.url, options, self.limits)
+        if type(fs).__module__.startswith("s3fs"):
+            fs.retries = 2  # by default up to 25 requests for one read, each of which may stall
         _file_systems[id(fs)] = fs
         _keep_file_systems_in_forks()
         return fs, root, not ends_stalled

@@ -11,15 +11,19 @@ import pytest
 import fastload
 from fastload.files import attempts
 from fastload.files.remote import RemoteFolder
+from tests.kit import servers
 from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.kit.stalling import Fault
 
+pytestmark = pytest.mark.slow  # a server is started
+
 CONTENT = bytes(range(256)) * 16
+KEYS = {"key": "test", "secret": "test"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -37,21 +41,50 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float])
         yield found
 
 
-@pytest.mark.parametrize("fault", ["never answers", "half of the body", "drops the connection"])
-def test_a_request_that_stalls_is_tried_again(fault: Fault, server: Stalling) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def bucket(_loop: None) -> Iterator[str]:
+    """The URL of an S3 server with the file; s3fs resolves names in a thread, and keeps it."""
+    with servers.s3() as endpoint:
+        fs = fsspec.filesystem("s3", endpoint_url=endpoint, **KEYS, skip_instance_cache=True)
+        fs.mkdir("photos")
+        fs.pipe("photos/a.bin", CONTENT)
+        yield endpoint
+
+
+@pytest.fixture(params=["http", "s3"])
+def faulty(request: pytest.FixtureRequest) -> Iterator[tuple[Stalling, Callable[[], RemoteFolder]]]:
+    """A server, and what opens its files by HTTP or by S3's protocol."""
+    if request.param == "http":
+        server = request.getfixturevalue("server")
+        yield server, lambda: RemoteFolder(server.url)
+    else:
+        request.getfixturevalue("monkeypatch").setenv(attempts.READ_VARIABLE, "0.3")
+        request.getfixturevalue("pauses")
+        with Stalling(request.getfixturevalue("bucket")) as server:
+            options = {"endpoint_url": server.url, **KEYS}
+            yield server, lambda: RemoteFolder("s3://photos", options)
+
+
+@pytest.mark.parametrize("fault", ["never answers", "half of the body", "drops the connection", "is busy"])
+def test_a_request_that_fails_is_tried_again(
+    fault: Fault, faulty: tuple[Stalling, Callable[[], RemoteFolder]]
+) -> None:
     """The content is complete, and came with the second request."""
-    server.faults = [fault]
+    server, open_folder = faulty
+    server.faults, server.faulty = [fault], "a.bin"
 
-    assert RemoteFolder(server.url).read("a.bin", len(CONTENT)) == CONTENT
-    assert len(server.requests) == 2
+    assert open_folder().read("a.bin", len(CONTENT)) == CONTENT
+    assert not server.faults
+    assert len([path for path, _ in server.requests if path.endswith("a.bin")]) == 2
 
 
-def test_a_store_that_always_stalls_is_an_error(server: Stalling) -> None:
+def test_a_store_that_always_stalls_is_an_error(faulty: tuple[Stalling, Callable[[], RemoteFolder]]) -> None:
     """It names the file and how often it was tried."""
-    server.faults = ["never answers"] * 20
+    server, open_folder = faulty
+    server.faults, server.faulty = ["never answers"] * 40, "a.bin"
 
-    with pytest.raises(fastload.ImageReadError, match=rf"{server.url}/a\.bin.*tried \d times in"):
-        RemoteFolder(server.url).read("a.bin", len(CONTENT))
+    with pytest.raises(fastload.ImageReadError, match=r"/a\.bin.*tried \d times in"):
+        open_folder().read("a.bin", len(CONTENT))
 
 
 def test_a_slow_request_is_a_warning(

@@ -1,20 +1,23 @@
-"""A web server in this process that keeps requests waiting, or drops them, as a test says."""
+"""A web server in this process that keeps requests waiting, drops or refuses them, as a test says."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import http.client
 import http.server
 import threading
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-Fault = Literal["never answers", "half of the body", "drops the connection"]
+Fault = Literal["never answers", "half of the body", "drops the connection", "is busy"]
 
 
 class Stalling(http.server.ThreadingHTTPServer):
-    """A server of the files in a folder; the next requests of a file do what `faults` says.
+    """A server of the files in a folder, or in front of another server; requests of a file meet `faults`.
 
     Attributes:
         faults: One for each request.
@@ -25,8 +28,13 @@ class Stalling(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(_Handler, directory=str(folder)))
+    def __init__(self, source: Path | str) -> None:
+        """Serve a folder, or the answers of the server at a URL."""
+        if isinstance(source, str):
+            handler: Any = functools.partial(_Proxy, str(urlsplit(source).netloc))
+        else:
+            handler = functools.partial(_Files, directory=str(source))
+        super().__init__(("127.0.0.1", 0), handler)
         self.faults: list[Fault] = []
         self.faulty = ""
         self.requests: list[tuple[str, int]] = []
@@ -48,7 +56,9 @@ class Stalling(http.server.ThreadingHTTPServer):
         super().__exit__(*args)
 
 
-class _Handler(http.server.SimpleHTTPRequestHandler):
+class _Faulty(http.server.BaseHTTPRequestHandler):
+    """Answers a GET with the server's next fault, or `ask`s for the answer."""
+
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
@@ -56,19 +66,68 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server: Any = self.server
-        server.requests.append((self.path, self.client_address[1]))
-        is_faulty = server.faults and self.path.endswith(server.faulty)
+        path = urlsplit(self.path).path
+        server.requests.append((path, self.client_address[1]))
+        is_faulty = server.faults and path.endswith(server.faulty)
         fault = server.faults.pop(0) if is_faulty else None
         if fault is None:
-            super().do_GET()
+            self.ask()
             return
         self.close_connection = True
         if fault == "half of the body":
-            with open(self.translate_path(self.path), "rb") as file:
-                content = file.read()
+            content = self.content()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content[: len(content) // 2])
+        elif fault == "is busy":
+            self.send_error(503, "Slow Down")
+            return
         if fault != "drops the connection":
             server.is_over.wait(60)
+
+    def ask(self) -> None:
+        """Answer the request."""
+        raise NotImplementedError
+
+    def content(self) -> bytes:
+        """The body of the answer."""
+        raise NotImplementedError
+
+
+class _Files(_Faulty, http.server.SimpleHTTPRequestHandler):
+    def ask(self) -> None:
+        http.server.SimpleHTTPRequestHandler.do_GET(self)
+
+    def content(self) -> bytes:
+        with open(self.translate_path(self.path), "rb") as file:
+            return file.read()
+
+
+class _Proxy(_Faulty):
+    def __init__(self, netloc: str, *args: Any) -> None:
+        self._netloc = netloc
+        super().__init__(*args)
+
+    def _ask(self) -> tuple[http.client.HTTPResponse, bytes]:
+        client = http.client.HTTPConnection(self._netloc)
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        client.request(self.command, self.path, sent, dict(self.headers))
+        with contextlib.closing(client), client.getresponse() as answer:
+            return answer, answer.read()
+
+    def ask(self) -> None:
+        answer, content = self._ask()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in {"content-length", "transfer-encoding", "connection", "date", "server"}:
+                self.send_header(name, value)
+        length = answer.headers["Content-Length"] if self.command == "HEAD" else str(len(content))
+        self.send_header("Content-Length", length or "0")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def content(self) -> bytes:
+        return self._ask()[1]
+
+    do_HEAD = ask  # noqa: N815  # http.server calls it by this name
