@@ -54,8 +54,20 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test-fast` leaves out, where it shows in a test's parameters, fixtures or folder."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests marked `thorough` run with --thorough only, as `make test-all` does."""
+    parser.addoption("--thorough", action="store_true", help="every case of the tests' tables")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test-fast` leaves out, where it shows in a test's parameters, fixtures or folder.
+
+    Leave out what is marked `thorough`, unless it was asked for.
+    """
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         texts = {value for value in parameters.values() if isinstance(value, str)}

@@ -57,18 +57,24 @@ SPAWNED = ("exits at once", "SIGKILL", "raises")
 def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] = ()) -> pytest.MarkDecorator:
     """Each fault at each stage, under fork and the fork server, and some of them under spawn.
 
+    Without --thorough, every second pair of fault and stage runs under fork and every fourth under the fork
+    server: each fault, each stage and each method keeps its cases.
+
     Args:
         names: Of the faults.
         stages: Where they happen.
         spawned: Stages at which the faults in SPAWNED also happen under spawn.
     """
     found = []
-    for name, stage in itertools.product(names, stages):
+    pairs = itertools.product(enumerate(names), enumerate(stages))
+    for (row, name), (column, stage) in pairs:
         methods = ["fork", "forkserver", *(["spawn"] if name in SPAWNED and stage in spawned else [])]
         for method in methods:
             if (stage, method) == ("start", "fork"):
                 continue  # a forked worker unpickles nothing
             marks = [pytest.mark.slow] if method != "fork" else []
+            if (row + column) % {"fork": 2, "forkserver": 4, "spawn": 2}[method]:
+                marks.append(pytest.mark.thorough)
             found.append(pytest.param(name, stage, method, marks=marks, id=f"{name}-{stage}-{method}"))
     return pytest.mark.parametrize(("name", "stage", "method"), found)
 

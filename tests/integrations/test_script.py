@@ -251,8 +251,14 @@ def test_child_processes_find_the_script_s_classes(tmp_path: Path, method: str, 
     assert out.startswith("(True, ")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("name", PROGRAMS_UNDER_COMMANDS)
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        pytest.param(name, command, marks=[pytest.mark.thorough] if (row + column) % 2 else [])
+        for row, name in enumerate(PROGRAMS_UNDER_COMMANDS)
+        for column, command in enumerate(COMMANDS)
+    ],
+)
 def test_a_script_under_a_command_runs_as_under_python(tmp_path: Path, name: str, command: str) -> None:
     """Its output, exit code and last words are the same, whatever it starts and closes."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOADERS = (tud.DataLoader, fastload.DataLoader)
-NUM_WORKERS = (0, 1, 2)
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize("num_workers", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_any_sample_collates_as_in_torch(name: str, num_workers: int) -> None:
     """Every kind of sample gives torch's batches, or torch's error, at torch's batch."""
@@ -49,7 +48,7 @@ def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
     name: str, num_workers: int, one_way: None
@@ -186,7 +185,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("num_workers", NUM_WORKERS)
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_option_draws_and_gives_what_torch_does(name: str, num_workers: int) -> None:
     """Two epochs: same batches, same errors, and every generator ends in the same state."""
