@@ -25,7 +25,7 @@ demo: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
 
 test: $(BIN)/.ready
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10
 
 # What to run at each edit: about a minute on two cores.
 test-fast: $(BIN)/.ready
