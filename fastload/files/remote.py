@@ -139,7 +139,7 @@ class RemoteFolder:
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
 
-    def saved_list(self) -> tuple[float, list[str], list[RemoteFile]] | None:
+    def saved_list(self) -> tuple[str, list[str], list[RemoteFile]] | None:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
 
         Raises:

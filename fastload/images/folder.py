@@ -19,7 +19,6 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
@@ -370,8 +369,7 @@ def _resolved(indices: Iterable[Any], length: int) -> Iterator[int]:
 def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str) -> Listing:
     saved = remote.saved_list() if listing == "use" else None
     if saved is not None:
-        created_s, classes, files = saved
-        when = datetime.fromtimestamp(created_s).strftime("%Y-%m-%d %H:%M")
+        when, classes, files = saved
         log.info("%s: %d files, from the list that was saved there on %s", remote.url, len(files), when)
     else:
         classes, files = remote.list_files()
