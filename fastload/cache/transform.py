@@ -5,15 +5,14 @@ Rules:
 1. The transform gets private copies of the sample's arrays: it may write to them, and torch would write even
    to read-only memory, which ends the process.
 2. Only an albumentations pipeline of which all code is known (see `zero_copy`) gets the cache's own read-only
-   arrays. If it refuses them, or returns an object that may contain one, it is called again with copies, and
-   gets copies from then on.
+   arrays, and only if they are uint8.
 3. Its output shares no memory with the cache: arrays and tensors that lie in the cache's memory are copied.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,17 +25,12 @@ from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
-from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# NumPy: "assignment destination is read-only", "cannot set WRITEABLE flag"; OpenCV: "NumPy array marked as
-# readonly", "Layout of the output array is incompatible with cv::Mat"; Python: "memoryview is read-only".
-_REFUSAL = re.compile(r"read-?only|writ(e)?able|cv::Mat", re.IGNORECASE)
 _IMAGES = (np.ndarray, EncodedImage)
 _MAX_KEYS = 12  # that an error lists
-_MAX_CHAIN = 16  # errors in one chain; a library wraps an error once or twice
 
 
 class Call:
@@ -110,8 +104,6 @@ class TransformCaller:
     Attributes:
         transform: The same.
         decode: The same.
-        needs_copies: Whether the transform gets private copies. It changes at most once, from False to True,
-            so several threads may share a caller.
 
     Raises:
         TypeError: The transform cannot be called.
@@ -121,7 +113,7 @@ class TransformCaller:
         self._call = Call("transform", transform, decode)
         self.transform = transform
         self.decode = decode
-        self.needs_copies = not keeps_read_only(transform)
+        self._keeps_read_only = keeps_read_only(transform)
 
     def explain_decoding(self) -> str:
         """What is decoded of an undecoded image, in one clause."""
@@ -134,30 +126,21 @@ class TransformCaller:
         """The transform's output for the sample `fetch(index)`; it shares no memory with the cache.
 
         Args:
-            fetch: Returns the sample: read-only arrays, private tensors. Called again after a refusal,
-                because the transform may have changed the containers.
+            fetch: Returns the sample: read-only arrays, private tensors.
             index: The sample's index.
 
         Raises:
             Exception: An error of the transform, with a note that describes its input.
         """
-        if not self.needs_copies:
-            sample = fetch(index)
-            try:
-                output = self._call(sample, sample, index)
-            except Exception as error:
-                if not _is_refusal(error):
-                    raise
-            else:
-                if owns_its_memory(output):
-                    return output
-                if is_seen_through(output):
-                    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
-                    return detached(output, arrays)
-            self.needs_copies = True
-            rewind()  # this call drew random numbers; the next call starts from the same random state
         sample = fetch(index)
-        return self._call(sample, private_copy(sample), index)
+        if not self._keeps_read_only or not _is_uint8(sample):
+            return self._call(sample, private_copy(sample), index)
+        output = self._call(sample, sample, index)
+        if owns_its_memory(output):
+            return output
+        if not is_seen_through(output):
+            return copy.deepcopy(output)
+        return detached(output, [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)])
 
 
 def check_decode(decode: object) -> None:
@@ -188,17 +171,14 @@ def check_callable(role: str, function: Any) -> None:
         )
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether an error, or an error in its chain, says that memory is read-only."""
-    link: BaseException | None = error
-    for _ in range(_MAX_CHAIN):
-        if link is None:
-            break
-        if _REFUSAL.search(str(link)):
-            return True
-        has_cause = link.__cause__ is not None or link.__suppress_context__
-        link = link.__cause__ if has_cause else link.__context__
-    return False
+def _is_uint8(sample: Any) -> bool:
+    """Whether all images and masks of a sample are uint8 arrays, or not decoded yet."""
+    if not isinstance(sample, dict):
+        return getattr(_image_of(sample), "dtype", np.uint8) == np.uint8
+    return all(
+        not isinstance(value, np.ndarray) or value.dtype == np.uint8 or name in ("bboxes", "keypoints")
+        for name, value in sample.items()
+    )
 
 
 # --- conventions -----------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ Rules:
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
    It has a line of JSON with its version, age and classes, and one for each file.
-3. Somebody else may have written the list: its names stay below the folder, its numbers are bounded, and so is
-   its length when decompressed. A list that is damaged, or of another format, is an error.
+3. Somebody else may have written the list: its names stay below the folder, its numbers and its
+   decompressed length are bounded. A list that is damaged, or of another format, is an error.
 """
 
 from __future__ import annotations

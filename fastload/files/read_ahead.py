@@ -4,9 +4,9 @@ A process announces the files of its next batches and then takes them one by one
 
 1. `take` never waits for anything but the file that it returns. A file that no thread has begun to read is
    read by the caller.
-2. Files that were read and not taken hold at most `window_bytes`, and one file more. If the window is full and
-   the caller has to read a file itself, all files that were announced before it are dropped: the caller has
-   gone past them.
+2. Files that were read and not taken hold at most `window_bytes`, and one file more. If the window is full
+   and the caller has to read a file itself, all files that were announced before it are dropped: the caller
+   has gone past them.
 3. The error of a file is raised by `take`, in the caller's thread.
 4. The threads are daemons: a file that never arrives does not keep the process alive.
 """

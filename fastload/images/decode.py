@@ -26,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fastload.errors import ImageReadError
+from fastload.images.orientation import TURNS, turned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,16 +57,6 @@ _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)}
 _MOST_PLAIN_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
 
 _ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_SIDEWAYS = {5, 6, 7, 8}  # these turns swap width and height
 
 # Warnings about damaged tags are not useful, and under ``-W error`` they would make the image unreadable.
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
@@ -174,10 +165,10 @@ def _header(image: Image.Image) -> Header:
         image.load()  # turns the image, and removes the tag
     orientation = _orientation(image)
     width, height = image.size
-    if orientation in _SIDEWAYS:
+    if TURNS[orientation][0]:
         width, height = height, width
     is_jpeg = isinstance(image, JpegImageFile) and image.mode in ("RGB", "L")
-    return Header(height, width, orientation if orientation in _TURNS else 1, is_jpeg)
+    return Header(height, width, orientation, is_jpeg)
 
 
 def _opened(source: Source, path: str | os.PathLike[str], read: Callable[[Image.Image], T]) -> T:
@@ -244,9 +235,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) ->
     picture = _to_rgb(image)
     if target is not None and picture.size != target:
         picture = picture.resize(target, Image.Resampling.BILINEAR, box=box, reducing_gap=REDUCING_GAP)
-    if orientation in _TURNS:
-        picture = picture.transpose(_TURNS[orientation])
-    return np.array(picture)
+    return turned(np.array(picture), orientation)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -254,7 +243,7 @@ def _orientation(image: Image.Image) -> int:
         tag = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture is intact
         return 1
-    return tag if isinstance(tag, int) else 1
+    return tag if isinstance(tag, int) and tag in TURNS else 1
 
 
 def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, int]:
@@ -264,7 +253,7 @@ def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, 
         long = size * long // short
         return (size, long) if image.width <= image.height else (long, size)
     height, width = size
-    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+    return (height, width) if TURNS[_orientation(image)][0] else (width, height)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

@@ -87,8 +87,8 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
     refusals = tmp_path / "refusals"
     refusals.touch()
 
-    def try_lock(fd: int, *, attempts: int) -> bool:
-        has_lock = next(calls) % 3 != 0 and real(fd, attempts=attempts)
+    def try_lock(fd: int, *, wait_s: float) -> bool:
+        has_lock = next(calls) % 3 != 0 and real(fd, wait_s=wait_s)
         if not has_lock:
             with open(refusals, "ab", buffering=0) as file:  # of both workers
                 file.write(b".")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import gzip
 import itertools
-import json
 import os
 import pickle
 import random

@@ -50,14 +50,6 @@ _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the comma
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
-class UnreachableOwnerError(Exception):
-    """A cache is registered, but this process cannot reach its memory."""
-
-
-class StaleEntryError(Exception):
-    """The descriptor of an entry was closed, or does not refer to a cache any more."""
-
-
 @dataclass(frozen=True)
 class Entry:
     """One process that holds a cache.
@@ -98,22 +90,19 @@ class Entry:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            UnreachableOwnerError: The system does not let this process open descriptors of the owner.
-            StaleEntryError: The descriptor is gone, or refers to another file.
+            SegmentError: The process does not let this one open its descriptors, or runs in another PID
+                namespace (container), or its descriptor refers to another file.
         """
         if self.namespace != _own_namespace():
-            raise UnreachableOwnerError("its owner runs in another PID namespace (container)")
+            raise SegmentError(f"process {self.pid} runs in another PID namespace (container)")
         try:
             return open_in_process(
                 self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
             )
-        except PermissionError as error:
-            raise UnreachableOwnerError(
-                f"process {self.pid}, which holds it, does not let this process open its descriptors: "
-                f"{error.strerror}"
+        except OSError as error:
+            raise SegmentError(
+                f"process {self.pid} does not open its descriptor: {error.strerror}"
             ) from error
-        except (OSError, SegmentError) as error:
-            raise StaleEntryError(str(error)) from error
 
 
 def directory() -> Path | None:
