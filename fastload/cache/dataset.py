@@ -227,13 +227,7 @@ class CachedDataset(Dataset[Any]):
         inner = self.__dict__.get("dataset")
         if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(inner, name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"neither {type(self).__name__!r} nor the {type(inner).__name__!r} inside has the attribute "
-                f"{name!r}"
-            ) from error
+        return getattr(inner, name)
 
     def __getitem__(self, index: int) -> Any:
         """The transformed sample; without a transform, a private, writable copy of the sample.

@@ -150,13 +150,25 @@ class Opener:
         return Stack(self._num_samples, [self._open_ram()], slow)
 
     def _open_one(self, cache: Any) -> SampleCache:
+        url = None
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
             path = cache.removeprefix(_LMDB_PREFIX)
-            return self._open_copy(path) if is_url(path) else self._open_lmdb(os.path.expanduser(path))
-        if cache == "ram":
-            return self._open_ram()
-        if cache == _ENCODED:
-            self._use_encoded_source('cache="ram-encoded"')
+            if not is_url(path):
+                return self._build_lmdb(os.path.expanduser(path))
+            url, cache = path, LMDBCache(path, progress=self.progress)  # a local copy, never built here
+        if isinstance(cache, LMDBCache):
+            if cache.codec == SOURCE:
+                self._use_encoded_source(url or cache.path)
+            if self.fingerprint is None or cache.parts is None:
+                self._examine()
+            first = self.examples.get(0)
+            check_source(cache, self._num_samples, first, fingerprint=self.fingerprint, url=url)
+            if url is not None:
+                cache.reason = f"{cache.reason}; the local copy of {url}"
+            return cache
+        if cache in ("ram", _ENCODED):
+            if cache == _ENCODED:
+                self._use_encoded_source('cache="ram-encoded"')
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
             is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
@@ -164,12 +176,6 @@ class Opener:
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
             self.holds_images = cache.cache.codec == SOURCE
-            return cache
-        if isinstance(cache, LMDBCache):
-            if cache.codec == SOURCE:
-                self._use_encoded_source(cache.path)
-            self._examine()
-            check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:
@@ -199,8 +205,6 @@ class Opener:
             if isinstance(cache, SharedMemoryCache):
                 cache.expect_short()  # what does not fit into one of them may fit into the other one
         return Stack(self._num_samples, stores)
-
-    # --- in RAM -------------------------------------------------------------------------------------------
 
     def _open_ram(self) -> SampleCache:
         reason = segment.why_unsupported()
@@ -301,9 +305,7 @@ class Opener:
                 "covers too little. Give another key, or end the processes that hold that cache"
             )
 
-    # --- on disk ------------------------------------------------------------------------------------------
-
-    def _open_lmdb(self, path: str) -> LMDBCache:
+    def _build_lmdb(self, path: str) -> LMDBCache:
         if os.path.exists(path) and LMDBCache(path).codec == SOURCE:
             self._use_encoded_source(path)
         if self.fingerprint is None or not os.path.exists(path):
@@ -323,22 +325,9 @@ class Opener:
                 if not ranks.are_several():
                     raise
                 if attempt % _BUSY_LOG_POLLS == 0:
-                    log.info("cache: waiting: %s", error)
+                    log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive
             time.sleep(_BUSY_POLL_S)
         raise AssertionError("the count has no end")
-
-    def _open_copy(self, url: str) -> LMDBCache:
-        """The cache at a URL, through its local copy; it is never built from here."""
-        cache = LMDBCache(url, progress=self.progress)
-        if cache.codec == SOURCE:
-            self._use_encoded_source(url)
-        if self.fingerprint is None or cache.parts is None:
-            self._examine()
-        check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint, url=url)
-        cache.reason = f"{cache.reason}; the local copy of {url}"
-        return cache
-
-    # --- both ---------------------------------------------------------------------------------------------
 
     def _examine(self) -> None:
         """Read the first, the middle and the last sample, two of them twice, unless this was done before."""

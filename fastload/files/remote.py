@@ -145,16 +145,12 @@ class RemoteFolder:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
 
         Raises:
-            RemoteFolderError: The list is there, and cannot be read.
+            RemoteFolderError: The list is there, and cannot be read, or is damaged.
         """
         try:
             data = self.load(SAVED_NAME)
         except FileNotFoundError:
             return None
-        except RemoteFolderError as error:
-            raise RemoteFolderError(
-                f"{error}. Pass listing='ignore' to list the folder instead"
-            ) from error.__cause__
         try:
             return from_bytes(data)
         except ValueError as error:

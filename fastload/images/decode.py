@@ -203,8 +203,7 @@ def check_size(size: object) -> int | tuple[int, int] | None:
     if sides is size and len(numbers) != 2:
         raise TypeError(expected)
     if min(numbers) < 1:
-        msg = f"size must be at least 1 pixel, got {size!r}"
-        raise ValueError(msg)
+        raise ValueError(f"size must be at least 1 pixel, got {size!r}")
     return (numbers[0], numbers[1]) if sides is size else numbers[0]
 
 
@@ -265,10 +264,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         high = np.asarray(image).astype(np.int32) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F"):
-        msg = (
+        raise ValueError(
             f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
-        raise ValueError(msg)
     if mode in ("P", "PA"):
         return image.convert("RGBA").convert("RGB")  # P to RGB directly may replace a transparent colour
     image.info.pop("transparency", None)  # convert() would convert it, with a warning
@@ -279,8 +277,7 @@ def _reason(source: Source, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         nbytes = len(source) if isinstance(source, (bytes, memoryview)) else os.path.getsize(source)
         return "the file is empty" if nbytes == 0 else "not an image of a format that Pillow reads"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # "No such file or directory", "Is a directory", "Permission denied"
-    if isinstance(error, (OSError, ValueError, Image.DecompressionBombError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    is_plain = isinstance(error, (OSError, ValueError, Image.DecompressionBombError))
+    return getattr(error, "strerror", None) or (
+        str(error) if is_plain else f"{type(error).__name__}: {error}"
+    )

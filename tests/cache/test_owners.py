@@ -247,6 +247,5 @@ def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, capl
         found = owners.register("a", 7), owners.entries("a"), is_alone
 
     assert found == (None, [], False)
-    assert [record.getMessage() for record in caplog.records] == [
-        "cache: no registry of shared caches: it needs /proc, which does not exist"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("it needs /proc, which does not exist")

@@ -183,13 +183,13 @@ def _halved(sample: Any) -> Any:
     ("dataset", "prepare", "lacks"),
     [
         (Images(30), None, "because Images has neither"),
-        (Images(30), _halved, "because Images has neither"),
-        (KnownImages(30), _halved, "because prepare=_halved has neither"),
+        (Images(30), _halved, "because Images with prepare=_halved has neither"),
+        (KnownImages(30), _halved, "because KnownImages with prepare=_halved has neither"),
     ],
     ids=["dataset", "both", "prepare"],
 )
 def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prepare: Any, lacks: str) -> None:
-    """The user learns whether the dataset or prepare needs a fingerprint()."""
+    """The user learns what needs a fingerprint()."""
     assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
 
 

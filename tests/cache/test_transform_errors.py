@@ -137,8 +137,8 @@ def test_a_dict_without_a_target_is_refused(role: str, p: float) -> None:
     with pytest.raises(TypeError) as caught:
         CachedDataset(Named("img", "label"), **{role: flip})[2]
 
-    assert "takes the keys 'bboxes', 'image', 'images', 'keypoints'," in str(caught.value)
-    assert "the dataset returned a dict with 'img', 'label': use those keys" in str(caught.value)
+    assert "takes the keys ['bboxes', 'image', 'images', 'keypoints'," in str(caught.value)
+    assert "the dataset returned a dict with ['img', 'label']: use those keys" in str(caught.value)
     assert "is a dict of {'img': array (32, 24, 3) uint8, 'label': int}" in notes(caught.value)
 
 

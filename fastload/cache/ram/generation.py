@@ -71,7 +71,6 @@ _CURSOR = struct.Struct("<qqqq")
 _ENTRY = struct.Struct("<Q")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
-_MOST_BUFFERS = 512  # a call takes up to 1024 (IOV_MAX)
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
 _HOLDER_AT, _HOLDER_BYTES = SUCCESSOR_AT + ENTRY_BYTES, 256
 
@@ -279,17 +278,11 @@ class Generation:
 
     def _write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another, without joining them, which would take as much memory again."""
-        fd = self.segment.fd
-        for first in range(0, len(buffers), _MOST_BUFFERS):
-            views = [memoryview(buffer) for buffer in buffers[first : first + _MOST_BUFFERS]]
-            left = [view.cast("B") for view in views if view.nbytes]
-            while left:
-                written = os.pwritev(fd, left, offset)
-                offset += written
-                while left and written >= left[0].nbytes:
-                    written -= left.pop(0).nbytes
-                if written:
-                    left[0] = left[0][written:]
+        for buffer in buffers:
+            view = memoryview(buffer)
+            if view.nbytes:
+                self.segment.write(view.cast("B"), offset)
+            offset += view.nbytes
 
     # --- the next generation ------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -112,21 +111,20 @@ def directory() -> Path | None:
     user share it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
-    if _own_namespace() is None:
-        say_once("cache: no registry of shared caches: it needs /proc, which does not exist", logging.INFO)
-        return None
+    problem = "" if _own_namespace() is not None else "it needs /proc, which does not exist"
     try:
         with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700, parents=False)
+            path.mkdir(mode=0o700)
         status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            problem = (
+                "it is not a directory of this user alone (mode 0700): remove it, or set "
+                f"{DIRECTORY_VARIABLE}"
+            )
     except OSError as error:
-        say_once(f"cache: no registry of shared caches at {path}: {error.strerror}", logging.INFO)
-        return None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        say_once(
-            f"cache: {path} is not a directory of this user alone (mode 0700), so caches are not shared "
-            f"through it: remove it, or set {DIRECTORY_VARIABLE}",
-        )
+        problem = error.strerror or str(error)
+    if problem:
+        say_once(f"cache: no registry of shared caches at {path}: {problem}")
         return None
     return path
 
