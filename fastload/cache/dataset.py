@@ -207,12 +207,8 @@ class CachedDataset(Dataset[Any]):
             CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
             ValueError: `storage_options` is given, but `path` is not a URL.
         """
-        if isinstance(path, str) and path.startswith("lmdb:") and not os.path.lexists(path):
-            place = path.removeprefix("lmdb:")
-            raise FileNotFoundError(
-                f'there is no cache at {path}: from_cache takes the path or URL alone, without "lmdb:": '
-                f"CachedDataset.from_cache({place!r})"
-            )
+        if isinstance(path, str) and not os.path.lexists(path):
+            path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
         samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
         return cls(
             samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode
@@ -450,14 +446,9 @@ def _nothing() -> None:
 
 
 def _check_map_style(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
+    is_indexed = all(hasattr(type(dataset), name) for name in ("__len__", "__getitem__"))
+    if isinstance(dataset, IterableDataset) or not is_indexed:
         raise TypeError(
-            f"{type(dataset).__name__} is an iterable-style dataset, but a cache needs samples with an "
-            "index. Give a map-style dataset, with __len__ and __getitem__"
-        )
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
-    if missing:
-        raise TypeError(
-            f"{type(dataset).__name__} has no {' and no '.join(missing)}: give a map-style dataset, with "
-            "__len__ and __getitem__"
+            f"{type(dataset).__name__} is not a map-style dataset, but a cache needs samples with an index: "
+            "give a dataset with __len__ and __getitem__"
         )

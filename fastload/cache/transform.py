@@ -51,14 +51,10 @@ class Call:
         self._function = function
         self._is_albumentations = is_albumentations(function)
         self._decode = decode
-        self._pushdown: Pushdown | None = None
-
-    @property
-    def pushdown(self) -> Pushdown | None:
-        """The pipeline that decodes the image itself; None if the function is not of albumentations."""
-        if self._pushdown is None and self._is_albumentations:
-            self._pushdown = Pushdown(self._function, reduces=self._decode == "fast")
-        return self._pushdown
+        # The pipeline that decodes the image itself; None if the function is not of albumentations.
+        self.pushdown: Pushdown | None = None
+        if decode is not None and self._is_albumentations:
+            self.pushdown = Pushdown(function, reduces=decode == "fast")
 
     def __call__(self, sample: Any, given: Any, index: int) -> Any:
         """The function's output for `given`.
@@ -73,9 +69,8 @@ class Call:
         """
         function = self._function
         if self._decode is not None:
-            image = _image_of(given) if self._is_albumentations else None
-            if type(image) is EncodedImage:
-                given, function = decode_others(given), self.pushdown or function
+            if self.pushdown is not None and type(_image_of(given)) is EncodedImage:
+                given, function = decode_others(given), self.pushdown
             else:
                 given = decode_images(given)
         try:

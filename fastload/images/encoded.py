@@ -71,10 +71,8 @@ class EncodedImage:
         self._content: bytes | memoryview | None = None
         self._header: Header | None = None
         self._is_file = False
-        if isinstance(source, (bytes, memoryview)):
-            self._content = source
-        elif isinstance(source, bytearray):
-            self._content = bytes(source)
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            self._content = bytes(source) if isinstance(source, bytearray) else source
         elif isinstance(source, (str, os.PathLike)):
             self.path = os.fsdecode(source)
             self._is_file = True

@@ -25,8 +25,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.listing import Listing, arrange
-from fastload.files.local import list_folder
+from fastload.files.listing import Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image

@@ -94,9 +94,9 @@ class PrivateCache(BaseCache):
             return False
         record = encode(sample)
         # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
-        with self._locks.setdefault(os.getpid(), threading.Lock()):
+        with self._lock():
             nbytes = self.nbytes + len(record)
-            if index in self._records or nbytes > self.budget_bytes:
+            if index in self._records or nbytes > self.budget_bytes or not self.is_retained(index):
                 return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
                 # Every worker has a cache with this budget; together they may need more than there is.
@@ -122,12 +122,17 @@ class PrivateCache(BaseCache):
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
         """
-        self._retained = np.zeros(self.num_samples, np.bool_)
-        self._retained[slice(None) if indices is None else indices] = True
-        self._records = {i: record for i, record in self._records.items() if self.is_retained(i)}
-        self.nbytes = self._checked_bytes = sum(map(len, self._records.values()))
-        self._is_full = False
-        self.generation += 1
+        retained = np.zeros(self.num_samples, np.bool_)
+        retained[slice(None) if indices is None else indices] = True
+        with self._lock():
+            self._retained = retained
+            self._records = {i: record for i, record in self._records.items() if retained[i]}
+            self.nbytes = self._checked_bytes = sum(map(len, self._records.values()))
+            self._is_full = False
+            self.generation += 1
+
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def close(self) -> None:
         """Forget all samples; samples that were handed out stay valid."""
