@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -176,6 +177,8 @@ def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
         when = datetime.fromisoformat(head["created"]).isoformat(" ", "minutes")
         classes = list(head["classes"])
         files = [RemoteFile(*json.loads(line)) for line in lines]
+        if any(one.name >= other.name for one, other in itertools.pairwise(files)):
+            raise ValueError("its files are out of order, or repeated")
         for name, nbytes, version in [*((name, 0, "") for name in classes), *files]:
             is_right = isinstance(name, str) and isinstance(nbytes, int) and isinstance(version, str)
             if not (is_right and is_below(name) and version.isascii() and -1 <= nbytes < _MAX_BYTES):
