@@ -47,6 +47,8 @@ class Call:
 
     def __init__(self, role: str, function: Callable[..., Any], decode: str | None = None) -> None:
         check_callable(role, function)
+        if decode is not None:
+            check_decode(decode)
         self._role = role
         self._function = function
         self._is_albumentations = is_albumentations(function)
