@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache import launch, pace
+from fastload.cache import launch, rate_limit
 from tests.kit import accelerator, leaks
 from tests.kit.processes import Gate, Interpreter
 
@@ -116,7 +116,7 @@ def imports_out_of_collections() -> None:
 @pytest.fixture(autouse=True)
 def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches store each sample at its first access, however long that takes: no timing decides a test."""
-    monkeypatch.setattr(pace, "CHEAP_S", float("inf"))
+    monkeypatch.setattr(rate_limit, "CHEAP_S", float("inf"))
 
 
 @pytest.fixture(autouse=True)

@@ -161,7 +161,7 @@ def measure(
     try:
         first_s = _epoch_s(loader)
         if contender.cache == "ram":
-            # Where memory comes slowly, the first epoch has left samples for later ones (see cache/pace.py).
+            # The first epoch may have left samples for later ones (see cache/rate_limit.py).
             dataset.fill(contender.num_workers, progress=False)
         later_s, num_epochs = 0.0, 0
         while later_s < LATER_S:

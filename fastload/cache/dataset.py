@@ -5,7 +5,7 @@ method. It pickles as handles, so all workers read and fill one cache. Rules:
 
 1. The first access to a sample reads the source, in any process; later accesses read the cache. If the
    machine provides memory so slowly that an epoch would take much longer, some samples are stored in a later
-   epoch (see `pace`).
+   epoch (see `rate_limit`).
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes of the dataset inside that this class lacks are also attributes of this class, except for those
@@ -29,8 +29,7 @@ from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.pace import Pace
-from fastload.cache.sample_cache import retain
+from fastload.cache.rate_limit import RateLimit
 from fastload.cache.sources import StoredSamples
 from fastload.cache.stack import Stack
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
@@ -164,7 +163,7 @@ class CachedDataset(Dataset[Any]):
         self.prepare = prepare
         self.key = key
         self._caller: TransformCaller | None = None
-        self._pace = Pace()
+        self._rate_limit = RateLimit()
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
@@ -208,12 +207,8 @@ class CachedDataset(Dataset[Any]):
             CacheError: The cache at a URL cannot be read, or its local copy cannot be written.
             ValueError: `storage_options` is given, but `path` is not a URL.
         """
-        if isinstance(path, str) and path.startswith("lmdb:") and not os.path.lexists(path):
-            place = path.removeprefix("lmdb:")
-            raise FileNotFoundError(
-                f'there is no cache at {path}: from_cache takes the path or URL alone, without "lmdb:": '
-                f"CachedDataset.from_cache({place!r})"
-            )
+        if isinstance(path, str) and not os.path.lexists(path):
+            path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
         samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
         return cls(
             samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode
@@ -228,13 +223,7 @@ class CachedDataset(Dataset[Any]):
         inner = self.__dict__.get("dataset")
         if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        try:
-            return getattr(inner, name)
-        except AttributeError as error:
-            raise AttributeError(
-                f"neither {type(self).__name__!r} nor the {type(inner).__name__!r} inside has the attribute "
-                f"{name!r}"
-            ) from error
+        return getattr(inner, name)
 
     def __getitem__(self, index: int) -> Any:
         """The transformed sample; without a transform, a private, writable copy of the sample.
@@ -253,12 +242,9 @@ class CachedDataset(Dataset[Any]):
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
-        functions = {"prepare": self.prepare, "transform": self.transform}
-        parts += [
-            f"{role}={getattr(function, '__name__', type(function).__name__)}"
-            for role, function in functions.items()
-            if function is not None
-        ]
+        for role, function in (("prepare", self.prepare), ("transform", self.transform)):
+            if function is not None:
+                parts.append(f"{role}={getattr(function, '__name__', type(function).__name__)}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def lend(self, index: int) -> Any:
@@ -305,12 +291,12 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position)
         if sample is None:
             return self._read(position)
-        self._pace.hits += 1
+        self._rate_limit.hits += 1
         counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
-        """Read the sample from its source, and store it if the budget and the pace allow it."""
+        """Read the sample from its source, and store it if the budget and the rate limit allow it."""
         counts.misses += 1
         restore = mark() if self._stores else _nothing
         started_s = time.perf_counter()
@@ -335,7 +321,7 @@ class CachedDataset(Dataset[Any]):
         except UnsupportedSampleError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        self._pace.put(self.cache, index, sample, read_s=read_s)
+        self._rate_limit.put(self.cache, index, sample, read_s=read_s)
         return sample
 
     def read_ahead(self, indices: Sequence[int]) -> None:
@@ -373,7 +359,7 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            self._pace.hits += len(positions)
+            self._rate_limit.hits += len(positions)
             counts.hits += len(positions)
         return batch
 
@@ -405,8 +391,7 @@ class CachedDataset(Dataset[Any]):
         The cache starts empty and fills again: samples that stay are read from their source once more. The
         old memory is freed when all processes have followed and nobody holds a sample of it, so a sample that
         you hold never changes. Until then, the cache takes at most `cache_info().nbytes + budget`: the memory
-        that it took before, and the new memory. If each index that can be stored now is among the indices,
-        nothing is dropped.
+        that it took before, and the new memory. The same indices again change nothing.
 
         If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
         and the log gives the reason. On a system without shared memory, each process has its own cache, and
@@ -422,7 +407,14 @@ class CachedDataset(Dataset[Any]):
                 method `retain`.
             IndexError: An index is outside of the dataset.
         """
-        retain(self.cache, None if indices is None else _checked_indices(indices, self._num_samples))
+        method = getattr(self.cache, "retain", None)
+        if method is None:
+            raise TypeError(
+                f"{type(self.cache).__name__} has no method retain(indices): add one that drops all samples "
+                "but these and stores no others (indices is an ascending integer array, or None for all "
+                "samples), or let the class inherit from one of fastload's caches"
+            )
+        method(None if indices is None else _checked_indices(indices, self._num_samples))
 
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and how many bytes they take."""
@@ -437,19 +429,12 @@ def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
         TypeError: They are not ints in one dimension.
         IndexError: One of them is outside of the dataset.
     """
-    if isinstance(indices, torch.Tensor):
-        indices = indices.detach().cpu()
     try:
-        given = np.asarray(indices)
-    except ValueError as error:  # nested lists of several lengths
-        raise TypeError(
-            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__}: {error}"
-        ) from error
+        given = np.asarray(indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices)
+    except ValueError:  # nested lists of several lengths
+        given = np.empty((0, 0))
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise TypeError(
-            f"{_RETAIN_USAGE} for all samples, but got {type(indices).__name__} of dtype {given.dtype} and "
-            f"shape {given.shape}"
-        )
+        raise TypeError(f"{_RETAIN_USAGE} for all samples, but got {indices!r:.80}")
     if given.size and (given.min() < 0 or given.max() >= num_samples):
         outside = given[(given < 0) | (given >= num_samples)][0]
         raise IndexError(f"retain() got the index {outside}, but the dataset has {num_samples} samples")
@@ -461,14 +446,9 @@ def _nothing() -> None:
 
 
 def _check_map_style(dataset: Any) -> None:
-    if isinstance(dataset, IterableDataset):
+    is_indexed = all(hasattr(type(dataset), name) for name in ("__len__", "__getitem__"))
+    if isinstance(dataset, IterableDataset) or not is_indexed:
         raise TypeError(
-            f"{type(dataset).__name__} is an iterable-style dataset, but a cache needs samples with an "
-            "index. Give a map-style dataset, with __len__ and __getitem__"
-        )
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
-    if missing:
-        raise TypeError(
-            f"{type(dataset).__name__} has no {' and no '.join(missing)}: give a map-style dataset, with "
-            "__len__ and __getitem__"
+            f"{type(dataset).__name__} is not a map-style dataset, but a cache needs samples with an index: "
+            "give a dataset with __len__ and __getitem__"
         )

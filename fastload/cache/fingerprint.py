@@ -95,17 +95,14 @@ def check_key(key: object) -> None:
 
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
     """The reason why these samples have no fingerprint and no key, as a clause that says what to do."""
-    from torch.utils.data import Subset  # as below
-
-    inner = dataset
-    while type(inner) is Subset:
-        inner = inner.dataset
-    if prepare is None or not callable(getattr(inner, "fingerprint", None)):
-        named, what_to_do = type(dataset).__name__, "add a fingerprint() to the dataset"
-    else:
-        named = f"prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
-        what_to_do = "give prepare a fingerprint(), or use albumentations without your own functions"
-    return f"{named} has neither a fingerprint() nor a key: {what_to_do}, or pass key='...'"
+    named, prepared = type(dataset).__name__, ""
+    if prepare is not None:
+        named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
+        prepared = " and to prepare"
+    return (
+        f"{named} has neither a fingerprint() nor a key: add a fingerprint() to the dataset{prepared}, or "
+        "pass key='...'"
+    )
 
 
 def digest_of(value: Any) -> str:

@@ -8,9 +8,6 @@ Two jobs must never be taken for one, so the name of a launch is one that no oth
    parent, and set theirs themselves.
 3. Lightning's rank 0 starts the other ranks, often after it has made its caches. These are named after rank 0
    itself, and the ranks that it starts look for them first.
-
-A process that a rank starts, such as an evaluation script, inherits the variables of that rank. It is not
-taken for a rank, because its LOCAL_RANK then occurs twice (see `Launch.is_rank_taken`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import os
 import secrets
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 from fastload.cache.ram import owners
 from fastload.cache.ranks import are_several, are_several_in
@@ -31,43 +27,27 @@ _JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTA
 _LIGHTNING = ("lightning", "lightning_fabric")
 
 
-class Launch(NamedTuple):
-    """The launch that this process is a rank of, or may become rank 0 of.
+def names() -> list[str]:
+    """What the launch of this process can be called; the first choice comes first, the last is always right.
 
-    Attributes:
-        names: What it can be called; the first choice comes first, and the last one is always right.
-        local_rank: The number that the launcher gave this rank on the host; None if ranks cannot occur twice.
+    Empty if this process is not a rank, nor may become rank 0, or its launch cannot be told from others.
     """
-
-    names: list[str]
-    local_rank: str | None
-
-    def is_rank_taken(self, cache_name: str) -> bool:
-        """Whether another process with the number of this rank holds a cache of this name."""
-        return self.local_rank is not None and any(
-            entry.pid != os.getpid() and _started_with(entry.pid).get("LOCAL_RANK") == self.local_rank
-            for entry in owners.entries(cache_name)
-        )
-
-
-def current() -> Launch | None:
-    """The launch of this process; None if it is not a rank, or its launch cannot be told from others."""
     watch_forks()
     if is_worker():
-        return None
+        return []
     group_name = _group_name()
     if group_name is not None:
-        return Launch([group_name], None)
-    variables, parent = _started_with(os.getpid()), os.getppid()
+        return [group_name]
+    variables, parent = _started_with(), os.getppid()
     local_rank = variables.get("LOCAL_RANK")
     if local_rank is None:
         may_lead = any(map(sys.modules.get, _LIGHTNING)) and not are_several()
-        return Launch([_led_by(os.getpid())], None) if may_lead else None
+        return [_led_by(os.getpid())] if may_lead else []
     if "MASTER_PORT" not in variables or not are_several_in(variables):
-        return None
+        return []
     job = ", ".join(f"{name}={variables[name]}" for name in _JOB if name in variables)
     started = f"the ranks that process {_identified(parent)} started with {job}"
-    return Launch([started] if local_rank == "0" else [_led_by(parent), started], local_rank)
+    return [started] if local_rank == "0" else [_led_by(parent), started]
 
 
 def _group_name() -> str | None:
@@ -91,7 +71,7 @@ def _identified(pid: int) -> str:
     return f"{pid} (start tick {owners.start_time(pid)})"
 
 
-def _started_with(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty if the system does not tell."""
-    lines = read_text(Path(f"/proc/{pid}/environ")).split("\0")
+def _started_with() -> dict[str, str]:
+    """The environment that this process was started with; empty if the system does not tell."""
+    lines = read_text(Path("/proc/self/environ")).split("\0")
     return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}

@@ -19,7 +19,7 @@ import os
 import pickle
 import random
 import sys
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _RANDOM_PROBES = 5
 _DIGEST_BYTES = 16
-_MAX_BYTES = 128 << 20  # of a pickle, and of an array: more would delay the start of a training
+_MAX_BYTES = 128 << 20  # of an array: more would delay the start of a training
 _ARRAY_PROBES = 1024  # elements of a larger array, evenly spaced
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict})
@@ -88,39 +88,15 @@ def _hex(content: bytes) -> str:
 
 def _digest(value: Any) -> str:
     """A digest of a value; of an object that contains itself, only its class."""
-    file = _Hash()
-    pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: file.write(buffer.raw()))
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    file: Any = SimpleNamespace(write=digest.update)
+    pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: digest.update(buffer.raw()))
     pickler.fast = True  # an object that occurs twice is pickled twice, so it does not matter whether it does
     try:
         pickler.dump(value)
-    except _EnoughError:
-        pass
     except Exception:  # noqa: BLE001  # methods of the user's objects may raise anything
         return f"a {qualified_name(type(value))}"
-    return f"digest {file.hash.hexdigest()}"
-
-
-class _EnoughError(Exception):
-    """What is compared of a pickle ends here."""
-
-
-class _Hash:
-    """A file that keeps the digest of what is written to it."""
-
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        self._left_bytes = _MAX_BYTES
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Hash a part of a pickle.
-
-        Raises:
-            _EnoughError: The pickle is too long.
-        """
-        self.hash.update(memoryview(content)[: self._left_bytes])
-        self._left_bytes -= len(content)
-        if self._left_bytes < 0:
-            raise _EnoughError
+    return f"digest {digest.hexdigest()}"
 
 
 class _Pickler(pickle.Pickler):

@@ -16,24 +16,25 @@ from fastload.system.posix import fcntl
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_POLL_S = 0.002
+_POLL_S = 0.0001
 
 # Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
 # flags, each of which is a bit of its own.
 AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 
 
-def try_lock(fd: int, *, attempts: int = 1) -> bool:
-    """Take the exclusive lock, or return False if another holder has it; yields the core between attempts."""
-    for attempt in range(attempts):
-        if attempt:
-            os.sched_yield()
+def try_lock(fd: int, *, wait_s: float = 0.0) -> bool:
+    """Take the exclusive lock, or return False if another holder has it for so long."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue
-        return True
-    return False
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
 
 
 def share_lock(fd: int) -> bool:
@@ -50,16 +51,10 @@ def share_lock(fd: int) -> bool:
     return True
 
 
-def unlock(fd: int) -> None:
-    """Release the lock, for every copy of the descriptor."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-
-
 @contextlib.contextmanager
 def locked(
     open_file: Callable[[], int],
     *,
-    attempts: int = 1,
     wait_s: float = 0.0,
     refused: Callable[[OSError], object] | None = None,
 ) -> Iterator[bool]:
@@ -67,19 +62,14 @@ def locked(
 
     Args:
         open_file: Opens the descriptor.
-        attempts: As of `try_lock`.
-        wait_s: How long to wait for another holder after these attempts.
+        wait_s: How long to wait for another holder.
         refused: Called if the file cannot be opened, or the system refuses the lock; None to raise the error.
     """
     fd, has_lock = -1, False
     try:
         try:
             fd = open_file()
-            has_lock = try_lock(fd, attempts=attempts)
-            deadline = time.monotonic() + wait_s if wait_s else 0.0
-            while not has_lock and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                has_lock = try_lock(fd)
+            has_lock = try_lock(fd, wait_s=wait_s)
         except OSError as error:
             if refused is None:
                 raise
@@ -88,7 +78,7 @@ def locked(
     finally:
         if has_lock:
             # A fork in another thread may have copied the descriptor, so close() may not release the lock.
-            unlock(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
         if fd >= 0:
             os.close(fd)
 

@@ -33,7 +33,7 @@ from fastload.cache.in_memory import held_bytes
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.generation import SHORT, log_short
+from fastload.cache.ram.generation import log_short
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
-_BUSY_LOG_S = 10.0
+_BUSY_LOG_POLLS = 50
 _USAGE = (
     'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
     "object"
@@ -150,13 +150,25 @@ class Opener:
         return Stack(self._num_samples, [self._open_ram()], slow)
 
     def _open_one(self, cache: Any) -> SampleCache:
+        url = None
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
             path = cache.removeprefix(_LMDB_PREFIX)
-            return self._open_copy(path) if is_url(path) else self._open_lmdb(os.path.expanduser(path))
-        if cache == "ram":
-            return self._open_ram()
-        if cache == _ENCODED:
-            self._use_encoded_source('cache="ram-encoded"')
+            if not is_url(path):
+                return self._build_lmdb(os.path.expanduser(path))
+            url, cache = path, LMDBCache(path, progress=self.progress)  # a local copy, never built here
+        if isinstance(cache, LMDBCache):
+            if cache.codec == SOURCE:
+                self._use_encoded_source(url or cache.path)
+            if self.fingerprint is None or cache.parts is None:
+                self._examine()
+            first = self.examples.get(0)
+            check_source(cache, self._num_samples, first, fingerprint=self.fingerprint, url=url)
+            if url is not None:
+                cache.reason = f"{cache.reason}; the local copy of {url}"
+            return cache
+        if cache in ("ram", _ENCODED):
+            if cache == _ENCODED:
+                self._use_encoded_source('cache="ram-encoded"')
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
             is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
@@ -164,12 +176,6 @@ class Opener:
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
             self.holds_images = cache.cache.codec == SOURCE
-            return cache
-        if isinstance(cache, LMDBCache):
-            if cache.codec == SOURCE:
-                self._use_encoded_source(cache.path)
-            self._examine()
-            check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint)
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:
@@ -197,10 +203,8 @@ class Opener:
         stores = decoded._open_ram(), self._open_ram()
         for cache in stores:
             if isinstance(cache, SharedMemoryCache):
-                cache.flag(SHORT)  # what does not fit into one of them may fit into the other one
+                cache.expect_short()  # what does not fit into one of them may fit into the other one
         return Stack(self._num_samples, stores)
-
-    # --- in RAM -------------------------------------------------------------------------------------------
 
     def _open_ram(self) -> SampleCache:
         reason = segment.why_unsupported()
@@ -220,52 +224,56 @@ class Opener:
         return PrivateCache(self._num_samples, budget=budget_bytes, reason=reason)
 
     def _open_shared(self) -> SharedMemoryCache:
-        if self.fingerprint is None:
-            return self._open_of_launch()
+        """The cache that another process holds, or a new one."""
+        names, why_private = self._names()
         try:
-            cache = registry.find(self.fingerprint, self._num_samples)
-            if cache is None:
+            cache = next(filter(None, (registry.find(name, self._num_samples) for name in names)), None)
+            if cache is None and names:
                 self._examine()
-                cache = self._create(self.fingerprint)
+                cache = registry.create(names[-1], self._num_samples, self._examples(), self._ram_bytes())
         except CacheMismatchError as error:
-            raise CacheMismatchError(
-                f"{error}. If the cache is right, change the dataset. If the dataset is right, give another "
-                "key, or end the processes that hold the cache"
-            ) from None
-        self._compare_first(cache)
+            if self.fingerprint is not None:
+                raise CacheMismatchError(
+                    f"{error}. If the cache is right, change the dataset. If the dataset is right, give "
+                    "another key, or end the processes that hold the cache"
+                ) from None
+            cache, why_private = None, str(error)
+        why = "" if self.fingerprint else without_fingerprint(self.dataset, self.prepare)
+        if cache is None:
+            cache = SharedMemoryCache(self._num_samples, self._examples(), budget=self._ram_bytes())
+            cache.reason = (
+                f"private to this process and its workers, because {why}, to share with other ranks and jobs"
+            )
+            if ranks.are_several():
+                cache.reason += f". Ranks that start together share equal datasets, but {why_private}"
+        elif self.fingerprint is not None:
+            self._compare_first(cache)
+        elif cache.unregister is not None and cache.origin.fingerprint is not None:
+            shared = f"shared as {cache.origin.fingerprint.key}: {cache.reason}"
+            cache.reason = f"{shared}. Other jobs do not find it, because {why}"
+        if cache.unregister is None and ranks.are_several():
+            say_once(f"cache: {cache.reason}")  # each rank decodes all samples and keeps a copy
         return cache
 
-    def _create(self, fingerprint: Fingerprint) -> SharedMemoryCache:
-        examples = list(self.examples.values())
-        cache = registry.create(fingerprint, self._num_samples, examples, self._ram_bytes())
-        if cache.unregister is None:
-            self._warn_ranks(cache.reason)
-        return cache
+    def _names(self) -> tuple[list[Fingerprint], str]:
+        """The fingerprints by which other processes may know the cache, and the reason if there are none.
 
-    def _open_of_launch(self) -> SharedMemoryCache:
-        """The n-th cache that each rank of this launch makes, for the n-th call; private if they differ."""
+        Without a fingerprint or a key, it is the n-th cache of this kind that each rank of this launch makes.
+        """
+        if self.fingerprint is not None:
+            return [self.fingerprint], ""
         number = next(_numbers)
         self._examine()
-        launched = launch.current() if self._num_samples else None
-        if launched is None:
-            return self._private_ram("before init_process_group() it is not known which processes these are")
+        launches = launch.names() if self._num_samples else []
+        if not launches:
+            return [], "before init_process_group() it is not known which processes these are"
         parts = likeness(self.dataset, self.prepare, self._probed())
         if parts is None:
-            return self._private_ram("the samples that the ranks would compare are all alike")
-        names = [Fingerprint(parts, f"cache {number} of {name}") for name in launched.names]
-        try:
-            found = (registry.find(name, self._num_samples) for name in names)
-            cache = next(filter(None, found), None) or self._create(names[-1])
-        except CacheMismatchError as error:
-            return self._private_ram(str(error))
-        origin = cache.origin.fingerprint
-        if origin is not None and launched.is_rank_taken(origin.name):
-            cache.close()
-            return self._private_ram("another process has the LOCAL_RANK of this one")
-        if cache.unregister is not None and origin is not None:
-            why = without_fingerprint(self.dataset, self.prepare)
-            cache.reason = f"shared as {origin.key}: {cache.reason}. Other jobs do not find it, because {why}"
-        return cache
+            return [], "the samples that the ranks would compare are all alike"
+        return [Fingerprint(parts, f"cache {number} of {name}") for name in launches], ""
+
+    def _examples(self) -> list[Any]:
+        return list(self.examples.values())
 
     def _probed(self) -> dict[int, Any]:
         """The samples that ranks compare; an exception stands for a sample that cannot be read."""
@@ -278,22 +286,6 @@ class Opener:
             except Exception as error:  # noqa: BLE001  # whoever reads this sample later gets the error
                 probed[index] = error
         return probed
-
-    def _private_ram(self, why_not_of_launch: str) -> SharedMemoryCache:
-        cache = SharedMemoryCache(self._num_samples, list(self.examples.values()), budget=self._ram_bytes())
-        why = without_fingerprint(self.dataset, self.prepare)
-        cache.reason = (
-            f"private to this process and its workers, because {why}, to share with other ranks and jobs"
-        )
-        if ranks.are_several():
-            cache.reason += f". Ranks that start together share equal datasets, but {why_not_of_launch}"
-        self._warn_ranks(cache.reason)
-        return cache
-
-    def _warn_ranks(self, reason: str) -> None:
-        """Warn that a cache is private, if several ranks would each decode all samples and keep a copy."""
-        if ranks.are_several():
-            say_once(f"cache: {reason}")
 
     def _ram_bytes(self) -> int:
         return max(1, min(self._allowed_bytes, available_bytes()))
@@ -313,15 +305,12 @@ class Opener:
                 "covers too little. Give another key, or end the processes that hold that cache"
             )
 
-    # --- on disk ------------------------------------------------------------------------------------------
-
-    def _open_lmdb(self, path: str) -> LMDBCache:
+    def _build_lmdb(self, path: str) -> LMDBCache:
         if os.path.exists(path) and LMDBCache(path).codec == SOURCE:
             self._use_encoded_source(path)
         if self.fingerprint is None or not os.path.exists(path):
             self._examine()
-        builder, said_at_s = "", 0.0
-        while True:
+        for attempt in itertools.count():
             try:
                 return build_lmdb(
                     self.source,
@@ -335,23 +324,10 @@ class Opener:
                 # Ranks start together and all request the same file: one rank builds it, the others wait.
                 if not ranks.are_several():
                     raise
-                if str(error) != builder or time.monotonic() - said_at_s >= _BUSY_LOG_S:
-                    builder, said_at_s = str(error), time.monotonic()
-                    log.info("cache: waiting: %s", builder)
+                if attempt % _BUSY_LOG_POLLS == 0:
+                    log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive
             time.sleep(_BUSY_POLL_S)
-
-    def _open_copy(self, url: str) -> LMDBCache:
-        """The cache at a URL, through its local copy; it is never built from here."""
-        cache = LMDBCache(url, progress=self.progress)
-        if cache.codec == SOURCE:
-            self._use_encoded_source(url)
-        if self.fingerprint is None or cache.parts is None:
-            self._examine()
-        check_source(cache, self._num_samples, self.examples.get(0), fingerprint=self.fingerprint, url=url)
-        cache.reason = f"{cache.reason}; the local copy of {url}"
-        return cache
-
-    # --- both ---------------------------------------------------------------------------------------------
+        raise AssertionError("the count has no end")
 
     def _examine(self) -> None:
         """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
@@ -370,17 +346,16 @@ class Opener:
         if not num_samples:
             log.info("cache: the dataset is empty")
             return
+        figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
+        stores = cache.stores if isinstance(cache, Stack) else [cache]
         if self.examples and budget_bytes is not None:
-            needed = sum(len(encode(sample)) for sample in self.examples.values()) / len(self.examples)
-            needed_bytes = max(1.0, needed * num_samples)
-            stores = cache.stores if isinstance(cache, Stack) else [cache]
-            memory = stores[0]
-            fit = getattr(memory, "capacity", None) if len(stores) == 1 else None
-            # A ragged cache that turns out to be too small says so itself.
-            is_known = fit is not None or len(stores) > 1 or isinstance(cache, PrivateCache)
+            sample_bytes = sum(len(encode(sample)) for sample in self._examples()) / len(self.examples)
+            needed = f"about {readable_size(sample_bytes * num_samples)}"
+            fit = getattr(stores[0], "capacity", None) if len(stores) == 1 else None
             if fit is None:
-                fit = int(num_samples * min(1.0, budget_bytes / needed_bytes))
-            is_own = not isinstance(memory, SharedMemoryCache) or memory.origin.pid == os.getpid()
+                fit = min(num_samples, int(budget_bytes / max(1, sample_bytes)))
+            figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
+            is_own = not isinstance(stores[0], SharedMemoryCache) or stores[0].origin.pid == os.getpid()
             if is_own and self._held_bytes:
                 log.warning(
                     "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
@@ -388,14 +363,10 @@ class Opener:
                     "a dataset that calls the transform itself, without CachedDataset",
                     readable_size(self._held_bytes),
                 )
-            if is_known and is_own and fit < num_samples:
-                log_short(budget_bytes, fit, num_samples, needed_bytes)
-                if isinstance(memory, SharedMemoryCache):
-                    memory.flag(SHORT)
-            figures = f"{fit:,} of {num_samples:,} samples fit, about {readable_size(needed_bytes)} needed"
-        else:
-            size = readable_size(cache.nbytes)
-            figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {size}"
+            if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
+                log_short(budget_bytes, fit, num_samples, f"which need {needed}")
+                if isinstance(stores[0], SharedMemoryCache):
+                    stores[0].expect_short()
         log.info(
             "cache: %s layout, %s, budget %s; %s",
             cache.layout,

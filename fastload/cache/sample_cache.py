@@ -111,19 +111,3 @@ class BaseCache(SampleCache):
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """None: each sample is read by itself."""
         return None
-
-
-def retain(cache: SampleCache, indices: npt.NDArray[np.intp] | None) -> None:
-    """Let a cache retain only some samples; see `BaseCache.retain`.
-
-    Raises:
-        TypeError: The cache, which is the user's, has no method `retain`.
-    """
-    method = getattr(cache, "retain", None)
-    if method is None:
-        raise TypeError(
-            f"{type(cache).__name__} has no method retain(indices): add one that drops all samples but these "
-            "and stores no others (indices is an ascending integer array, or None for all samples), or let "
-            "the class inherit from one of fastload's caches"
-        )
-    method(indices)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.read_ahead import reads_ahead
-from fastload.cache.encoded import decoded_nbytes, encoded_source
+from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.random_check import probe
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MOST_SAMPLES = 32
-_CROP_SIDE, _STORED_SIDE = 224, 256
-_REMOTE = "the source is remote: the rate without a cache does not include the time of requests to it"
+_CROP_SIDE = 224
 _RAM_SHARE = 0.8  # of the free memory, as the budget "auto" of a CachedDataset
 
 
@@ -69,10 +68,8 @@ class Sizing:
         num_cpus: The usable CPUs.
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.
-        region: What is decoded of an undecoded image; "" if the source gives none.
-        refusal: The error of a cache that refuses the samples; "" if they can be cached.
-        is_remote: Whether the source is in an object store or on a server. The rates do not include the time
-            of requests.
+        notes: What is decoded of an undecoded image, why no cache can hold the samples, and what the rates
+            lack.
         options: The ways, fastest first.
     """
 
@@ -81,10 +78,8 @@ class Sizing:
     num_cpus: int
     free_ram_bytes: int
     free_disk_bytes: int
-    region: str
-    refusal: str
-    is_remote: bool
-    options: tuple[Option, ...]
+    notes: list[str]
+    options: list[Option]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
@@ -100,16 +95,7 @@ class Sizing:
             rows.append([name, needs, fits, f"{option.images_per_s:,.0f}", option.how])
         ram, disk = readable_size(self.free_ram_bytes), readable_size(self.free_disk_bytes)
         head = f"{self.num_samples:,} samples, {self.num_measured} measured; {self.num_cpus} CPUs"
-        foot = f"images/s: after the first epoch, for a random crop to {_CROP_SIDE} x {_CROP_SIDE} and a flip"
-        lines = [
-            f"{head}; {ram} of RAM and {disk} of disk are free",
-            *table(rows),
-            f"{foot}; the loader and the training take their part",
-            self.region,
-            f"no cache can hold these samples: {self.refusal}" if self.refusal else "",
-            _REMOTE if self.is_remote else "",
-        ]
-        return "\n".join(filter(None, lines))
+        return "\n".join([f"{head}; {ram} of RAM and {disk} of disk are free", *table(rows), *self.notes])
 
 
 def size_up(dataset: Any, source: str) -> Sizing:
@@ -124,66 +110,49 @@ def size_up(dataset: Any, source: str) -> Sizing:
         raise UnsupportedSampleError(f"{source} has no samples")
     chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MOST_SAMPLES))
     samples, read_s = _timed(lambda index: dataset[index], chosen)
-    images = [_image_of(sample) for sample in samples]
-    pixels = [image.decode() if isinstance(image, EncodedImage) else image for image in images]
+    pixels = [decode_images(_image_of(sample)) for sample in samples]
     crop, decode_and_crop, explanation = _random_crop()
     _, crop_s = _timed(crop, pixels)
     _, copy_s = _timed(np.copy, pixels)
-    smaller = [_smaller(image) for image in pixels]
-    _, small_s = _timed(crop, smaller)
-    num_cpus, ram_bytes = usable_cpus(), available_bytes()
-    disk_bytes = shutil.disk_usage(os.getcwd()).free
-    found: list[Option] = []
-
-    def add(name: str, how: str, place: str, sample_bytes: float, each_s: float) -> None:
-        needed_bytes = round(sample_bytes * num_samples)
-        free_bytes = {"RAM": _RAM_SHARE * ram_bytes, "disk": disk_bytes, "": float("inf")}[place]
-        found.append(Option(name, how, place, needed_bytes, needed_bytes <= free_bytes, num_cpus / each_s))
-
     decoded_bytes = statistics.mean(decoded_nbytes(sample) for sample in samples)
-    small_bytes = decoded_bytes + statistics.mean(
-        few.nbytes - many.nbytes for few, many in zip(smaller, pixels, strict=True)
-    )
-    add("decoded in RAM", 'cache="ram"', "RAM", decoded_bytes, crop_s)
-    add("decoded in LMDB", 'cache="lmdb:PATH"', "disk", decoded_bytes, crop_s + copy_s)
-    if small_bytes < decoded_bytes:
-        how = f'ImageFolder(root, size={_STORED_SIDE}), cache="ram"'
-        add("smaller in RAM", how, "RAM", small_bytes, small_s)
+    notes = [f"images/s: after the first epoch, for a random crop to {_CROP_SIDE} x {_CROP_SIDE} and a flip"]
+    ways = [
+        ("decoded in RAM", 'cache="ram"', "RAM", decoded_bytes, crop_s),
+        ("decoded in LMDB", 'cache="lmdb:PATH"', "disk", decoded_bytes, crop_s + copy_s),
+    ]
     encoded = _encoded(dataset, chosen)
-    if encoded is None:
-        add("no cache", "cache=None", "", 0, read_s + crop_s)
-    else:
-        _, file_s = _timed(lambda image: image.content(), encoded)
-        _, region_s = _timed(decode_and_crop, encoded)
-        file_bytes = statistics.mean(len(image.content()) for image in encoded)
-        add("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, region_s)
+    if encoded:
+        contents, read_s = _timed(lambda image: image.content(), encoded)
+        _, crop_s = _timed(decode_and_crop, encoded)
+        file_bytes = statistics.mean(map(len, contents))
         command = f"fastload cache build {shlex.quote(source)} files.lmdb --codec source"
-        add("files in LMDB", command, "disk", file_bytes, region_s + file_s)
-        add("no cache", "cache=None", "", 0, region_s + file_s)
-    refusal = _refusal(dataset)
-    if refusal:
-        found = [option for option in found if not option.place]
-    options = tuple(sorted(found, key=lambda option: -option.images_per_s))
+        ways.append(("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, crop_s))
+        ways.append(("files in LMDB", command, "disk", file_bytes, crop_s + read_s))
+        notes.append(explanation)
+    try:
+        probe(dataset, [0], rechecked=[0])
+    except (RandomDatasetError, UnsupportedSampleError) as error:
+        notes.append(f"no cache can hold these samples: {error}")
+        ways.clear()
+    if reads_ahead(dataset):
+        notes.append("the source is remote: without a cache, requests to it take more time than is shown")
+    ways.append(("no cache", "cache=None", "", 0, read_s + crop_s))
+    num_cpus = usable_cpus()
+    free_bytes = {"RAM": available_bytes(), "disk": shutil.disk_usage(os.getcwd()).free}
+    options = []
+    for name, how, place, sample_bytes, each_s in ways:
+        needed_bytes = round(sample_bytes * num_samples)
+        fits = not place or needed_bytes <= free_bytes[place] * (_RAM_SHARE if place == "RAM" else 1)
+        options.append(Option(name, how, place, needed_bytes, fits, num_cpus / each_s))
     return Sizing(
         num_samples=num_samples,
         num_measured=len(chosen),
         num_cpus=num_cpus,
-        free_ram_bytes=ram_bytes,
-        free_disk_bytes=disk_bytes,
-        region="" if encoded is None else explanation,
-        refusal=refusal,
-        is_remote=reads_ahead(dataset),
-        options=options,
+        free_ram_bytes=free_bytes["RAM"],
+        free_disk_bytes=free_bytes["disk"],
+        notes=list(filter(None, notes)),
+        options=sorted(options, key=lambda option: -option.images_per_s),
     )
-
-
-def _refusal(dataset: Any) -> str:
-    """The error of a cache that would refuse the samples; empty if it would store them."""
-    try:
-        probe(dataset, [0], rechecked=[0])
-    except (RandomDatasetError, UnsupportedSampleError) as error:
-        return str(error)
-    return ""
 
 
 def _timed(function: Callable[[Any], Any], values: list[Any]) -> tuple[list[Any], float]:
@@ -205,14 +174,11 @@ def _image_of(sample: Any) -> Any:
     )
 
 
-def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage] | None:
-    """The undecoded images of these samples; None if the dataset has none."""
-    source = encoded_source(dataset)
-    try:
-        images = [_image_of(source[index]) for index in chosen]
-    except UnsupportedSampleError:  # an ImageFolder that resizes
-        return None
-    return images if all(isinstance(image, EncodedImage) for image in images) else None
+def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage]:
+    """The undecoded images of these samples; empty if the dataset has none."""
+    source = encoded_source(dataset, is_needed=False)
+    images = [_image_of(source[index]) for index in chosen]
+    return images if all(isinstance(image, EncodedImage) for image in images) else []
 
 
 def _random_crop() -> tuple[Callable[[Any], Any], Callable[[EncodedImage], Any], str]:
@@ -229,14 +195,3 @@ def _random_crop() -> tuple[Callable[[Any], Any], Callable[[EncodedImage], Any],
     pushdown = Pushdown(pipeline, reduces=False)
     explanation = f"where images are not stored decoded, {pushdown.explain()}"
     return lambda image: pipeline(image=image), lambda image: pushdown(image=image), explanation
-
-
-def _smaller(image: Any) -> Any:
-    """The image with the shorter side that crops need."""
-    from PIL import Image
-
-    height, width = image.shape[:2]
-    if min(height, width) <= _STORED_SIDE or image.dtype != np.uint8 or image.shape[2:] not in ((), (3,)):
-        return image
-    scale = _STORED_SIDE / min(height, width)
-    return np.asarray(Image.fromarray(image).resize((round(width * scale), round(height * scale))))

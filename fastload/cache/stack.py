@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.encoded import decode_images
-from fastload.cache.pace import Pace
+from fastload.cache.rate_limit import RateLimit
 from fastload.cache.record import ALIGNMENT_BYTES
-from fastload.cache.sample_cache import BaseCache, SampleCache, retain
+from fastload.cache.sample_cache import BaseCache, SampleCache
 from fastload.nested.tree import read_only
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Stack(BaseCache):
         self.stores = stores
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
-        self._pace = Pace()
+        self._rate_limit = RateLimit()
         self._num_refused = 0  # decoded samples in a row that this generation of the first store has refused
         self._generation = 0
 
@@ -110,7 +110,7 @@ class Stack(BaseCache):
         for store in self.stores:
             sample = store.get(index)
             if sample is not None:
-                self._pace.hits += 1
+                self._rate_limit.hits += 1
                 return sample
         if self.behind is None:
             return None
@@ -118,7 +118,7 @@ class Stack(BaseCache):
         sample = self.behind.get(index)
         read_s = time.perf_counter() - started_s
         if sample is not None:
-            self._pace.put(self, index, sample, read_s=read_s)
+            self._rate_limit.put(self, index, sample, read_s=read_s)
         return sample
 
     def put(self, index: int, sample: Any) -> bool:
@@ -143,13 +143,13 @@ class Stack(BaseCache):
         """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
         batch = self.stores[0].gather(indices, allocate) if self.stores else None
         if batch is not None:
-            self._pace.hits += len(indices)
+            self._rate_limit.hits += len(indices)
         return batch
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these from the stores, and store no others there."""
         for store in self.stores:
-            retain(store, indices)
+            store.retain(indices)
 
     def close(self) -> None:
         """Release this process's resources of all caches."""

@@ -5,15 +5,13 @@ Rules:
 1. The transform gets private copies of the sample's arrays: it may write to them, and torch would write even
    to read-only memory, which ends the process.
 2. Only an albumentations pipeline of which all code is known (see `zero_copy`) gets the cache's own read-only
-   arrays. If it refuses them, or returns an object that may contain one, it is called again with copies, and
-   gets copies from then on.
+   arrays, and only if they are uint8.
 3. Its output shares no memory with the cache: arrays and tensors that lie in the cache's memory are copied.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,17 +24,12 @@ from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
-from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
-# NumPy: "assignment destination is read-only", "cannot set WRITEABLE flag"; OpenCV: "NumPy array marked as
-# readonly", "Layout of the output array is incompatible with cv::Mat"; Python: "memoryview is read-only".
-_REFUSAL = re.compile(r"read-?only|writ(e)?able|cv::Mat", re.IGNORECASE)
 _IMAGES = (np.ndarray, EncodedImage)
-_MAX_KEYS = 12  # that an error lists
-_MAX_CHAIN = 16  # errors in one chain; a library wraps an error once or twice
+_UINT8 = np.dtype(np.uint8)
 
 
 class Call:
@@ -60,14 +53,10 @@ class Call:
         self._function = function
         self._is_albumentations = is_albumentations(function)
         self._decode = decode
-        self._pushdown: Pushdown | None = None
-
-    @property
-    def pushdown(self) -> Pushdown | None:
-        """The pipeline that decodes the image itself; None if the function is not of albumentations."""
-        if self._pushdown is None and self._is_albumentations:
-            self._pushdown = Pushdown(self._function, reduces=self._decode == "fast")
-        return self._pushdown
+        # The pipeline that decodes the image itself; None if the function is not of albumentations.
+        self.pushdown: Pushdown | None = None
+        if decode is not None and self._is_albumentations:
+            self.pushdown = Pushdown(function, reduces=decode == "fast")
 
     def __call__(self, sample: Any, given: Any, index: int) -> Any:
         """The function's output for `given`.
@@ -82,9 +71,8 @@ class Call:
         """
         function = self._function
         if self._decode is not None:
-            image = _image_of(given) if self._is_albumentations else None
-            if type(image) is EncodedImage:
-                given, function = decode_others(given), self.pushdown or function
+            if self.pushdown is not None and type(_image_of(given)) is EncodedImage:
+                given, function = decode_others(given), self.pushdown
             else:
                 given = decode_images(given)
         try:
@@ -110,8 +98,6 @@ class TransformCaller:
     Attributes:
         transform: The same.
         decode: The same.
-        needs_copies: Whether the transform gets private copies. It changes at most once, from False to True,
-            so several threads may share a caller.
 
     Raises:
         TypeError: The transform cannot be called.
@@ -121,7 +107,7 @@ class TransformCaller:
         self._call = Call("transform", transform, decode)
         self.transform = transform
         self.decode = decode
-        self.needs_copies = not keeps_read_only(transform)
+        self._keeps_read_only = keeps_read_only(transform)
 
     def explain_decoding(self) -> str:
         """What is decoded of an undecoded image, in one clause."""
@@ -134,30 +120,21 @@ class TransformCaller:
         """The transform's output for the sample `fetch(index)`; it shares no memory with the cache.
 
         Args:
-            fetch: Returns the sample: read-only arrays, private tensors. Called again after a refusal,
-                because the transform may have changed the containers.
+            fetch: Returns the sample: read-only arrays, private tensors.
             index: The sample's index.
 
         Raises:
             Exception: An error of the transform, with a note that describes its input.
         """
-        if not self.needs_copies:
-            sample = fetch(index)
-            try:
-                output = self._call(sample, sample, index)
-            except Exception as error:
-                if not _is_refusal(error):
-                    raise
-            else:
-                if owns_its_memory(output):
-                    return output
-                if is_seen_through(output):
-                    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
-                    return detached(output, arrays)
-            self.needs_copies = True
-            rewind()  # this call drew random numbers; the next call starts from the same random state
         sample = fetch(index)
-        return self._call(sample, private_copy(sample), index)
+        if not self._keeps_read_only or not _is_uint8(sample):
+            return self._call(sample, private_copy(sample), index)
+        output = self._call(sample, sample, index)
+        if owns_its_memory(output):
+            return output
+        if not is_seen_through(output):
+            return copy.deepcopy(output)
+        return detached(output, [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)])
 
 
 def check_decode(decode: object) -> None:
@@ -188,17 +165,14 @@ def check_callable(role: str, function: Any) -> None:
         )
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Whether an error, or an error in its chain, says that memory is read-only."""
-    link: BaseException | None = error
-    for _ in range(_MAX_CHAIN):
-        if link is None:
-            break
-        if _REFUSAL.search(str(link)):
-            return True
-        has_cause = link.__cause__ is not None or link.__suppress_context__
-        link = link.__cause__ if has_cause else link.__context__
-    return False
+def _is_uint8(sample: Any) -> bool:
+    """Whether all images and masks of a sample are uint8 arrays, or not decoded yet."""
+    if not isinstance(sample, dict):
+        return getattr(_image_of(sample), "dtype", _UINT8) == _UINT8
+    return all(
+        not isinstance(value, np.ndarray) or value.dtype == _UINT8 or name in ("bboxes", "keypoints")
+        for name, value in sample.items()
+    )
 
 
 # --- conventions -----------------------------------------------------------------------------------------
@@ -222,8 +196,8 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
         targets = getattr(transform, "available_keys", None)
         if targets and sample.keys().isdisjoint(targets):
             raise TypeError(
-                f"the albumentations transform takes the keys {_join(sorted(targets))}; the dataset returned "
-                f"a dict with {_join(sample) or 'no key'}: use those keys for the arrays to be transformed"
+                f"the albumentations transform takes the keys {sorted(targets)}; the dataset returned a dict "
+                f"with {list(sample)!r:.200}: use those keys for the arrays to be transformed"
             )
         return transform(**sample)
     if isinstance(sample, _IMAGES):
@@ -246,8 +220,3 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
     if is_namedtuple(sample):
         return type(sample)._make(values)  # type: ignore[union-attr]
     return values if isinstance(sample, tuple) else list(values)
-
-
-def _join(keys: Iterable[Any]) -> str:
-    first = [f"{key!r:.40}" for key in itertools.islice(keys, _MAX_KEYS + 1)]
-    return ", ".join(first[:_MAX_KEYS] + ["…"] * (len(first) > _MAX_KEYS))

@@ -7,7 +7,8 @@ Rules:
    releases of stringzilla write in place. So a transform gets private copies unless all of its code is known.
 2. The code of one release of albumentations is known: the tests run each of its transforms on sealed memory.
    A pipeline is known if it holds only objects of that library and plain data, and no subclasses or functions
-   of the user. Parts that are put into a pipeline later are not checked.
+   of the user. Parts that are put into a pipeline later are not checked. No such transform refuses the memory
+   of uint8 images; Normalize divides float32 images in place.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ def keeps_read_only(transform: Any) -> bool:
 
     ToTensorV2 is not accepted: it passes a read-only array to torch.from_numpy, which warns.
     """
-    if getattr(sys.modules.get("albumentations"), "__version__", None) != _RELEASE:
-        return False
-    if not _is_known_class(type(transform)):
+    if not is_tested_release() or not _is_known_class(type(transform)):
         return False
     seen = {id(transform): transform}  # keeps the objects alive, so that their ids stay unique
     queue = [transform]
@@ -52,6 +51,11 @@ def keeps_read_only(transform: Any) -> bool:
         seen |= new
         queue += new.values()
     return True
+
+
+def is_tested_release() -> bool:
+    """Whether albumentations is of the release whose code the tests run."""
+    return getattr(sys.modules.get("albumentations"), "__version__", None) == _RELEASE
 
 
 def _parts(value: Any) -> Iterable[Any] | None:

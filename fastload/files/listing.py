@@ -5,11 +5,9 @@ Rules:
 1. The classes are the folders directly below the root, sorted by name. A class's files are sorted by folder
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
-3. It has a line of JSON for its version and age, for each class, and for each file, in order and each of them
-   once. A list that is damaged, or of another format, is an error; it is never a shorter list.
-4. Somebody else may have written the list: its names stay below the folder, and its numbers are bounded. It
-   is decompressed and checked line by line, so it takes memory only for lines that are right, and only as
-   many as a list of its compressed size can have.
+   It has a line of JSON with its version, age and classes, and one for each file.
+3. Somebody else may have written the list: its names stay below the folder, its numbers and its
+   decompressed length are bounded. A list that is damaged, or of another format, is an error.
 """
 
 from __future__ import annotations
@@ -17,13 +15,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
-import time
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -34,16 +33,13 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SAVED_NAME = ".fastload-files.jsonl.gz"
+UNKNOWN_BYTES = -1
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _DIGEST_BYTES = 16
 _MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
 _MIN_LIMIT_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 16  # a character takes at most twelve
-_MAX_CHARACTERS = 4096  # of a name, or of a version
 _MAX_BYTES = 1 << 63  # of a file
-_MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
-UNKNOWN_BYTES = -1
 
 _MAY_LEAD_OUT = re.compile(r"\.\.|[%\t\r\n\0\ud800-\udfff]|\A[/\\]|\A\Z")
 
@@ -80,6 +76,45 @@ class Listing:
     digest: str | None = None
 
 
+def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
+    """The images below each folder in `root`; no file is opened.
+
+    Raises:
+        OSError: A folder cannot be listed.
+    """
+    with os.scandir(root) as entries:
+        classes = sorted(entry.name for entry in entries if entry.is_dir())
+    return Listing(classes, [_find_files(root, name, extensions) for name in classes])
+
+
+def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
+    found = []
+    for folder, files in sorted(_walk(os.path.join(root, name))):
+        below_root = os.path.relpath(folder, root)
+        found += [
+            os.fsencode(os.path.join(below_root, file))
+            for file in sorted(files)
+            if file.lower().endswith(extensions)
+        ]
+    return found
+
+
+def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below ``top`` with its files; follows links, except those that lead back to a parent."""
+    for folder, subfolders, files in os.walk(top, onerror=_raise, followlinks=True):
+        here = os.path.realpath(folder) + os.sep
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not here.startswith(os.path.join(os.path.realpath(os.path.join(folder, name)), ""))
+        ]
+        yield folder, files
+
+
+def _raise(error: OSError) -> None:
+    raise error  # a folder that cannot be listed must not look like an empty one
+
+
 def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tuple[str, ...]) -> Listing:
     """The images among remote files, by class.
 
@@ -88,7 +123,7 @@ def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tup
         files: All files, in any order.
         extensions: The file name extensions of images, in lower case.
     """
-    ordered = sorted(classes)
+    ordered = sorted(set(classes))
     labels = {name: label for label, name in enumerate(ordered)}
     chosen: list[list[RemoteFile]] = [[] for _ in ordered]
     for file in files:
@@ -117,73 +152,40 @@ def _digest(files: Sequence[RemoteFile]) -> str | None:
 
 def to_bytes(classes: Iterable[str], files: Iterable[RemoteFile]) -> bytes:
     """A list as it is saved: compressed lines of JSON."""
-    head = {"version": _FORMAT_VERSION, "created_s": time.time()}
-    lines = [head, *sorted(set(classes)), *sorted({file.name: file for file in files}.values())]
-    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    when = datetime.now().isoformat(" ", "minutes")
+    head = {"version": _FORMAT_VERSION, "created": when, "classes": sorted(classes)}
+    text = "".join(f"{json.dumps(line)}\n" for line in [head, *sorted(files)])
     return gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0)
 
 
-def from_bytes(data: bytes) -> tuple[float, list[str], list[RemoteFile]]:
-    """When a saved list was made (in seconds since 1970), its classes and its files.
+def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
+    """When a saved list was made, its classes and its files.
 
     Raises:
         ValueError: It is damaged, or of another format; the error gives the reason.
     """
-    classes: list[str] = []
-    known: set[str] = set()
-    files: list[RemoteFile] = []
+    limit = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
     try:
-        lines = _lines(data)
-        created_s = _created_s(next(lines, None))
-        for line in lines:
-            if not files and _is_name(line) and "/" not in line and [line] > classes[-1:]:
-                classes.append(line)
-                known.add(line)
-                continue
-            file = _file(line)
-            after = files[-1].name if files else ""
-            if file is None or file.name <= after or file.name.partition("/")[0] not in known:
-                raise ValueError(f"{line!r:.100} is not the next class or file, with its length and version")
-            files.append(file)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        with gzip.open(io.BytesIO(data)) as unpacked:
+            text = unpacked.read(limit + 1)
+        if len(text) > limit:
+            raise ValueError("it grows too much when decompressed")
+        first, *lines = text.decode("ascii").splitlines()
+        head = json.loads(first)
+        if head["version"] != _FORMAT_VERSION:
+            raise ValueError(f"its version is {head['version']!r:.40}, and not {_FORMAT_VERSION}")
+        when = datetime.fromisoformat(head["created"]).isoformat(" ", "minutes")
+        classes = list(head["classes"])
+        files = [RemoteFile(*json.loads(line)) for line in lines]
+        if any(one.name >= other.name for one, other in itertools.pairwise(files)):
+            raise ValueError("its files are out of order, or repeated")
+        for name, nbytes, version in [*((name, 0, "") for name in classes), *files]:
+            is_right = isinstance(name, str) and isinstance(nbytes, int) and isinstance(version, str)
+            if not (is_right and is_below(name) and version.isascii() and -1 <= nbytes < _MAX_BYTES):
+                raise ValueError(f"{name!r:.100}, {nbytes!r:.40}, {version!r:.40} is not a file below it")
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"it is damaged: {error}") from error
-    return created_s, classes, files
-
-
-def _lines(data: bytes) -> Iterator[Any]:
-    """What the lines of a list say."""
-    left = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
-    with gzip.open(io.BytesIO(data)) as file:
-        while line := file.readline(_MAX_LINE_BYTES):
-            left -= len(line)
-            if left < 0:
-                raise ValueError("it grows too much when decompressed")
-            if not line.endswith(b"\n"):
-                raise ValueError(f"a line is cut off, or too long: {line!r:.100}")
-            yield json.loads(line.decode("ascii"))
-
-
-def _created_s(head: Any) -> float:
-    if not isinstance(head, dict) or head.get("version") != _FORMAT_VERSION:
-        raise ValueError(f"it begins with {head!r:.100}, and this release reads format {_FORMAT_VERSION}")
-    created_s: Any = head.get("created_s")
-    if type(created_s) not in (int, float) or not 0 <= created_s < _MAX_SECONDS:  # NaN is not in the range
-        raise ValueError(f"it was made at second {created_s!r:.40}")
-    return float(created_s)
-
-
-def _file(line: Any) -> RemoteFile | None:
-    """The file of a line; None unless it is a name below the folder, a length and a version."""
-    if not isinstance(line, list) or [type(field) for field in line] != [str, int, str]:
-        return None
-    file = RemoteFile(*line)
-    is_version = file.version.isascii() and len(file.version) <= _MAX_CHARACTERS
-    is_right = _is_name(file.name) and UNKNOWN_BYTES <= file.nbytes < _MAX_BYTES and is_version
-    return file if is_right else None
-
-
-def _is_name(text: Any) -> bool:
-    return isinstance(text, str) and len(text) <= _MAX_CHARACTERS and is_below(text)
+    return when, classes, files
 
 
 def is_below(name: str) -> bool:

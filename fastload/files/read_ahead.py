@@ -4,46 +4,29 @@ A process announces the files of its next batches and then takes them one by one
 
 1. `take` never waits for anything but the file that it returns. A file that no thread has begun to read is
    read by the caller.
-2. Files that were read and not taken hold at most `window_bytes`, and one file more. Threads wait while the
-   window is full. If the caller has to read a file itself meanwhile, all files of earlier announcements are
-   dropped, because the caller has gone past them; if there are none, the oldest files are dropped.
+2. Files that were read and not taken hold at most `window_bytes`, and one file more. If the window is full
+   and the caller has to read a file itself, all files that were announced before it are dropped: the caller
+   has gone past them.
 3. The error of a file is raised by `take`, in the caller's thread.
 4. The threads are daemons: a file that never arrives does not keep the process alive.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import queue
 import threading
-from collections import OrderedDict, deque
-from enum import Enum, auto
+from collections import deque
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WINDOW_BYTES = 256 << 20
-_GUESSED_BYTES = 1 << 20  # of a file whose length is unknown until it arrives
+_GUESSED_BYTES = 1 << 20  # of a file whose length the store does not tell
 _MOST_ANNOUNCED = 1 << 14
-
-
-class _State(Enum):
-    WAITING = auto()
-    READING = auto()
-    DONE = auto()
-
-
-class _File:
-    """A file that was announced."""
-
-    __slots__ = ("announcement", "data", "error", "nbytes", "state")
-
-    def __init__(self, nbytes: int, announcement: int) -> None:
-        self.state = _State.WAITING
-        self.nbytes = nbytes
-        self.announcement = announcement
-        self.data = b""
-        self.error: BaseException | None = None
 
 
 class ReadAhead:
@@ -68,41 +51,28 @@ class ReadAhead:
         self._nbytes_of = nbytes_of
         self._num_threads = num_threads
         self._window_bytes = window_bytes
-        lock = threading.Lock()
-        self._has_work = threading.Condition(lock)  # for the threads
-        self._is_done = threading.Condition(lock)  # for callers of `take`
-        self._files: OrderedDict[int, _File] = OrderedDict()  # announced and not taken, oldest first
-        self._waiting: deque[int] = deque()  # numbers of files to read; some were taken meanwhile
-        self._used_bytes = 0  # of files that are being read, or were read and not taken
-        self._num_announcements = 0
-        self._num_idle = 0
-        self._num_threads_begun = 0
+        self._lock = threading.Lock()
+        self._files: dict[int, Future[bytes]] = {}  # announced and not taken, oldest first
+        self._waiting: deque[int] = deque()  # numbers of files beyond the window; some were taken meanwhile
+        self._begun: dict[int, int] = {}  # the bytes of files that were handed to the threads
+        self._used_bytes = 0  # the sum of these
+        self._for_threads: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
+        self._threads = 0
         self._is_closed = False
         self._pid = os.getpid()
 
     def announce(self, numbers: Iterable[int]) -> None:
         """Begin to read these files, in this order, after those that were announced before; never blocks."""
-        with self._has_work:
+        with self._lock:
             if self._is_closed:
                 return
-            self._num_announcements += 1
             for number in numbers:
-                if number in self._files:
-                    continue
-                nbytes = self._nbytes_of(number)
-                nbytes = _GUESSED_BYTES if nbytes < 0 else nbytes
-                self._files[number] = _File(nbytes, self._num_announcements)
-                self._waiting.append(number)
+                if number not in self._files:
+                    self._files[number] = Future()
+                    self._waiting.append(number)
             while len(self._files) > _MOST_ANNOUNCED:
                 self._drop(next(iter(self._files)))
-            wanted = self._num_threads_begun + len(self._waiting) - self._num_idle
-            while self._num_threads_begun < min(wanted, self._num_threads):
-                try:
-                    threading.Thread(target=self._serve, name="fastload-read-ahead", daemon=True).start()
-                except RuntimeError:  # the system has no more threads; `take` needs none
-                    break
-                self._num_threads_begun += 1
-            self._has_work.notify(len(self._waiting))
+            self._begin()
 
     def take(self, number: int) -> bytes:
         """The content of a file, which is read now unless it was announced.
@@ -110,94 +80,82 @@ class ReadAhead:
         Raises:
             Exception: The error of reading it.
         """
-        with self._is_done:
-            file = self._files.get(number)
-            if file is not None and file.state is not _State.WAITING:
-                while file.state is _State.READING:
-                    self._is_done.wait()
-                if self._files.get(number) is file:
-                    self._drop(number)
-                if file.error is not None:
-                    raise file.error
-                return file.data
-            if file is not None:
+        with self._lock:
+            future = self._files.get(number)
+            if future is not None and future.cancel():  # no thread has begun it
+                if self._used_bytes >= self._window_bytes:
+                    for older in itertools.takewhile(lambda other: other != number, list(self._files)):
+                        self._drop(older)
                 self._drop(number)
-                if self._is_full:
-                    self._make_room(file.announcement)
-        return self._read(number)
+                self._begin()
+                future = None
+        if future is None:
+            return self._read(number)
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                if self._files.get(number) is future:
+                    self._drop(number)
+                    self._begin()
+            del future  # else its error would keep itself alive
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Drop announced files that will not be taken."""
-        with self._has_work:
+        with self._lock:
             for number in numbers:
                 if number in self._files:
                     self._drop(number)
+            self._begin()
 
     def close(self) -> None:
         """Drop all files, and end the threads once they have finished their files."""
         if os.getpid() != self._pid:
             return  # a forked child has none of the threads, and one of them may hold the lock for ever
-        with self._has_work:
+        with self._lock:
             self._is_closed = True
-            self._files.clear()
             self._waiting.clear()
-            self._has_work.notify_all()
-
-    @property
-    def _is_full(self) -> bool:
-        return self._used_bytes >= self._window_bytes
-
-    def _make_room(self, announcement: int) -> None:
-        """Drop the files of earlier announcements, and then the oldest files until the window has room."""
-        for number, file in list(self._files.items()):
-            if file.announcement < announcement or (self._is_full and file.state is _State.DONE):
+            for number in list(self._files):
                 self._drop(number)
+            for _ in range(self._threads):
+                self._for_threads.put(None)
 
     def _drop(self, number: int) -> None:
-        file = self._files.pop(number)
-        if file.state is _State.DONE:
-            self._used_bytes -= file.nbytes
-            if self._waiting:
-                self._has_work.notify()
+        self._files.pop(number).cancel()
+        self._used_bytes -= self._begun.pop(number, 0)
+
+    def _begin(self) -> None:
+        """Hand files to the threads, as far as the window has room."""
+        while self._waiting and self._used_bytes < self._window_bytes:
+            number = self._waiting.popleft()
+            future = self._files.get(number)
+            if future is None or number in self._begun:
+                continue  # taken or forgotten meanwhile
+            nbytes = self._nbytes_of(number)
+            self._begun[number] = _GUESSED_BYTES if nbytes < 0 else nbytes
+            self._used_bytes += self._begun[number]
+            self._for_threads.put((number, future))
+            if self._threads < min(len(self._begun), self._num_threads):
+                try:
+                    threading.Thread(target=self._serve, name="fastload-read-ahead", daemon=True).start()
+                except RuntimeError:  # the system has no more threads; `take` needs none
+                    continue
+                self._threads += 1
 
     def _serve(self) -> None:
-        while self._read_next():
-            pass
-
-    def _read_next(self) -> bool:
-        """Read one file; returns False once this is closed."""
-        found = self._next()
-        if found is None:
-            return False
-        number, file = found
-        try:
-            file.data = self._read(number)
-        except BaseException as error:  # noqa: BLE001  # raised by `take`
-            file.error = error
-        with self._is_done:
-            self._used_bytes -= file.nbytes
-            file.nbytes = len(file.data)
-            file.state = _State.DONE
-            if self._files.get(number) is file:
-                self._used_bytes += file.nbytes
-            if not self._is_full and self._waiting:
-                self._has_work.notify()
-            self._is_done.notify_all()
-        return True
-
-    def _next(self) -> tuple[int, _File] | None:
-        """The next file to read; None once this is closed."""
-        with self._has_work:
-            while not self._is_closed:
-                while self._waiting and not self._is_full:
-                    number = self._waiting.popleft()
-                    file = self._files.get(number)
-                    if file is None or file.state is not _State.WAITING:
-                        continue  # taken or forgotten meanwhile
-                    file.state = _State.READING
-                    self._used_bytes += file.nbytes
-                    return number, file
-                self._num_idle += 1
-                self._has_work.wait()
-                self._num_idle -= 1
-            return None
+        while (file := self._for_threads.get()) is not None:
+            number, future = file
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                data = self._read(number)
+            except BaseException as error:  # noqa: BLE001  # raised by `take`
+                future.set_exception(error)
+            else:
+                with self._lock:
+                    if self._files.get(number) is future:  # its length may have been a guess
+                        self._used_bytes += len(data) - self._begun[number]
+                        self._begun[number] = len(data)
+                future.set_result(data)
+                del data
+            del file, future  # while this waits, nobody else may need the content

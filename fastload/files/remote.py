@@ -14,7 +14,6 @@ fsspec and the package of the protocol are imported when the first file is read 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import re
@@ -102,7 +101,8 @@ class RemoteFolder:
             RemoteFolderError: It cannot be listed.
             ImportError: A package is missing.
         """
-        fs, root, _ = self._make(for_listing=True)
+        opened = _Opened(*self._make(for_listing=True))
+        fs = opened.fs
 
         def ask(method: str, path: str) -> Any:
             def attempt(_: int) -> Any:
@@ -111,8 +111,10 @@ class RemoteFolder:
 
             return retried(attempt, _failing("list", self.url, "folder"), self.limits)
 
-        prefix = root.rstrip("/") + "/"
-        names = [_below(entry["name"], prefix) for entry in ask("ls", root) if entry["type"] == "directory"]
+        prefix = opened.root + "/"
+        names = [
+            _below(entry["name"], prefix) for entry in ask("ls", opened.root) if entry["type"] == "directory"
+        ]
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
@@ -139,20 +141,16 @@ class RemoteFolder:
         with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
 
-    def saved_list(self) -> tuple[float, list[str], list[RemoteFile]] | None:
+    def saved_list(self) -> tuple[str, list[str], list[RemoteFile]] | None:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
 
         Raises:
-            RemoteFolderError: The list is there, and cannot be read.
+            RemoteFolderError: The list is there, and cannot be read, or is damaged.
         """
         try:
             data = self.load(SAVED_NAME)
         except FileNotFoundError:
             return None
-        except RemoteFolderError as error:
-            raise RemoteFolderError(
-                f"{error}. Pass listing='ignore' to list the folder instead"
-            ) from error.__cause__
         try:
             return from_bytes(data)
         except ValueError as error:
@@ -290,8 +288,6 @@ class RemoteFolder:
             fs, root, ends_stalled = _open_url(self.url, options, self.limits)
         if type(fs).__module__.startswith("s3fs"):
             fs.retries = 2  # by default up to 25 requests for one read, each of which may stall
-        _file_systems[id(fs)] = fs
-        _keep_file_systems_in_forks()
         return fs, root, not ends_stalled
 
 
@@ -309,6 +305,7 @@ class _Opened:
         self.needs_limit = needs_limit
         self._connecting = threading.Lock()
         self._is_connected = False
+        _opened_here.add(self)
 
     def cat(self, name: str, **options: Any) -> Any:
         """The content of a file, with the options of `attempts.answer`."""
@@ -391,19 +388,12 @@ def _for_s3fs(options: Mapping[str, Any]) -> dict[str, Any]:
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
-# Of this process, by id, because file systems with the same arguments are equal; and those of its parents.
-_file_systems: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_inherited: list[Any] = []
+# Those of this process, and of its parents.
+_opened_here: weakref.WeakSet[_Opened] = weakref.WeakSet()
+_inherited: list[_Opened] = []
 
-
-@functools.cache
-def _keep_file_systems_in_forks() -> None:
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_keep_file_systems)
-
-
-def _keep_file_systems() -> None:
-    _inherited.extend(_file_systems.values())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_opened_here))
 
 
 def _is_web(fs: Any) -> bool:

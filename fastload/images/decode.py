@@ -26,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fastload.errors import ImageReadError
+from fastload.images.orientation import TURNS, turned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,16 +57,6 @@ _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)}
 _MOST_PLAIN_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
 
 _ORIENTATION = 0x0112  # the EXIF tag
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-_SIDEWAYS = {5, 6, 7, 8}  # these turns swap width and height
 
 # Warnings about damaged tags are not useful, and under ``-W error`` they would make the image unreadable.
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
@@ -174,10 +165,10 @@ def _header(image: Image.Image) -> Header:
         image.load()  # turns the image, and removes the tag
     orientation = _orientation(image)
     width, height = image.size
-    if orientation in _SIDEWAYS:
+    if TURNS[orientation][0]:
         width, height = height, width
     is_jpeg = isinstance(image, JpegImageFile) and image.mode in ("RGB", "L")
-    return Header(height, width, orientation if orientation in _TURNS else 1, is_jpeg)
+    return Header(height, width, orientation, is_jpeg)
 
 
 def _opened(source: Source, path: str | os.PathLike[str], read: Callable[[Image.Image], T]) -> T:
@@ -212,8 +203,7 @@ def check_size(size: object) -> int | tuple[int, int] | None:
     if sides is size and len(numbers) != 2:
         raise TypeError(expected)
     if min(numbers) < 1:
-        msg = f"size must be at least 1 pixel, got {size!r}"
-        raise ValueError(msg)
+        raise ValueError(f"size must be at least 1 pixel, got {size!r}")
     return (numbers[0], numbers[1]) if sides is size else numbers[0]
 
 
@@ -244,9 +234,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) ->
     picture = _to_rgb(image)
     if target is not None and picture.size != target:
         picture = picture.resize(target, Image.Resampling.BILINEAR, box=box, reducing_gap=REDUCING_GAP)
-    if orientation in _TURNS:
-        picture = picture.transpose(_TURNS[orientation])
-    return np.array(picture)
+    return turned(np.array(picture), orientation)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -254,7 +242,7 @@ def _orientation(image: Image.Image) -> int:
         tag = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture is intact
         return 1
-    return tag if isinstance(tag, int) else 1
+    return tag if isinstance(tag, int) and tag in TURNS else 1
 
 
 def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, int]:
@@ -264,7 +252,7 @@ def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, 
         long = size * long // short
         return (size, long) if image.width <= image.height else (long, size)
     height, width = size
-    return (height, width) if _orientation(image) in _SIDEWAYS else (width, height)
+    return (height, width) if TURNS[_orientation(image)][0] else (width, height)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -276,10 +264,9 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         high = np.asarray(image).astype(np.int32) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F"):
-        msg = (
+        raise ValueError(
             f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
-        raise ValueError(msg)
     if mode in ("P", "PA"):
         return image.convert("RGBA").convert("RGB")  # P to RGB directly may replace a transparent colour
     image.info.pop("transparency", None)  # convert() would convert it, with a warning
@@ -290,8 +277,7 @@ def _reason(source: Source, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         nbytes = len(source) if isinstance(source, (bytes, memoryview)) else os.path.getsize(source)
         return "the file is empty" if nbytes == 0 else "not an image of a format that Pillow reads"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # "No such file or directory", "Is a directory", "Permission denied"
-    if isinstance(error, (OSError, ValueError, Image.DecompressionBombError)):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
+    is_plain = isinstance(error, (OSError, ValueError, Image.DecompressionBombError))
+    return getattr(error, "strerror", None) or (
+        str(error) if is_plain else f"{type(error).__name__}: {error}"
+    )

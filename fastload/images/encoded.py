@@ -16,11 +16,11 @@ import operator
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from fastload.errors import ImageReadError
+from fastload.images.orientation import TURNS, turned
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
 
     from fastload.images.decode import Header
@@ -32,17 +32,6 @@ Box = tuple[int, int, int, int]
 # and a share of its area (benchmarks/NOTES.md, "Region or reduced size").
 _SCALES = {8: 0.5, 4: 0.6, 2: 0.75}
 _EDGE_SHARE, _AREA_SHARE = 0.45, 0.6
-# The image as a viewer shows it is the stored image: with its axes swapped or not, then flipped along y, x.
-_TURNS = {
-    1: (False, False, False),
-    2: (False, False, True),
-    3: (False, True, True),
-    4: (False, True, False),
-    5: (True, False, False),
-    6: (True, False, True),
-    7: (True, True, True),
-    8: (True, True, False),
-}
 
 
 class Reduced(NamedTuple):
@@ -82,10 +71,8 @@ class EncodedImage:
         self._content: bytes | memoryview | None = None
         self._header: Header | None = None
         self._is_file = False
-        if isinstance(source, (bytes, memoryview)):
-            self._content = source
-        elif isinstance(source, bytearray):
-            self._content = bytes(source)
+        if isinstance(source, (bytes, bytearray, memoryview)):
+            self._content = bytes(source) if isinstance(source, bytearray) else source
         elif isinstance(source, (str, os.PathLike)):
             self.path = os.fsdecode(source)
             self._is_file = True
@@ -158,7 +145,7 @@ class EncodedImage:
             stored = _stored_box(box, header)
             region = decode_region(self.content(), stored)
             if region is not None:
-                return _turned(region, header.orientation)
+                return turned(region, header.orientation)
         x_min, y_min, x_max, y_max = box
         return decode(self.content(), self._name)[y_min:y_max, x_min:x_max].copy()
 
@@ -184,7 +171,7 @@ class EncodedImage:
         height, width = y_max - y_min, x_max - x_min
         fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
-        is_swapped, flips_y, flips_x = _TURNS[header.orientation]
+        is_swapped, flips_y, flips_x = TURNS[header.orientation]
         lower_edge = _stored_box(box, header)[3] / (header.width if is_swapped else header.height)
         area = height * width / (header.height * header.width)
         region_share = _EDGE_SHARE * lower_edge + _AREA_SHARE * area
@@ -232,7 +219,7 @@ def _checked_box(box: Box, header: Header) -> Box:
 def _stored_box(box: Box, header: Header) -> Box:
     """The box in the image as it is stored."""
     x_min, y_min, x_max, y_max = box
-    is_swapped, flips_y, flips_x = _TURNS[header.orientation]
+    is_swapped, flips_y, flips_x = TURNS[header.orientation]
     if flips_y:
         y_min, y_max = header.height - y_max, header.height - y_min
     if flips_x:
@@ -252,11 +239,3 @@ def _reduced_span(
     first, last = start / scale + shift, stop / scale + shift
     span = slice(math.floor(first), math.ceil(last))
     return span, first - span.start, last - span.start
-
-
-def _turned(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
-    """Stored pixels as a viewer shows them, C-contiguous."""
-    is_swapped, flips_y, flips_x = _TURNS[orientation]
-    if is_swapped:
-        pixels = pixels.swapaxes(0, 1)
-    return np.ascontiguousarray(pixels[:: -1 if flips_y else 1, :: -1 if flips_x else 1])

@@ -19,15 +19,13 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.listing import Listing, arrange
-from fastload.files.local import list_folder
+from fastload.files.listing import Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
@@ -44,7 +42,6 @@ T = TypeVar("T")
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 _DIGEST_BYTES = 16
 _MAX_LISTED = 9  # classes, in an error
-_ListingMode = Literal["use", "save", "ignore"]
 
 
 class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
@@ -100,17 +97,13 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
         if storage_options is not None and filesystem is not None:
-            msg = "give either storage_options= or filesystem=: a file system has its options already"
-            raise ValueError(msg)
+            raise ValueError("give either storage_options= or filesystem=, which has its options already")
         if filesystem is not None and not hasattr(filesystem, "storage_options"):
-            msg = f"filesystem should be a file system of fsspec, but got {filesystem!r}"
-            raise TypeError(msg)
+            raise TypeError(f"filesystem should be a file system of fsspec, but got {filesystem!r}")
         if isinstance(extensions, str):
-            msg = f"extensions must be a collection such as ('.jpg',), got the string {extensions!r}"
-            raise TypeError(msg)
-        if listing not in get_args(_ListingMode):
-            msg = f'listing should be "use", "save" or "ignore", but got {listing!r}'
-            raise ValueError(msg)
+            raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
+        if listing not in ("use", "save", "ignore"):
+            raise ValueError(f'listing should be "use", "save" or "ignore", but got {listing!r}')
         self.root = os.fspath(root)
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
@@ -118,11 +111,10 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         self._ahead: tuple[int, ReadAhead] | None = None  # process, and what it reads ahead
         if self._remote is None:
             if storage_options is not None or filesystem is not None or listing != "use":
-                msg = (
+                raise ValueError(
                     "storage_options=, filesystem= and listing= are for URLs, but root is the path "
                     f"{self.root!r}"
                 )
-                raise ValueError(msg)
             self._root = local_path(self.root)
             found = list_folder(self._root, self.extensions)
         else:
@@ -130,19 +122,18 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             found = _list_remote(self._remote, self.extensions, listing)
         self.classes = found.classes
         if not self.classes:
-            example = os.path.join(self.root, "cat")
-            msg = f"Couldn't find any class folder in {self.root}: images of a class lie in {example}"
-            raise FileNotFoundError(msg)
+            raise FileNotFoundError(
+                f"Couldn't find any class folder in {self.root}: images of a class lie in {self.root}/cat"
+            )
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
         if empty and not allow_empty:
             named = ", ".join(empty[:_MAX_LISTED]) + (", ..." if len(empty) > _MAX_LISTED else "")
-            msg = (
+            raise FileNotFoundError(
                 f"Found no valid file for the classes {named} in {self.root}. "
                 f"Supported extensions are: {', '.join(self.extensions)}. Remove folders that are not "
                 "classes, or pass allow_empty=True to keep classes without images."
             )
-            raise FileNotFoundError(msg)
         paths = [path for files in found.names for path in files]
         self._paths = b"".join(paths)  # relative to root
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
@@ -203,11 +194,10 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             ValueError: if `size` is set, because images are then resized while they are decoded.
         """
         if self.size is not None:
-            msg = (
+            raise ValueError(
                 f"this ImageFolder resizes its images to size={self.size} while it decodes them, so it has "
                 "no undecoded ones: omit size=, and let the transform begin with a crop or a resize"
             )
-            raise ValueError(msg)
         number = _resolve(index, len(self))
         path, label = self._sample(number)
         if self._remote is None:
@@ -355,8 +345,7 @@ def _resolve(index: int, length: int) -> int:
     """``index`` as a number from 0; negative indices count from the end, as in a list."""
     number = operator.index(index)
     if not -length <= number < length:
-        msg = f"sample {number} is out of range: the dataset has {length} samples"
-        raise IndexError(msg)
+        raise IndexError(f"sample {number} is out of range: the dataset has {length} samples")
     return number % length
 
 
@@ -370,8 +359,7 @@ def _resolved(indices: Iterable[Any], length: int) -> Iterator[int]:
 def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str) -> Listing:
     saved = remote.saved_list() if listing == "use" else None
     if saved is not None:
-        created_s, classes, files = saved
-        when = datetime.fromtimestamp(created_s).strftime("%Y-%m-%d %H:%M")
+        when, classes, files = saved
         log.info("%s: %d files, from the list that was saved there on %s", remote.url, len(files), when)
     else:
         classes, files = remote.list_files()

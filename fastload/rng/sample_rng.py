@@ -4,8 +4,7 @@ Rules:
 
 1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`,
    rule 2). The cost of a sample therefore does not depend on the number of pipelines.
-2. A sample draws the same numbers from a cache as from its source, and when a call is repeated: `mark` and
-   `rewind` restore the generators.
+2. A sample draws the same numbers from a cache as from its source: `mark` restores the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
 5. Generators that the dataset or the collate_fn keeps are seeded each from a random stream of its own (see
@@ -196,18 +195,11 @@ def sample_generator() -> np.random.Generator:
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
-def rewind() -> None:
-    """Set the generators back to the start of the current sample, if there is one."""
-    rng = _current.rng
-    if rng is not None:
-        rng.set_generators()
-
-
 def mark() -> Callable[[], None]:
     """A function that restores the current state of the generators, if a sample is being fetched.
 
     Use it around user code that another process may skip for this sample, such as reading the source behind a
-    cache. It takes 100 microseconds; a `rewind` takes 15.
+    cache. It takes 100 microseconds.
     """
     rng = _current.rng
     return _nothing if rng is None else rng.mark()

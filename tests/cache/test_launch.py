@@ -311,7 +311,6 @@ TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MAST
         ({}, {"LOCAL_RANK": "1", "MASTER_PORT": "2"}, False),
         ({}, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "again"}, False),
         ({}, {"LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
-        ({}, {"LOCAL_RANK": "0"}, False),  # both were started by a rank, as evaluation scripts are
         ({"LOCAL_WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "1"}, False),
         ({"MASTER_PORT": None}, {"MASTER_PORT": None, "LOCAL_RANK": "1"}, False),
         ({"LOCAL_RANK": None}, {"LOCAL_RANK": None}, False),  # two scripts of a shell
@@ -326,19 +325,16 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two children of one process are ranks of one launch only if it numbered them, in one job."""
-    started_with: dict[int, dict[str, str]] = {}
-    monkeypatch.setattr(launch, "_started_with", lambda pid: started_with.get(pid, {}))
 
-    def look(variables: dict[str, str | None], first: int | None) -> tuple[Any, Any]:
-        if first is not None:
-            started_with[first] = {k: v for k, v in (TORCHRUN | one).items() if v is not None}
-        started_with[os.getpid()] = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
+    def look(variables: dict[str, str | None]) -> tuple[Any, Any]:
+        started_with = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
+        monkeypatch.setattr(launch, "_started_with", lambda: started_with)
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
 
-    first = start(look, one, None)
+    first = start(look, one)
     maker = first.answer()
-    second = start(look, other, first.pid)
+    second = start(look, other)
 
     assert maker == first.pid
     assert second.answer() == (first.pid if is_one else second.pid)
@@ -351,10 +347,7 @@ def test_children_of_two_processes_are_two_launches(
 
     def look(parent: int, local_rank: str) -> tuple[Any, Any]:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        numbers = {os.getpid(): local_rank}
-        monkeypatch.setattr(
-            launch, "_started_with", lambda pid: TORCHRUN | {"LOCAL_RANK": numbers.get(pid, "2")}
-        )
+        monkeypatch.setattr(launch, "_started_with", lambda: TORCHRUN | {"LOCAL_RANK": local_rank})
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
 
@@ -378,18 +371,18 @@ def test_a_process_that_works_for_a_rank_is_no_rank(
             receiver, sender = os.pipe()
             child = os.fork()
             if child == 0:
-                os.write(sender, str(launch.current()).encode())
+                os.write(sender, str(launch.names()).encode())
                 os._exit(0)
             os.waitpid(child, 0)
             found = os.read(receiver, 1000).decode()
         else:
             monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-            found = str(launch.current())
+            found = str(launch.names())
         return ds, found
 
     ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
 
-    assert [rank.answer() for rank in ranks] == ["None", "None"]
+    assert [rank.answer() for rank in ranks] == ["[]", "[]"]
 
 
 def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

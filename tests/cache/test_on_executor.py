@@ -320,5 +320,5 @@ def test_progress_counts_finished_shards(
         build_on(executors(), images(400), tmp_path / "cache", num_cpus=2)
 
     lines = [line for line in caplog.messages if line.startswith(f"building {tmp_path}/cache: ")]
-    done = [re.split("[:,]", line.removeprefix(f"building {tmp_path}/cache: "))[0] for line in lines]
-    assert done == [*(f"{number} of 400 samples" for number in (200, 300, 400)), "finished"]
+    done = [re.split("[:, ]", line.removeprefix(f"building {tmp_path}/cache: "))[0] for line in lines]
+    assert done == [*(f"{number}/400" for number in (200, 300, 400)), "finished"]

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from fastload.cache.ram import owners
 from fastload.cache.ram.layout import SEGMENT_NAME
-from fastload.cache.ram.owners import Entry, StaleEntryError, UnreachableOwnerError
+from fastload.cache.ram.owners import Entry
+from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.system import logs
 
@@ -138,7 +139,7 @@ def test_an_owner_elsewhere_cannot_be_reached() -> None:
     other = Entry("a", entry.pid, entry.started, 7, entry.namespace + 1)
 
     assert other.is_alive
-    with pytest.raises(UnreachableOwnerError, match="another PID namespace"):
+    with pytest.raises(SegmentError, match="another PID namespace"):
         other.attach()
 
 
@@ -150,20 +151,20 @@ def test_an_owner_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UnreachableOwnerError, match=rf"process {os.getpid()}, .*Permission denied"):
+    with pytest.raises(SegmentError, match=rf"process {os.getpid()} .*Permission denied"):
         entry.attach()
 
 
 def test_a_descriptor_that_is_gone() -> None:
     """An entry whose descriptor was closed is stale."""
-    with pytest.raises(StaleEntryError, match="No such file or directory"):
+    with pytest.raises(SegmentError, match="No such file or directory"):
         registered("a", 9999).attach()
 
 
 def test_a_descriptor_of_other_memory_is_stale() -> None:
     """Only memory of a cache is opened, not a slot of batches or a library's."""
     slot = Segment.create(1, name="fastload-slot")
-    with contextlib.closing(slot), pytest.raises(StaleEntryError, match="is now /memfd:fastload-slot"):
+    with contextlib.closing(slot), pytest.raises(SegmentError, match="is now /memfd:fastload-slot"):
         registered("a", slot.fd).attach()
 
 
@@ -246,6 +247,5 @@ def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, capl
         found = owners.register("a", 7), owners.entries("a"), is_alone
 
     assert found == (None, [], False)
-    assert [record.getMessage() for record in caplog.records] == [
-        "cache: no registry of shared caches: it needs /proc, which does not exist"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().endswith("it needs /proc, which does not exist")

@@ -224,25 +224,14 @@ def test_a_crop_larger_than_the_image() -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-@pytest.mark.parametrize("first", [A.RandomCrop(1000, 900), A.Crop(0, 0, 1500, 20), A.CenterCrop(640, 641)])
-def test_large_crops_are_tried_on_a_larger_image(first: Any) -> None:
-    """A crop of a thousand pixels is pushed down, too."""
-    assert Pushdown(A.Compose([first]), reduces=False).obstacle is None
-
-
-def test_a_class_of_another_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a crop's apply uses more than the box of the image, whole images are decoded."""
-    real = A.RandomCrop.apply
-
-    def apply(self: Any, img: Any, crop_coords: Any, **params: Any) -> Any:
-        return real(self, img, crop_coords, **params) + np.uint8(crop_coords[0] + 1)
-
-    monkeypatch.setattr(A.RandomCrop, "apply", apply)
+def test_another_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that the tests did not compare decodes whole images."""
+    monkeypatch.setattr(A, "__version__", "2.0.9")
     pushdown = assert_same_calls(
         lambda: A.Compose([A.RandomCrop(60, 70)]), lambda image: {"image": image, "mask": MASK}
     )
 
-    assert "gives another result in this release" in pushdown.explain()
+    assert "another release" in pushdown.explain()
 
 
 def test_without_a_decoder_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:

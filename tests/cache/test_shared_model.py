@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.locks import try_lock, unlock
+from fastload.cache.locks import try_lock
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, MixedImages, RaggedImages
@@ -122,7 +123,7 @@ class CacheMachine(RuleBasedStateMachine):
         killed_at(call, lambda: [cache.put(index, self.dataset.sample(index)) for index in indices])
         fd = cache._now.segment.reopen()
         assert try_lock(fd)
-        unlock(fd)
+        fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
     @rule(index=INDICES)
@@ -134,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         try:
             self.put(index, 0)
         finally:
-            unlock(fd)
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     @invariant()

@@ -19,7 +19,7 @@ from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import owners, registry
 from fastload.cache.ram.layout import DESCRIPTION_AT
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import Segment
 from fastload.system.logs import say_once
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
@@ -183,13 +183,13 @@ def _halved(sample: Any) -> Any:
     ("dataset", "prepare", "lacks"),
     [
         (Images(30), None, "because Images has neither"),
-        (Images(30), _halved, "because Images has neither"),
-        (KnownImages(30), _halved, "because prepare=_halved has neither"),
+        (Images(30), _halved, "because Images with prepare=_halved has neither"),
+        (KnownImages(30), _halved, "because KnownImages with prepare=_halved has neither"),
     ],
     ids=["dataset", "both", "prepare"],
 )
 def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prepare: Any, lacks: str) -> None:
-    """The user learns whether the dataset or prepare needs a fingerprint()."""
+    """The user learns what needs a fingerprint()."""
     assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
 
 
@@ -364,14 +364,14 @@ def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog
     first = CachedDataset(KnownImages(3))
 
     def refuse(self: owners.Entry) -> Segment:
-        raise owners.UnreachableOwnerError("its owner runs in another PID namespace (container)")
+        raise SegmentError("its owner runs in another PID namespace (container)")
 
     monkeypatch.setattr(owners.Entry, "attach", refuse)
     with caplog.at_level(logging.INFO, "fastload"):
         second = CachedDataset(KnownImages(3))
 
     assert second.cache.origin.created_s != first.cache.origin.created_s
-    assert "another PID namespace (container): this process makes its own" in caplog.text
+    assert "it cannot be shared: its owner runs in another PID namespace" in caplog.text
 
 
 def test_a_closed_cache_is_not_found() -> None:

@@ -83,7 +83,7 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -
     calls = itertools.count()
     real = locks.try_lock
     monkeypatch.setattr(
-        locks, "try_lock", lambda fd, *, attempts: next(calls) % 3 == 0 and real(fd, attempts=attempts)
+        locks, "try_lock", lambda fd, *, wait_s: next(calls) % 3 == 0 and real(fd, wait_s=wait_s)
     )
     ds = CachedDataset(RaggedImages(100), budget=1 << 20)
 

@@ -94,25 +94,6 @@ def test_threads_share_a_cached_dataset() -> None:
         assert_same_samples(ds.view(index), dataset.sample(index))
 
 
-def test_threads_share_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads whose calls are refused at the same time are all called again with copies."""
-    monkeypatch.setattr("fastload.cache.transform.keeps_read_only", lambda transform: True)
-    barrier = threading.Barrier(8)
-
-    def write(image: Any) -> Any:
-        if not image.flags.writeable:
-            barrier.wait(30)
-        image += 1
-        return image
-
-    dataset = BareImages(8)
-    ds = CachedDataset(dataset, write)
-    found: dict[int, Any] = {}
-    run_threads(*(lambda index=index: found.update({index: ds[index]}) for index in range(8)))
-
-    assert all((found[index] == dataset.sample(index) + 1).all() for index in range(8))
-
-
 def test_the_transform_may_be_replaced_while_threads_read() -> None:
     """A thread that replaces or removes the transform while another is in it makes no call fail."""
     inside, replaced = threading.Event(), threading.Event()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 import fastload
-from fastload.cache import pace
+from fastload.cache import rate_limit
 
 LENGTH = 61
 BATCH_SIZE = 4
@@ -97,7 +97,7 @@ def disagree(folder: Path) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    pace.CHEAP_S = float("inf")  # as in tests/conftest.py; in the workers too
+    rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py; in the workers too
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")

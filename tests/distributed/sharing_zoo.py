@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 import fastload
-from fastload.cache import pace
+from fastload.cache import rate_limit
 
 LENGTH = 80
 
@@ -38,7 +38,7 @@ class Photos:
 
 def cached(folder: Path) -> fastload.CachedDataset:
     """The cache that each rank makes."""
-    pace.CHEAP_S = float("inf")  # as in tests/conftest.py
+    rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py
     return fastload.CachedDataset(Photos(folder))
 
 

@@ -462,7 +462,7 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     """Two nodes, whose caches have room for little more than half of the samples each."""
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
-    monkeypatch.setattr(generation, "_LOCK_ATTEMPTS", 1 << 30)
+    monkeypatch.setattr(generation, "_LOCK_WAIT_S", 60.0)
     caches = [
         CachedDataset(Images(), key=f"node {node} of {os.getpid()}", budget=40 * IMAGE_BYTES)
         for node in range(2)

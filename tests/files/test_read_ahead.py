@@ -70,7 +70,7 @@ def test_an_announced_file_is_read_once(opened: Callable[..., ReadAhead]) -> Non
     reader.announce([2, 1])
 
     found = [reader.take(number) for number in (1, 2)]
-    _until(lambda: not reader._waiting and reader._num_idle == 1)  # the thread would have read them again
+    _until(reader._for_threads.empty)  # the thread would have read them again
 
     assert found == [content(1), content(2)]
     assert sorted(store.reads) == [1, 2]
@@ -138,7 +138,7 @@ def test_files_that_are_read_and_not_taken_fit_into_the_window(opened: Callable[
     reader.announce(range(20))
 
     def has_read(count: int) -> bool:
-        return len(store.reads) == count and reader._num_idle == 8
+        return len(store.reads) == count and reader._for_threads.empty()
 
     for number in range(15):
         _until(functools.partial(has_read, number + 5))
@@ -174,7 +174,7 @@ def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> No
     reader = opened(Store().read)
     reader.announce(range(20))
 
-    with reader._has_work:
+    with reader._lock:
         pid = os.fork()
         if pid == 0:
             reader.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import gzip
 import itertools
-import json
 import os
 import pickle
 import random
@@ -206,61 +204,6 @@ def test_a_saved_list_comes_back(folder: RemoteFolder) -> None:
 def test_without_a_saved_list_there_is_none(folder: RemoteFolder) -> None:
     """Its absence is no error."""
     assert folder.saved_list() is None
-
-
-HEAD = {"version": 1, "created_s": 1.0}
-
-
-def packed(*lines: Any) -> bytes:
-    """A saved list with these lines."""
-    return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"not compressed",
-        gzip.compress(b"not JSON\n"),
-        packed(),
-        packed([]),
-        packed({**HEAD, "version": 2}, "a", ["a/1.jpg", 3, "v"]),
-        packed(HEAD, "a", ["a/1.jpg", 3]),
-        packed(HEAD, "a", ["a/1.jpg", "3", "v"]),
-        packed(HEAD, None),
-        packed(HEAD, 1),
-        packed(HEAD, ["a"]),
-        packed(HEAD, "a", ["a/1.jpg", 3, "v"])[:-9],
-        gzip.compress(gzip.decompress(packed(HEAD, "a", ["a/1.jpg", 3, "v"]))[:-1]),
-        *(
-            packed(HEAD, "a", entry)
-            for entry in (
-                ["a/../../private/1.jpg", 3, "v"],
-                ["/etc/1.jpg", 3, "v"],
-                ["a/%2e%2E/1.jpg", 3, "v"],
-                ["a\\..\\1.jpg", 3, "v"],
-                ["a/\0.jpg", 3, "v"],
-                ["a/\ud800.jpg", 3, "v"],
-                ["a/1.jpg", 10**30, "v"],
-                ["a/1.jpg", -2, "v"],
-                ["a/1.jpg", True, "v"],
-                ["a/1.jpg", 3, "\ud800"],
-            )
-        ),
-        *(packed(HEAD, name) for name in ("..", "", "a/b", "a\\..\\b")),
-        *(packed({**HEAD, "created_s": created_s}) for created_s in (float("nan"), 1e300, -1.0, 10**400)),
-        gzip.compress(json.dumps(HEAD).encode() + b"\n" * (64 << 20)),
-    ],
-    ids=range(32),
-)
-def test_a_damaged_list_is_an_error_that_says_what_to_do(folder: RemoteFolder, data: bytes) -> None:
-    """It is never a shorter list."""
-    fsspec.filesystem("faulty").pipe_file(f"{URL}/{SAVED_NAME}", data)
-
-    with pytest.raises(
-        fastload.RemoteFolderError, match=r"listing='save' to replace it, or listing='ignore'"
-    ):
-        folder.saved_list()
 
 
 def test_names_that_are_no_utf_8_have_a_digest() -> None:

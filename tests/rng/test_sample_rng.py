@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset, Subset, WeightedRandomSampler
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
-from tests.cache.zoo import FloatImages
 from tests.rng.draws_zoo import (
     Alone,
     AtOnce,
@@ -28,7 +27,6 @@ from tests.rng.draws_zoo import (
     Pictures,
     Unreadable,
     Wrapped,
-    refusing,
     resize,
 )
 
@@ -197,14 +195,6 @@ class TestCaches:
 
         assert runs[0] == runs[1]
         assert len(set(np.ravel([[*before, after] for before, _, after, _ in runs[0]]))) == 3 * 24
-
-    def test_a_refused_call_draws_again_from_the_beginning(self) -> None:
-        """A pipeline that refuses read-only memory late draws the same as one that is known to."""
-        dataset = CachedDataset(FloatImages(), transform=refusing())
-        runs = [list(self._run(dataset, 0)) for _ in range(2)]
-
-        assert dataset._caller.needs_copies
-        assert runs[0] == runs[1]
 
     @staticmethod
     def _run(dataset: Any, num_workers: int) -> Any:

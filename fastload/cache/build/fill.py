@@ -42,7 +42,7 @@ class _Chunks(Dataset[int]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `view` may have deferred storing (see `pace`), or found the sample in a slower cache.
+                # `view` may have deferred storing (see `rate_limit`), or found the sample in a slower cache.
                 num_stored += bool(self.cache.put(index, self.dataset.view(index)))
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")

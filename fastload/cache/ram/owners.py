@@ -24,7 +24,6 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -48,14 +47,6 @@ _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
-
-
-class UnreachableOwnerError(Exception):
-    """A cache is registered, but this process cannot reach its memory."""
-
-
-class StaleEntryError(Exception):
-    """The descriptor of an entry was closed, or does not refer to a cache any more."""
 
 
 @dataclass(frozen=True)
@@ -98,22 +89,19 @@ class Entry:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            UnreachableOwnerError: The system does not let this process open descriptors of the owner.
-            StaleEntryError: The descriptor is gone, or refers to another file.
+            SegmentError: The process does not let this one open its descriptors, or runs in another PID
+                namespace (container), or its descriptor refers to another file.
         """
         if self.namespace != _own_namespace():
-            raise UnreachableOwnerError("its owner runs in another PID namespace (container)")
+            raise SegmentError(f"process {self.pid} runs in another PID namespace (container)")
         try:
             return open_in_process(
                 self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
             )
-        except PermissionError as error:
-            raise UnreachableOwnerError(
-                f"process {self.pid}, which holds it, does not let this process open its descriptors: "
-                f"{error.strerror}"
+        except OSError as error:
+            raise SegmentError(
+                f"process {self.pid} does not open its descriptor: {error.strerror}"
             ) from error
-        except (OSError, SegmentError) as error:
-            raise StaleEntryError(str(error)) from error
 
 
 def directory() -> Path | None:
@@ -123,21 +111,20 @@ def directory() -> Path | None:
     user share it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
-    if _own_namespace() is None:
-        say_once("cache: no registry of shared caches: it needs /proc, which does not exist", logging.INFO)
-        return None
+    problem = "" if _own_namespace() is not None else "it needs /proc, which does not exist"
     try:
         with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700, parents=False)
+            path.mkdir(mode=0o700)
         status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            problem = (
+                "it is not a directory of this user alone (mode 0700): remove it, or set "
+                f"{DIRECTORY_VARIABLE}"
+            )
     except OSError as error:
-        say_once(f"cache: no registry of shared caches at {path}: {error.strerror}", logging.INFO)
-        return None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        say_once(
-            f"cache: {path} is not a directory of this user alone (mode 0700), so caches are not shared "
-            f"through it: remove it, or set {DIRECTORY_VARIABLE}",
-        )
+        problem = error.strerror or str(error)
+    if problem:
+        say_once(f"cache: no registry of shared caches at {path}: {problem}")
         return None
     return path
 

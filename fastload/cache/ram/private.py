@@ -92,28 +92,27 @@ class PrivateCache(BaseCache):
             return True
         if self._is_full or not self.is_retained(index):
             return False
-        try:
-            record = encode(sample)
-        except MemoryError:  # the budget does not know all limits of this process
-            return self._stop_growing("this process gets no more memory")
+        record = encode(sample)
         # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
         with self._lock():
-            if index in self._records or not self.is_retained(index):  # another thread was faster
-                return index in self._records
             nbytes = self.nbytes + len(record)
-            if nbytes > self.budget_bytes:
-                return False
+            if index in self._records or nbytes > self.budget_bytes or not self.is_retained(index):
+                return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
                 # Every worker has a cache with this budget; together they may need more than there is.
                 self._checked_bytes, free_bytes = nbytes, available_bytes()
-                if free_bytes < _FREE_SHARE * self.budget_bytes:
-                    return self._stop_growing(f"{readable_size(free_bytes)} of memory are free")
+                self._is_full = free_bytes < _FREE_SHARE * self.budget_bytes
+                if self._is_full:
+                    log.warning(
+                        "the cache of process %d stops growing at %s of %s, the rest comes from the dataset: "
+                        "%s of memory are free",
+                        os.getpid(),
+                        *map(readable_size, (self.nbytes, self.budget_bytes, free_bytes)),
+                    )
+                    return False
             self._records[index] = record
             self.nbytes = nbytes
             return True
-
-    def _lock(self) -> threading.Lock:
-        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these, and store no others, in this process and in those that it starts.
@@ -127,21 +126,13 @@ class PrivateCache(BaseCache):
         retained[slice(None) if indices is None else indices] = True
         with self._lock():
             self._retained = retained
-            self._records = {i: record for i, record in self._records.items() if self.is_retained(i)}
+            self._records = {i: record for i, record in self._records.items() if retained[i]}
             self.nbytes = self._checked_bytes = sum(map(len, self._records.values()))
             self._is_full = False
             self.generation += 1
 
-    def _stop_growing(self, reason: str) -> bool:
-        self._is_full = True
-        log.warning(
-            "the cache of process %d stops growing at %s of %s, the rest comes from the dataset: %s",
-            os.getpid(),
-            readable_size(self.nbytes),
-            readable_size(self.budget_bytes),
-            reason,
-        )
-        return False
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def close(self) -> None:
         """Forget all samples; samples that were handed out stay valid."""

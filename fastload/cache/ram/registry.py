@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache import ranks
 from fastload.cache.ram import owners
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError
+from fastload.errors import CacheMismatchError, SegmentError
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -67,22 +67,19 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
     for entry in owners.entries(name):
         try:
             cache = _attach(entry)
-        except owners.UnreachableOwnerError as error:
-            # Text, because the error itself would keep this frame alive in a log handler.
-            text = f"cache: {name} already exists, but {error}: this process makes its own"
+        except (SegmentError, CacheMismatchError) as error:
+            text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
             say_once(text, logging.WARNING if ranks.are_several() else logging.INFO)
-            continue
-        if cache is None:
             continue
         try:
             _check(cache, fingerprint, num_samples, entry.pid)
         except CacheMismatchError:
             cache.close()
             raise
-        origin = cache.origin
+        age_s = max(0.0, time.time() - cache.origin.created_s)
         cache.reason = (
-            f"process {origin.pid} made it {max(0.0, time.time() - origin.created_s):,.0f} s ago from the "
-            f"same parts, found through process {entry.pid}"
+            f"process {cache.origin.pid} made it {age_s:,.0f} s ago from the same parts, found through "
+            f"process {entry.pid}"
         )
         _register(cache, name)
         return cache
@@ -119,23 +116,21 @@ def live_caches() -> list[LiveCache]:
     for entry in owners.entries():
         try:
             cache = _attach(entry)
-        except owners.UnreachableOwnerError:
-            continue
-        if cache is None:
+        except (SegmentError, CacheMismatchError):
             continue
         origin = cache.origin
         live = found.setdefault(
             (entry.name, origin.pid, origin.created_s),
             LiveCache(
-                entry.name,
-                None if origin.fingerprint is None else origin.fingerprint.key,
-                {} if origin.fingerprint is None else dict(origin.fingerprint.parts),
-                [],
-                cache.num_samples,
-                cache.num_cached,
-                cache.nbytes,
-                cache.budget_bytes,
-                origin.created_s,
+                name=entry.name,
+                key=origin.fingerprint.key if origin.fingerprint else None,
+                parts=dict(origin.fingerprint.parts) if origin.fingerprint else {},
+                owners=[],
+                num_samples=cache.num_samples,
+                num_cached=cache.num_cached,
+                nbytes=cache.nbytes,
+                budget_bytes=cache.budget_bytes,
+                created_s=origin.created_s,
             ),
         )
         live.owners.append(entry.pid)
@@ -143,22 +138,22 @@ def live_caches() -> list[LiveCache]:
     return sorted(found.values(), key=lambda live: live.created_s)
 
 
-def _attach(entry: Entry) -> SharedMemoryCache | None:
-    """The cache behind an entry; None if its descriptor is not a valid cache of this name."""
-    try:
-        segment = entry.attach()
-    except owners.StaleEntryError as error:
-        log.info("cache: ignoring an entry of the registry: %s", str(error))
-        return None
+def _attach(entry: Entry) -> SharedMemoryCache:
+    """The cache behind an entry.
+
+    Raises:
+        SegmentError: It cannot be reached.
+        CacheMismatchError: Its descriptor is not a valid cache of this name.
+    """
+    segment = entry.attach()
     try:
         cache = SharedMemoryCache.attach(segment)
-    except CacheMismatchError as error:
+    except CacheMismatchError:
         segment.close()
-        log.info("cache: ignoring descriptor %d of process %d: %s", entry.fd, entry.pid, str(error))
-        return None
+        raise
     if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
-        cache.close()  # the number refers to another cache by now
-        return None
+        cache.close()
+        raise CacheMismatchError("the descriptor refers to another cache by now")
     return cache
 
 

@@ -17,7 +17,7 @@ changes. How samples are read and stored is in `generation`. Rules:
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import os
 import time
 import weakref
@@ -29,10 +29,10 @@ import numpy.typing as npt
 
 from fastload.cache.locks import locked
 from fastload.cache.ram import generation, owners
-from fastload.cache.ram.generation import NOT_MAPPED, Generation
-from fastload.cache.ram.layout import Layout, Origin, Stamp, create
+from fastload.cache.ram.generation import Generation
+from fastload.cache.ram.layout import RETAINS_ALL, Layout, Origin, Stamp, create
 from fastload.cache.sample_cache import BaseCache
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_budget
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from fastload.cache.ram.owners import Entry
 
 _RETAIN_WAIT_S = 10.0  # for another process that makes the next generation
-_POLL_S = 0.005
 
 
 class SharedMemoryCache(BaseCache):
@@ -85,8 +84,7 @@ class SharedMemoryCache(BaseCache):
     ) -> None:
         origin = Origin(os.getpid(), time.time(), fingerprint)
         layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
-        self._hold(layout)
-        self._now = Generation(segment, layout, mapping)
+        self._hold(Generation(segment, layout, mapping))
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -95,15 +93,11 @@ class SharedMemoryCache(BaseCache):
         Raises:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
-        if not segment.is_sealed or not segment.is_own:
-            raise CacheMismatchError(
-                "not a shared cache: its size could change, or it belongs to another user"
-            )
         return _attached(segment, Layout.read(segment))
 
-    def _hold(self, layout: Layout) -> None:
-        """Set all attributes but the generation in use."""
-        self._plan = layout
+    def _hold(self, first: Generation) -> None:
+        self._now = first
+        self._plan = layout = first.plan
         self.num_samples, self.budget_bytes = layout.num_samples, layout.budget_bytes
         is_ragged = layout.spec is None
         self.layout, self.capacity = ("ragged", None) if is_ragged else ("uniform", layout.rows)
@@ -128,26 +122,20 @@ class SharedMemoryCache(BaseCache):
         """The newest generation that this process can reach."""
         now = self._now
         while now.successor[0] != now.followed:
-            if now.followed == NOT_MAPPED:
-                now.map()
-                continue
             number = now.successor[0]
-            newer = generation.attach(now)
+            newer = now.newer()
             if newer is None:
                 log.info("cache: process %d keeps an old part of it: the new one is gone", os.getpid())
                 now.followed = number
                 break
-            self._move(now, newer)
+            self._move(newer)
             now = newer
         return now
 
-    def _move(self, old: Generation, new: Generation) -> None:
+    def _move(self, new: Generation) -> None:
         """Use another generation from here on; the old one goes with the last view of its samples."""
-        anchor = self._anchor
-        # If another part of the program has closed the anchor, its number may stand for another file by now.
-        with contextlib.suppress(OSError):
-            if anchor is not None and os.path.samestat(os.fstat(anchor.fd), os.fstat(old.segment.fd)):
-                os.dup2(new.segment.fd, anchor.fd, inheritable=False)
+        if self._anchor is not None:
+            os.dup2(new.segment.fd, self._anchor.fd, inheritable=False)
         self._now = new
 
     def anchor_fd(self) -> int:
@@ -169,10 +157,11 @@ class SharedMemoryCache(BaseCache):
 
     def is_retained(self, index: int) -> bool:
         """Whether the sample may be stored."""
-        return self._newest().is_retained(index)
+        entry: int = self._newest().entries[index]
+        return entry != generation.NOT_RETAINED
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples but these, and store no others, in all processes that use this cache.
+        """Drop all samples, and store no others than these, in all processes that use this cache.
 
         The cache starts empty and fills again: the samples that stay are read from the dataset once more. The
         old memory is freed when all processes have followed, each at its next access, and nobody holds a
@@ -180,56 +169,43 @@ class SharedMemoryCache(BaseCache):
         `nbytes + budget_bytes`.
 
         Each process that shares the cache can call this: the first call does the work. If the indices are
-        those of the last call, nothing changes. If all samples that can be stored now are among the indices,
-        nothing is dropped.
+        those of the last call, nothing changes.
 
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
         """
         retained = np.zeros(self.num_samples, np.bool_)
         retained[slice(None) if indices is None else indices] = True
-        digest = generation.digest_of(retained)
-        deadline_s = time.monotonic() + _RETAIN_WAIT_S
-        while True:
-            now = self._newest()
-            if now.followed:  # it could not be reached before, but may be now
-                newer = generation.attach(now)
-                if newer is not None:
-                    self._move(now, newer)
-                    continue
-            if not now.stamp.number or now.stamp.digest == digest:
-                return
-            try:
-                with locked(now.segment.reopen) as has_lock:
-                    if has_lock and now.successor[0] == now.followed:
-                        if not now.widen(retained, digest):
-                            self._succeed(now, retained, digest)
+        digest = RETAINS_ALL
+        if not retained.all():
+            digest = hashlib.blake2b(np.packbits(retained).tobytes(), digest_size=len(RETAINS_ALL)).digest()
+        try:
+            while True:
+                self._now.followed = 0  # a generation that could not be reached before may be there now
+                now = self._newest()
+                if not now.stamp.number or now.stamp.digest == digest:
+                    return
+                with locked(now.segment.reopen, wait_s=_RETAIN_WAIT_S) as has_lock:
+                    if not has_lock:
+                        raise SegmentError(f"another process has held its lock for {_RETAIN_WAIT_S:,.0f} s")
+                    if now.successor[0] == now.followed:
+                        self._succeed(now, retained, digest)
                         return
-            except (OSError, MemoryError, SegmentError) as error:
-                self._log_not_retained(str(error))
-                return
-            if time.monotonic() > deadline_s:
-                self._log_not_retained(f"another process has held its lock for {_RETAIN_WAIT_S:,.0f} s")
-                return
-            time.sleep(_POLL_S)
+        except (OSError, MemoryError, SegmentError) as error:
+            log.warning("cache: retain() has changed nothing, and all samples stay right: %s", str(error))
 
     def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
         """Start a new generation for the retained samples, and tell the other processes."""
-        anchor_fd = self.anchor_fd()
-        holder = owners.entry_of("", anchor_fd)
+        holder = owners.entry_of("", self.anchor_fd())
         if holder is None:
-            self._log_not_retained("other processes could not follow, because this needs /proc")
-            return
+            raise SegmentError("other processes could not follow, because this needs /proc")
         number = max(old.stamp.number, old.successor[0]) + 1
         segment, mapping = self._plan.create_segment(Stamp(number, old.stamp.cache_id, digest))
         new = Generation(segment, self._plan, mapping)
-        new.retain(retained, old.flags)
-        self._move(old, new)  # before others are told: they attach through the anchor
-        generation.announce(old, number, holder)
-        log.info("cache: empty now, for %s of %s samples", f"{new.num_retained:,}", f"{self.num_samples:,}")
-
-    def _log_not_retained(self, reason: str) -> None:
-        log.warning("cache: retain() has changed nothing, and all samples stay right: %s", reason)
+        new.begin(retained, is_short=old.cursor.is_short)
+        self._move(new)  # before others are told: they attach through the anchor
+        old.announce(number, holder)
+        log.info("cache: empty now, for %s of %s samples", f"{retained.sum():,}", f"{self.num_samples:,}")
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -242,10 +218,7 @@ class SharedMemoryCache(BaseCache):
         """The reason why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
-        retained = self._newest().num_retained
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
-        if retained < self.num_samples:
-            held += f", {retained:,} samples are retained"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
@@ -262,10 +235,9 @@ class SharedMemoryCache(BaseCache):
         """Memory in use now, by all processes together."""
         return self._now.nbytes
 
-    def flag(self, flag: int) -> bool:
-        """Set a flag that all processes see; True if this call has set it."""
-        now = self._newest()
-        return not now.is_full and now.flag(flag)
+    def expect_short(self) -> None:
+        """Let no process warn that the cache cannot hold all samples."""
+        self._newest().expect_short()
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -305,7 +277,7 @@ class SharedMemoryCache(BaseCache):
         """
         spec, values = flatten(sample)
         now = self._newest()
-        if now.is_full or not now.is_retained(index):
+        if now.is_full:
             return False
         try:
             return now.put(index, spec, values)
@@ -327,15 +299,13 @@ class SharedMemoryCache(BaseCache):
             self._anchor.close()
         self._now.segment.close()
         self._now = Generation(Segment(-1, 0), self._plan)
-        self._now.use_nothing()
 
 
 def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
-    cache._hold(layout)
-    cache._now = Generation(segment, layout)
+    cache._hold(Generation(segment, layout))
     return cache
 
 
 def _found(entry: Entry, cache_id: int, layout: Layout) -> SharedMemoryCache:
-    return _attached(generation.attach_to(entry, cache_id), layout)
+    return _attached(generation.attach(entry, Stamp(0, cache_id, RETAINS_ALL)), layout)

@@ -29,7 +29,7 @@ _MOST_S = 1.0  # highest budget, so that no single epoch spends the savings of m
 _NEW_WEIGHT = 0.1  # weight of the newest sample in the running mean
 
 
-class Pace:
+class RateLimit:
     """Stores samples as far as the time budget allows.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""How fast epochs fill a cache: the account of `Pace`, with a clock that moves only when a test says so."""
+"""How fast epochs fill a cache: the account of `RateLimit`, with a clock that tests move."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload import CachedDataset
-from fastload.cache import pace
-from fastload.cache.pace import Pace
+from fastload.cache import rate_limit
+from fastload.cache.rate_limit import RateLimit
 
 NUM_SAMPLES = 40
 CHEAP_S = 0.0001
@@ -46,14 +46,14 @@ class SlowCache:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch, unpaced_caches: None) -> Clock:
-    """Time is still, and caches keep their pace."""
-    monkeypatch.setattr(pace, "CHEAP_S", CHEAP_S)
+    """Time is still, and caches keep their rate limit."""
+    monkeypatch.setattr(rate_limit, "CHEAP_S", CHEAP_S)
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
 
 
-def run_epoch(keeper: Pace, cache: SlowCache, read_s: float) -> float:
+def run_epoch(keeper: RateLimit, cache: SlowCache, read_s: float) -> float:
     """Access each sample once; gives the seconds that took."""
     began_s = cache.clock.now_s
     for index in range(NUM_SAMPLES):
@@ -73,26 +73,26 @@ def test_no_epoch_takes_much_longer_than_without_a_cache(
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock()
         patch.setattr(time, "perf_counter", clock)
-        keeper, cache = Pace(), SlowCache(clock, store_s)
-        saved_s = max(pace._BEGIN_S, pace._MOST_S)
+        keeper, cache = RateLimit(), SlowCache(clock, store_s)
+        saved_s = max(rate_limit._BEGIN_S, rate_limit._MOST_S)
         for _ in range(epochs):
             elapsed_s = run_epoch(keeper, cache, read_s)
             without_s = NUM_SAMPLES * read_s
-            most_s = (1 + pace.SHARE) * without_s + NUM_SAMPLES * CHEAP_S + saved_s + max(store_s)
+            most_s = (1 + rate_limit.SHARE) * without_s + NUM_SAMPLES * CHEAP_S + saved_s + max(store_s)
             assert elapsed_s <= most_s + 1e-9
 
 
 def test_the_first_epoch_pays_a_fifth_and_a_fifth_of_a_second(clock: Clock) -> None:
     """Storing takes what the account begins with, a fifth of the time of reading, and one sample more."""
     cache = SlowCache(clock, [0.03])
-    elapsed_s = run_epoch(Pace(), cache, read_s=0.01)
+    elapsed_s = run_epoch(RateLimit(), cache, read_s=0.01)
     assert elapsed_s <= 1.2 * NUM_SAMPLES * 0.01 + 0.2 + 0.03
     assert 0 < len(cache.stored) < NUM_SAMPLES
 
 
 def test_hits_pay_for_what_is_left(clock: Clock) -> None:
     """Storing that takes as long as reading is done after three epochs, not a fifth of it in each."""
-    keeper, cache = Pace(), SlowCache(clock, [0.05])
+    keeper, cache = RateLimit(), SlowCache(clock, [0.05])
     for _ in range(3):
         run_epoch(keeper, cache, read_s=0.05)
     assert len(cache.stored) == NUM_SAMPLES
@@ -105,7 +105,7 @@ def test_what_is_stored_quickly_is_never_put_off(read_s: float) -> None:
         clock = Clock()
         patch.setattr(time, "perf_counter", clock)
         cache = SlowCache(clock, [CHEAP_S])
-        keeper = Pace()
+        keeper = RateLimit()
         keeper._budget_s = 0.0  # a larger dataset, of which these are the last samples
         run_epoch(keeper, cache, read_s)
         assert len(cache.stored) == NUM_SAMPLES
@@ -114,7 +114,7 @@ def test_what_is_stored_quickly_is_never_put_off(read_s: float) -> None:
 def test_the_log_says_once_why_a_cache_is_not_full(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """It gives both times, and the way to fill the cache at once."""
     caplog.set_level(logging.INFO, "fastload")
-    run_epoch(Pace(), SlowCache(clock, [0.5]), read_s=0.001)
+    run_epoch(RateLimit(), SlowCache(clock, [0.5]), read_s=0.001)
     (line,) = [record.getMessage() for record in caplog.records]
     assert "1.00 ms to read and 500.00 ms to store" in line
     assert "CachedDataset.fill()" in line
