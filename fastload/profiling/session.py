@@ -7,8 +7,10 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from fastload.profiling.recording import read_recordings
 from fastload.profiling.report import ProfileReport, report_of
-from fastload.profiling.timeline import Machine, Timeline, read_recordings, timeline_of
+from fastload.profiling.timeline import Machine, Timeline, timeline_of
+from fastload.profiling.trace import write_trace
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
@@ -16,8 +18,6 @@ from fastload.system.cpus import cpu_quota, usable_cpus
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from fastload.profiling.recording import Recorded
 
 
 class Profile:
@@ -29,7 +29,6 @@ class Profile:
         self._watch: Watch | None = None
         self._before: CpuTimes | None = None
         self._timelines: list[Timeline] = []
-        self._recordings: list[Recorded] = []
 
     def start(self) -> Self:
         """Begin to watch.
@@ -66,8 +65,8 @@ class Profile:
             shutil.rmtree(watch.directory, ignore_errors=True)
 
     def _read(self, watch: Watch, machine: Machine) -> None:
-        self._recordings = read_recordings(watch.directory)
-        self._timelines = [timeline_of(one, self._recordings, machine) for one in watch.loaders]
+        batches, moments = read_recordings(watch.directory)
+        self._timelines = [timeline_of(one, batches, moments, machine) for one in watch.loaders]
 
     @functools.cached_property
     def _report(self) -> ProfileReport:
@@ -89,12 +88,10 @@ class Profile:
             RuntimeError: The profile has not ended.
         """
         self._expect_end()
-        from fastload.profiling.trace import write_trace
-
         write_trace(self._timelines, path)
 
     def _expect_end(self) -> None:
-        if self._watch is not None or not hasattr(self, "_timelines"):
+        if self._watch is not None:
             raise RuntimeError("the profile is still running: ask after its with block")
 
     def __enter__(self) -> Self:
