@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,8 @@ from fastload.profiling.recording import Batch, Moment, Recording, read_recordin
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def batch(number: int) -> Batch:

@@ -131,7 +131,7 @@ def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(t
     def fail() -> None:
         raise OSError("unreadable")
 
-    assert [watch.measure(lambda: number, 1) for number in range(2)] == [0, 1]
+    assert [watch.measure(lambda: "a batch", 1) for _ in range(2)] == ["a batch"] * 2
     assert switched == []
     with pytest.raises(OSError, match="unreadable"):
         watch.measure(fail, 1)
