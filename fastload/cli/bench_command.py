@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -180,15 +181,14 @@ def bench(
     if before is not None and baseline is not None:
         comparison = compare(before, result, tolerance=tolerance, is_relative=relative)
         lines += baseline_lines(comparison, baseline)
-        plain["comparison"] = comparison.as_dict()
+        plain["comparison"] = asdict(comparison)
         if not comparison.has_passed:
             code, complaint = ExitCode.SLOWER if comparison.slower else ExitCode.FAILED, lines[-1]
     return Answer(plain, lines, code, complaint)
 
 
 def _read_baseline(path: str, *, any_machine: bool) -> Result:
-    from fastload.bench.machine import Machine
-    from fastload.bench.result import Result, ResultFormatError
+    from fastload.bench.result import Result, ResultFormatError, this_machine
 
     try:
         with open(path, encoding="utf-8") as file:
@@ -199,12 +199,12 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
         raise CommandError(f"--baseline {path}: {error}: make a new one with --output FILE.json") from error
     except ValueError as error:  # JSON or UTF-8
         raise CommandError(f"--baseline {path} is not JSON: {error}") from error
-    machine, there = Machine.this(), baseline.machine
-    if not any_machine and (there.cpu, there.cores) != (machine.cpu, machine.cores):
+    here, there = this_machine(), baseline.machine
+    if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
         raise CommandError(
-            f"the baseline was measured on another machine ({there}) than this one ({machine}). "
-            "Add --relative, which divides each rate by torch's in the same run, or make a new baseline on "
-            "this machine with --output"
+            f"the baseline was measured on another machine ({there['cpu']}, {there['cores']} cores) than "
+            f"this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
+            "torch's in the same run, or make a new baseline on this machine with --output"
         )
     return baseline
 
