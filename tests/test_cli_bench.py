@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import os
 import signal
 import sys
@@ -23,9 +21,8 @@ from fastload.bench.contenders import Contender
 from fastload.bench.measure import Epochs
 from fastload.bench.report import ending_lines
 from fastload.bench.result import Result
-from fastload.cli import arguments, bench_command, main
+from fastload.cli import arguments, main
 from fastload.cli.source_argument import setup_code
-from fastload.system.logs import log
 from tests.bench import made_up
 from tests.cli_zoo import NUM_SAMPLES, Plain
 from tests.kit.processes import still_running
@@ -323,7 +320,7 @@ class TestImpossible:
             (["tests.cli_zoo:factory", "--start-method", "clone"], 2, "but got 'clone'"),
             (["tests.cli_zoo:factory", "--cache", "disk"], 2, "none,ram,lmdb, but got 'disk'"),
             (["tests.cli_zoo:factory", "--scratch", "no/such"], 2, "--scratch should be a directory"),
-            (["tests.cli_zoo:factory", "--output", "no/such/file"], 2, "make it first"),
+            (["tests.cli_zoo:factory", "--output", "no/such/file"], 2, "should be a file"),
             (["tests.cli_zoo:factory", "--chart", "TMP"], 2, "--chart should be a file"),
             (["tests.cli_zoo:factory", "--relative"], 2, "--relative is for --baseline"),
             (["tests.cli_zoo:factory", "--baseline", "TMP/none"], 2, "make one with --output"),
@@ -456,21 +453,6 @@ class TestBaseline:
         assert "  not in this run  torch, 0 workers, batch 16" in result.stdout
         assert "  not in the baseline  torch, 0 workers, batch 4" in result.stdout
         assert "nothing could be compared" in result.stdout
-
-
-def test_a_bar_on_a_terminal_counts_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the contender that runs, and is gone at the end."""
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(log, "level", logging.INFO)
-    found = made_up.result(made_up.row(made_up.TORCH, 2.0), made_up.row(made_up.PLAIN, 3.0), rounds=2)
-
-    with bench_command._progress(found) as on_run:
-        on_run(1, found.rows[1])
-
-    assert "fastload, 2 workers, batch 64" in terminal.getvalue()
-    assert "50%" in terminal.getvalue()
 
 
 class TestInterruption:

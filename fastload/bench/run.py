@@ -28,7 +28,7 @@ from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.bench.contenders import Contender
     from fastload.bench.measure import Examined
@@ -149,12 +149,8 @@ class Benchmark:
             rows=[Row(contender) for contender in contenders],
         )
 
-    def run(self, on_run: Callable[[int, Row], None]) -> None:
-        """Measure all contenders in turn; an interruption leaves what was measured.
-
-        Args:
-            on_run: Called before each run, with the number of the round from 0.
-        """
+    def run(self) -> None:
+        """Measure all contenders in turn; an interruption leaves what was measured."""
         result = self.result
         with _temporary_files() as temporary, _directory(self._settings.scratch or temporary) as directory:
             parts = {size: _part(dataset, result.num_samples) for size, dataset in self._datasets.items()}
@@ -162,9 +158,9 @@ class Benchmark:
             before = CpuTimes.now()
             paths = self._prepare(parts, directory)
             for number in range(result.rounds):
+                log.info("round %d of %d", number + 1, result.rounds)
                 for row in in_turn(result.rows, number, result.rounds):
                     if not row.problem:
-                        on_run(number, row)
                         size = row.contender.size
                         self._run_once(row, parts[size], paths.get(size))
             share = result.others_share = others_share(before, CpuTimes.now())

@@ -79,12 +79,8 @@ def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str
 
     def parse(path: str) -> str:
         directory = os.path.dirname(os.path.abspath(path))
-        if not path or os.path.isdir(path):
-            raise CommandError(f"{option} should be a file, but got {path!r}")
-        if not os.path.isdir(directory):
-            raise CommandError(f"{option} {path}: there is no directory at {directory}: make it first")
-        if not os.access(directory, os.W_OK):
-            raise CommandError(f"{option} {path}: {directory} cannot be written: change its permissions")
+        if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
+            raise CommandError(f"{option} should be a file in a directory that can be written, not {path!r}")
         if is_picture and importlib.util.find_spec("matplotlib") is None:
             raise CommandError(
                 f"{option} {path}: a picture needs matplotlib, which is not installed: "

@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,12 +28,11 @@ from fastload.cli.arguments import (
 )
 from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
 from fastload.cli.terminal import Answer, CommandError, ExitCode, is_quiet
-from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from fastload.bench.result import Result, Row
+    from fastload.bench.result import Result
     from fastload.bench.run import Settings
 
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
@@ -224,8 +222,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
     with _ended_in_order():
         try:
             benchmark = Benchmark(settings, datasets, transform)
-            with _progress(benchmark.result) as on_run:
-                benchmark.run(on_run)
+            benchmark.run()
         except NoBatchError as error:
             cure = "add --transform MODULE:NAME, such as a crop that gives samples of one shape"
             if is_folder(source):
@@ -262,35 +259,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _progress(result: Result) -> Iterator[Callable[[int, Row], None]]:
-    """A function to call before each run: it moves a bar on a terminal, and logs each round elsewhere."""
-    if is_quiet() or not sys.stderr.isatty():
-        seen: set[int] = set()
-
-        def log_round(number: int, row: Row) -> None:
-            if number not in seen:
-                seen.add(number)
-                log.info("round %d of %d", number + 1, result.rounds)
-
-        yield log_round
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # It starts no thread, because runs are forked.
-    bar = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
-    task = bar.add_task("")
-
-    def draw(number: int, row: Row) -> None:
-        total = result.rounds * sum(not one.problem for one in result.rows)
-        done = sum(len(one.later) for one in result.rows)
-        bar.start()
-        bar.update(task, total=total, completed=done, description=str(row.contender), refresh=True)
-
-    try:
-        yield draw
-    finally:
-        bar.stop()

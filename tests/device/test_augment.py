@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
 from fastload.device import augment, resample
+from fastload.device.augment import chained
 from fastload.device.boxes import NUM_DRAWS, draw_boxes
-from fastload.device.chain import chained
 from fastload.rng.batch_draws import BatchStreams, drawing_from
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
