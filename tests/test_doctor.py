@@ -59,34 +59,14 @@ def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
 
 
 def test_without_a_gpu_the_text_says_why_and_what_is_unknown(without_gpu: None) -> None:
-    """n/a with the reason, unknown with what would help, and how to look for an error."""
+    """The reason, what would help, and how to look for an error; memory in powers of 1024."""
     text = run().stdout
 
-    assert "GPU bandwidth: n/a, torch" in text
-    assert "processes on GPUs: unknown, NVML's Python module is not installed" in text
+    assert re.search(r"^gpus note +torch .* was built without CUDA", text, re.MULTILINE)
+    assert re.search(r"^gpu processes note +NVML's Python module is not installed", text, re.MULTILINE)
+    assert re.search(r"^  process pss +[\d.,]+ [GM]iB$", text, re.MULTILINE)
     for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"):
         assert hint in text
-    assert "proportional (PSS)" in text
-
-
-@pytest.mark.parametrize("is_built", [False, True])
-def test_a_machine_without_gpu_is_not_told_about_contexts(
-    monkeypatch: pytest.MonkeyPatch, is_built: bool
-) -> None:
-    """The text has one line on what is missing; that there is no context is for scripts alone."""
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    lines = run().stdout.splitlines()
-
-    assert sum("cuda:" in line or line.startswith("GPU") for line in lines) == 1
-    assert json.loads(run("--json").stdout)["memory"]["devices_note"]
-
-
-def test_memory_has_one_unit(without_gpu: None) -> None:
-    """/dev/shm is told in powers of 1024, as the memory report below it is."""
-    line = next(line for line in run().stdout.splitlines() if line.startswith("/dev/shm"))
-
-    assert re.fullmatch(r"/dev/shm +(none|[\d.,]+ [GM]iB, [\d.,]+ [GM]iB free)", line)
 
 
 def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
@@ -112,25 +92,12 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(machine_report, "examine_gpu", gpus.__getitem__)
     monkeypatch.setattr(machine_report, "gpu_processes", lambda: (processes, ""))
-    lines = run().stdout.splitlines()
-    first, second = lines.index("cuda:0 Big"), lines.index("cuda:1 Full")
+    words = [re.split("  +", line.strip()) for line in run().stdout.splitlines()]
 
-    assert [re.split("  +", line.strip()) for line in lines[first + 1 : second]] == [
-        ["compute capability", "9.0"],
-        ["memory", "80.00 GiB, 79.00 GiB free"],
-        ["copies", "50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory"],
-        ["page-locking of shared memory", "works"],
-    ]
-    assert [re.split("  +", line.strip())[1] for line in lines[second + 1 : second + 5]] == [
-        "unknown",
-        "unknown",
-        "CUDA out of memory",
-        "unknown",
-    ]
-    assert lines[second + 5 : second + 7] == [
-        "process 4711 on GPU 0: 3.00 GiB",
-        "process 4712 on GPU 1: unknown",
-    ]
+    for line in (["name", "Big"], ["total", "80.00 GiB"], ["pageable bytes per s", "9.31 GiB"]):
+        assert line in words
+    for line in (["problem", "CUDA out of memory"], ["pid", "4712"], ["used", "unknown"]):
+        assert line in words
     assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"
 
 
@@ -262,7 +229,7 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
     program = (
         "import sys; from tests.kit.faults import hide_proc; hide_proc() or sys.exit(77)\n"
         "import fastload; from fastload.cli.main import main\n"
-        "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
+        "import re; assert re.search(r'process rss +unknown', str(fastload.memory_report()))\n"
         "sys.argv = ['fastload', 'doctor', '--json']; main()"
     )
     done = interpreter.run(program)

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "fastload bench", 2
 
 
-class ResultFormatError(ValueError):
-    """A file is not the result of a benchmark, or has another version."""
-
-
 @dataclass
 class Row:
     """The rates of one contender, in samples per second.
@@ -188,15 +184,11 @@ class Result:
         """Undo `as_dict`.
 
         Raises:
-            ResultFormatError: The data are not a result of this version.
+            ValueError: The data are not a result of this version.
         """
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            raise ResultFormatError("it is not a result that fastload bench --output has written")
-        if plain.get("version") != VERSION:
-            raise ResultFormatError(
-                f"it has version {plain.get('version')!r} of the format, but this fastload reads {VERSION}"
-            )
         try:
+            if (plain["format"], plain["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"it is of {plain['format']!r}, version {plain['version']!r}")
             facts = {one.name: plain[one.name] for one in dataclasses.fields(cls)}
             names = [one.name for one in dataclasses.fields(Contender)]
             facts["rows"] = [
@@ -207,5 +199,5 @@ class Result:
                 for row in plain["rows"]
             ]
         except (KeyError, TypeError) as error:
-            raise ResultFormatError(f"a part of it is missing or wrong: {error!r}") from error
+            raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
         return cls(**facts)

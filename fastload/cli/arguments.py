@@ -155,29 +155,29 @@ def parse_error_budget(text: str) -> int | float:
     )
 
 
-def numbers(option: str, *, least: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of numbers with commas."""
+def numbers(option: str, least: int, text: str) -> Any:
+    """An option with numbers and commas between them."""
 
-    def parse(text: str) -> tuple[int, ...]:
-        words = [word.strip() for word in text.split(",")]
+    def parse(value: str) -> tuple[int, ...]:
+        words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() and int(word) >= least for word in words):
-            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {text!r}")
+            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {value!r}")
         return tuple(dict.fromkeys(map(int, words)))
 
-    return parse
+    return typer.Option(parser=parse, metavar="N,N", help=text)
 
 
-def names(option: str, known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of names with commas."""
+def names(option: str, known: tuple[str, ...], text: str) -> Any:
+    """An option with names and commas between them."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    def parse(value: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
             if known and word not in known:
                 raise CommandError(f"{option} should be some of {','.join(known)}, but got {word!r}")
         return words
 
-    return parse
+    return typer.Option(parser=parse, metavar=",".join(known) or "PIXELS", help=text)
 
 
 Source = Annotated[

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fastload.bench.run import Settings
 
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
+_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
 def _scratch(path: str) -> str:
@@ -54,44 +55,11 @@ def bench(
             "pipeline, another callable, or a function without arguments that returns one.",
         ),
     ] = None,
-    workers: Annotated[
-        Any,
-        typer.Option(
-            parser=numbers("--workers", least=0),
-            metavar="N,N",
-            help="Numbers of workers; default: 0, half of the CPUs, all CPUs.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        Any,
-        typer.Option(
-            parser=numbers("--batch-size", least=1), metavar="N,N", help="Batch sizes; default: 64."
-        ),
-    ] = None,
-    start_method: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--start-method", tuple(multiprocessing.get_all_start_methods())),
-            metavar="NAME,NAME",
-            help="How workers are started: fork, spawn, forkserver; default: the platform's.",
-        ),
-    ] = None,
-    cache: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--cache", _CACHES),
-            metavar="NAME,NAME",
-            help="Caches of fastload: none, ram, lmdb; default: all, and ram only if the whole dataset fits.",
-        ),
-    ] = None,
-    size: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--size", ()),
-            metavar="PIXELS",
-            help="Scale images of a folder, as in 'cache build': HEIGHTxWIDTH; several with commas.",
-        ),
-    ] = None,
+    workers: Annotated[Any, numbers("--workers", 0, "Default: 0, half of the CPUs, all CPUs.")] = None,
+    batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
+    start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
+    cache: Annotated[Any, names("--cache", _CACHES, "Default: all; ram only if all samples fit.")] = None,
+    size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of an epoch, evenly spaced; default: as many as --minutes allows."),
@@ -186,17 +154,15 @@ def bench(
 
 
 def _read_baseline(path: str, *, any_machine: bool) -> Result:
-    from fastload.bench.result import Result, ResultFormatError, this_machine
+    from fastload.bench.result import Result, this_machine
 
     try:
         with open(path, encoding="utf-8") as file:
             baseline = Result.from_dict(json.load(file))
-    except FileNotFoundError:
-        raise CommandError(f"--baseline: there is no file at {path}: make one with --output {path}") from None
-    except ResultFormatError as error:
-        raise CommandError(f"--baseline {path}: {error}: make a new one with --output FILE.json") from error
-    except ValueError as error:  # JSON or UTF-8
-        raise CommandError(f"--baseline {path} is not JSON: {error}") from error
+    except (FileNotFoundError, ValueError) as error:
+        raise CommandError(
+            f"--baseline {path} is no result of this release: {error}: make one with --output {path}"
+        ) from error
     here, there = this_machine(), baseline.machine
     if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
         raise CommandError(
@@ -233,16 +199,11 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
             said = f"the samples of {source} could not be read: {error}"
             raise CommandError(said, ExitCode.FAILED) from error
         except KeyboardInterrupt as error:
+            if benchmark is not None and not is_quiet():
+                typer.echo("\n".join(table_lines(benchmark.result)))
             rows = [] if benchmark is None else benchmark.result.rows
             num_runs = sum(len(row.later) for row in rows)
-            said = "interrupted before anything was measured"
-            if benchmark is not None and num_runs:
-                total = benchmark.result.rounds * len(rows)
-                said = (
-                    f"interrupted after {num_runs} of {total} runs; --output and --chart have written nothing"
-                )
-                if not is_quiet():
-                    typer.echo("\n".join(table_lines(benchmark.result)))
+            said = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
             raise CommandError(said, ExitCode.INTERRUPTED) from error
     return benchmark.result
 

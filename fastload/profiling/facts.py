@@ -80,14 +80,11 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
     general = ""
     while frame is not None:
         if is_own_code(frame.f_code.co_filename):
-            owner = getattr(frame.f_locals.get("self"), "__dict__", None)
-            spaces: list[dict[str, Any]] = [frame.f_locals, frame.f_globals]
-            if isinstance(owner, dict):
-                spaces.append(owner)
-            for names in spaces:
-                for name, value in list(names.items()):
-                    if not (value is loader or _is_around(value, loader)) or name.startswith("_"):
-                        continue
+            held = getattr(frame.f_locals.get("self"), "__dict__", None)
+            owner = held if isinstance(held, dict) else {}
+            known: dict[str, Any] = {**frame.f_globals, **owner, **frame.f_locals}
+            for name, value in known.items():
+                if (value is loader or _is_around(value, loader)) and not name.startswith("_"):
                     if name not in _GENERAL_NAMES:
                         return name
                     general = general or name

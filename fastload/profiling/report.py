@@ -183,8 +183,8 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
     machine = timelines[0].machine
     if machine.is_saturated:
         notes.append(
-            "the CPUs were busy all the time: times of single stages contain waits for a CPU, other "
-            "programs on this machine change the figures, and a change that spares CPU time can gain more "
+            f"the CPUs were busy all the time, {machine.others_share or 0:.0%} of them with other processes: "
+            "times of single stages contain waits for a CPU, and a change that spares CPU time can gain more "
             "than the waits"
         )
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
@@ -235,17 +235,12 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
 
 
 def _verdict(timeline: Timeline, bottleneck: str) -> str:
-    num_batches, taken_share = timeline.watched.num_steps, timeline.machine.taken_share
+    num_batches = timeline.watched.num_steps
     share = f"{timeline.data_share:.{1 if timeline.data_share < 0.1 else 0}%} of the time"
     if not num_batches:
         return "No batch was loaded."
     if not bottleneck and not timeline.waits:
         return f"Too few batches for a verdict: {num_batches}, all of them during the warm-up."
-    if taken_share:
-        said = f"training waited for data {share}. {bottleneck}"
-        if not bottleneck:
-            said = f"data was not your bottleneck: {share}."
-        return f"While other processes used {taken_share:.0%} of the CPUs, {said}"
     if not bottleneck:
         return f"Data is not your bottleneck: {share}."
     return f"Training waits for data {share}. {bottleneck}"

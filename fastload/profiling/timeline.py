@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fastload.profiling.watching import LoaderWatch, Step
 
 NUM_WARM_UP = 10  # steps at most, and a tenth of the first epoch at most
-_TAKEN = 0.2  # of the CPUs: less hardly changes a verdict
 _SATURATED = 0.9  # from this share of busy CPUs on, waiting for a CPU explains time without one
 
 
@@ -47,12 +46,6 @@ class Machine:
     def is_saturated(self) -> bool:
         """Whether threads had to wait for a CPU."""
         return (self.busy_share or 0.0) >= _SATURATED
-
-    @property
-    def taken_share(self) -> float:
-        """The share of the CPUs that other processes took from the script; 0 if there were CPUs for all."""
-        share = self.others_share or 0.0
-        return share if self.is_saturated and share >= _TAKEN else 0.0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ the reason instead.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import importlib.metadata
 import multiprocessing
@@ -26,9 +25,7 @@ from fastload.errors import FastloadError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
-from fastload.system.sizes import readable_memory, readable_size
-from fastload.system.tables import table
-from fastload.training.report import memory_report
+from fastload.training.report import lines_of, memory_report
 
 WORKS = "works"
 
@@ -47,13 +44,13 @@ _DISTRIBUTIONS = {  # OpenCV is distributed under four names
     ),
 }
 
-HINTS = (
-    "an error in a worker: DataLoader(num_workers=0) runs the same code in your process, under your debugger",
-    "a traceback without frames of fastload and torch: FASTLOAD_DEBUG=1 python ... shows them",
-    "an error on the GPU that names the wrong line: CUDA_LAUNCH_BLOCKING=1 python ... waits for each kernel",
-    "an unclear error on the GPU: run the same step on the CPU, for example with device='cpu'",
-    "memory that grows: print(fastload.memory_report()) between epochs",
-)
+HINTS = {
+    "an error in a worker": "DataLoader(num_workers=0) runs it in your process, under a debugger",
+    "a traceback without frames of fastload and torch": "FASTLOAD_DEBUG=1 python ... shows them",
+    "an error on the GPU that names the wrong line": "CUDA_LAUNCH_BLOCKING=1 python ... waits for kernels",
+    "an unclear error on the GPU": "run the same step on the CPU, for example with device='cpu'",
+    "memory that grows": "print(fastload.memory_report()) between epochs",
+}
 
 
 def machine_report() -> tuple[dict[str, Any], list[str]]:
@@ -80,56 +77,9 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "gpus_note": gpus_note,
         "gpu_processes": processes,
         "gpu_processes_note": processes_note,
-        "hints": list(HINTS),
+        "hints": HINTS,
     }
-    # Without its lines on GPUs: it was made before there was a CUDA context, and the GPUs follow.
-    text = str(dataclasses.replace(memory, devices=(), devices_note=""))
-    return found, [*_host_lines(found), "", *text.splitlines(), "", *_gpu_lines(found), "", *_hint_lines()]
-
-
-def _host_lines(found: dict[str, Any]) -> list[str]:
-    quota = "no limit by a cgroup" if found["cpu_quota"] is None else f"{found['cpu_quota']:g} by cgroup"
-    shm = "none"
-    if found["shm_bytes"] is not None:
-        shm = f"{readable_memory(found['shm_bytes'])}, {readable_memory(found['shm_free_bytes'])} free"
-    rows = [
-        *([name, version or "not installed"] for name, version in found["versions"].items()),
-        ["CPUs", f"{found['num_cpus']}, usable {found['num_usable_cpus']}, {quota}"],
-        ["/dev/shm", shm],
-        ["start methods", f"{', '.join(found['start_methods'])} (the first is the default)"],
-    ]
-    return table(rows)
-
-
-def _gpu_lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"GPU bandwidth: n/a, {found['gpus_note']}"] if found["gpus_note"] else []
-    for gpu in found["gpus"]:
-        lines.append(f"cuda:{gpu['index']} {gpu['name']}")
-        memory = copies = "unknown"
-        if gpu["total_bytes"] is not None:
-            memory = f"{readable_memory(gpu['total_bytes'])}, {readable_memory(gpu['free_bytes'])} free"
-        if gpu["pageable_bytes_per_s"] is not None:
-            copies = (
-                f"{readable_size(gpu['pinned_bytes_per_s'])}/s from pinned memory, "
-                f"{readable_size(gpu['pageable_bytes_per_s'])}/s from pageable memory"
-            )
-        rows = [
-            ["  compute capability", gpu["capability"] or "unknown"],
-            ["  memory", memory],
-            ["  copies", gpu["problem"] or copies],
-            ["  page-locking of shared memory", gpu["page_locking"] or "unknown"],
-        ]
-        lines += table(rows)
-    if found["gpu_processes"] is None:
-        return [*lines, f"processes on GPUs: unknown, {found['gpu_processes_note']}"]
-    for process in found["gpu_processes"]:
-        used = "unknown" if process["used_bytes"] is None else readable_memory(process["used_bytes"])
-        lines.append(f"process {process['pid']} on GPU {process['index']}: {used}")
-    return lines if found["gpu_processes"] else [*lines, "processes on GPUs: none"]
-
-
-def _hint_lines() -> list[str]:
-    return ["to find an error", *(f"  {hint}" for hint in HINTS)]
+    return found, lines_of(found)
 
 
 # --- the software ----------------------------------------------------------------------------------------

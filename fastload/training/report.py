@@ -32,33 +32,6 @@ _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own
 _SEGMENT_LINK = re.compile(r"/memfd:fastload(?:-(\w+))?")
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) +(.*)")  # proc(5), /proc/PID/maps
 
-_ROWS = {
-    "host": {
-        "total": "host_total_bytes",
-        "available": "host_available_bytes",
-        "cgroup limit": "cgroup_limit_bytes",
-    },
-    "process": {
-        "resident (RSS)": "process_rss_bytes",
-        "proportional (PSS)": "process_pss_bytes",
-        "locked": "locked_bytes",
-        "locked, limit": "locked_limit_bytes",
-    },
-    "fastload, shared": {
-        "caches": "cache_bytes",
-        "ring": "ring_bytes",
-        "other segments": "other_segment_bytes",
-    },
-}
-_DEVICE_ROWS = {
-    "allocated": "allocated_bytes",
-    "allocated, peak": "peak_allocated_bytes",
-    "reserved": "reserved_bytes",
-    "reserved, peak": "peak_reserved_bytes",
-    "free": "free_bytes",
-    "total": "total_bytes",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
@@ -134,16 +107,26 @@ class MemoryReport:
             torch.cuda.reset_peak_memory_stats(index)
 
     def __str__(self) -> str:
-        sections: list[tuple[str, Any, dict[str, str]]] = [(name, self, own) for name, own in _ROWS.items()]
-        sections += [(f"cuda:{one.index} {one.name}", one, _DEVICE_ROWS) for one in self.devices]
-        lines = []
-        for title, held, rows in sections:
-            lines.append(title)
-            for label, name in rows.items():
-                nbytes = getattr(held, name)
-                missing = "none" if "limit" in name else "unknown"
-                lines.append(f"  {label:18}{missing if nbytes is None else readable_memory(nbytes):>14}")
-        return "\n".join([*lines, *([f"cuda: {self.devices_note}"] if self.devices_note else [])])
+        return "\n".join(lines_of(self.as_dict()))
+
+
+def lines_of(found: dict[str, Any], indent: str = "") -> list[str]:
+    """Nested plain data as text: a line for each value, and a heading for each dict."""
+    lines = []
+    for name, value in found.items():
+        label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}"
+        parts = value if isinstance(value, list) else [value]
+        if parts and isinstance(parts[0], dict):
+            for part in parts:
+                lines += [label, *lines_of(part, f"{indent}  ")]
+        elif value != "":
+            text = ", ".join(map(str, parts)) or "none"
+            if value is None:
+                text = "none" if "limit" in name or "quota" in name else "unknown"
+            elif name.endswith(("_bytes", "_bytes_per_s")):
+                text = readable_memory(value)
+            lines.append(f"{label:32}  {text}")
+    return lines
 
 
 def memory_report() -> MemoryReport:

@@ -110,9 +110,9 @@ def test_a_shape_that_fits_both_layouts_has_to_be_named() -> None:
 @pytest.mark.parametrize(
     ("shape", "layout", "message"),
     [
-        ((2, 5, 6, 4), "auto", "do not have 3 channels in the layout 'auto'"),
-        ((2, 3, 6, 4), "HWC", "do not have 3 channels in the layout 'HWC'"),
-        ((2, 5, 6, 3), "CHW", "do not have 3 channels in the layout 'CHW'"),
+        ((2, 5, 6, 4), "auto", "with 3 channels and layout='auto' it fits neither"),
+        ((2, 3, 6, 4), "HWC", "with 3 channels and layout='HWC' it fits neither"),
+        ((2, 5, 6, 3), "CHW", "with 3 channels and layout='CHW' it fits neither"),
         ((5, 6, 3), "auto", r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )
