@@ -97,6 +97,6 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
         raise ValueError(
             f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: with "
             f"{' or '.join(map(str, channels))} channels and layout={layout!r} it fits "
-            f"{' and '.join(named) or 'neither'}; layout= names one of them"
+            f'{" and ".join(named) or "neither"}; give layout="HWC" or layout="CHW"'
         )
     return named[0]

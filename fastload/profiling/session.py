@@ -14,7 +14,7 @@ from fastload.profiling.trace import write_trace
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
-from fastload.system.cpus import cpu_quota, usable_cpus
+from fastload.system.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:
     from typing import Self
@@ -53,7 +53,7 @@ class Profile:
         if watch is None or self._before is None:
             return
         before, after = self._before, CpuTimes.now()
-        machine = Machine(_num_cpus(), busy_share(before, after), others_share(before, after))
+        machine = Machine(worthwhile_cpus(), busy_share(before, after), others_share(before, after))
         try:
             watch.stop()
             try:
@@ -124,8 +124,3 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
         A context manager; `report()` is what was measured.
     """
     return Profile(loaders, replay)
-
-
-def _num_cpus() -> float:
-    quota = cpu_quota()
-    return usable_cpus() if quota is None else min(quota, usable_cpus())
