@@ -33,8 +33,8 @@ from harness import Contender, best, interleave, report, save
 
 import fastload
 from fastload.device import resample
+from fastload.device.augment import chained
 from fastload.device.boxes import NUM_DRAWS, draw_boxes
-from fastload.device.chain import chained
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import BatchStreams
 from fastload.rng.sample_streams import StreamOrigin

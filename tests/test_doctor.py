@@ -21,8 +21,6 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache import sizing
 from fastload.cli import main
-from fastload.device import probe
-from fastload.device.probe import GPUCopies, GPUProcess
 from fastload.errors import SegmentError
 from fastload.training import machine_report
 
@@ -61,81 +59,58 @@ def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
 
 
 def test_without_a_gpu_the_text_says_why_and_what_is_unknown(without_gpu: None) -> None:
-    """n/a with the reason, unknown with what would help, and how to look for an error."""
+    """The reason, what would help, and how to look for an error; memory in powers of 1024."""
     text = run().stdout
 
-    assert "GPU bandwidth: n/a, torch" in text
-    assert "processes on GPUs: unknown, NVML's Python module is not installed" in text
+    assert re.search(r"^gpus note +torch .* was built without CUDA", text, re.MULTILINE)
+    assert re.search(r"^gpu processes note +NVML's Python module is not installed", text, re.MULTILINE)
+    assert re.search(r"^  process pss +[\d.,]+ [GM]iB$", text, re.MULTILINE)
     for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"):
         assert hint in text
-    assert "proportional (PSS)" in text
 
 
-@pytest.mark.parametrize("is_built", [False, True])
-def test_a_machine_without_gpu_is_not_told_about_contexts(
-    monkeypatch: pytest.MonkeyPatch, is_built: bool
-) -> None:
-    """The text has one line on what is missing; that there is no context is for scripts alone."""
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    lines = run().stdout.splitlines()
-
-    assert sum("cuda:" in line or line.startswith("GPU") for line in lines) == 1
-    assert json.loads(run("--json").stdout)["memory"]["devices_note"]
-
-
-def test_memory_has_one_unit(without_gpu: None) -> None:
-    """/dev/shm is told in powers of 1024, as the memory report below it is."""
-    line = next(line for line in run().stdout.splitlines() if line.startswith("/dev/shm"))
-
-    assert re.fullmatch(r"/dev/shm +(none|[\d.,]+ [GM]iB, [\d.,]+ [GM]iB free)", line)
+def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
+    """A GPU of which only this is known."""
+    names = ("capability", "total_bytes", "free_bytes", "page_locking", "pinned_bytes_per_s")
+    unknown = dict.fromkeys((*names, "pageable_bytes_per_s"))
+    return {"index": index, "name": name, **unknown, "problem": "", **found}
 
 
 def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that could be measured, one that could not, and who holds memory."""
     figures = {"capability": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30}
+    rates = {"pinned_bytes_per_s": 50e9, "pageable_bytes_per_s": 10e9}
     gpus = [
-        GPUCopies(0, "Big", 50e9, 10e9, "", **figures, page_locking="works"),
-        GPUCopies(1, "Full", None, None, "CUDA out of memory"),
+        gpu(0, "Big", **figures, **rates, page_locking="works"),
+        gpu(1, "Full", problem="CUDA out of memory"),
     ]
-    processes = [GPUProcess(0, 4711, 3 << 30), GPUProcess(1, 4712, None)]
-    monkeypatch.setattr(machine_report, "measure_copies", lambda: (gpus, ""))
+    processes = [
+        {"index": 0, "pid": 4711, "used_bytes": 3 << 30},
+        {"index": 1, "pid": 4712, "used_bytes": None},
+    ]
+    monkeypatch.setattr(machine_report, "why_unavailable", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(machine_report, "examine_gpu", gpus.__getitem__)
     monkeypatch.setattr(machine_report, "gpu_processes", lambda: (processes, ""))
-    lines = run().stdout.splitlines()
-    first, second = lines.index("cuda:0 Big"), lines.index("cuda:1 Full")
+    words = [re.split("  +", line.strip()) for line in run().stdout.splitlines()]
 
-    assert [re.split("  +", line.strip()) for line in lines[first + 1 : second]] == [
-        ["compute capability", "9.0"],
-        ["memory", "80.00 GiB, 79.00 GiB free"],
-        ["copies", "50.0 GB/s from pinned memory, 10.0 GB/s from pageable memory"],
-        ["page-locking of shared memory", "works"],
-    ]
-    assert [re.split("  +", line.strip())[1] for line in lines[second + 1 : second + 5]] == [
-        "unknown",
-        "unknown",
-        "CUDA out of memory",
-        "unknown",
-    ]
-    assert lines[second + 5 : second + 7] == [
-        "process 4711 on GPU 0: 3.00 GiB",
-        "process 4712 on GPU 1: unknown",
-    ]
+    for line in (["name", "Big"], ["total", "80.00 GiB"], ["pageable bytes per s", "9.31 GiB"]):
+        assert line in words
+    for line in (["problem", "CUDA out of memory"], ["pid", "4712"], ["used", "unknown"]):
+        assert line in words
     assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"
 
 
 def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are measured all the same."""
+    """It ends no report."""
 
     def fail(index: int) -> Any:
         raise RuntimeError("CUDA error: out of memory\nwith many more lines")
 
-    monkeypatch.setattr(probe, "why_unavailable", lambda index: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "device", fail)
 
-    found = [GPUCopies(n, f"GPU {n}", None, None, "CUDA error: out of memory") for n in range(2)]
-    assert probe.measure_copies() == (found, "")
+    assert machine_report.examine_gpu(1) == gpu(1, "GPU 1", problem="CUDA error: out of memory")
 
 
 @pytest.mark.parametrize(
@@ -160,10 +135,10 @@ def test_page_locking_works_or_has_its_reason(
     backend = types.SimpleNamespace(
         register=functools.partial(answer, "register"), unregister=functools.partial(answer, "unregister")
     )
-    monkeypatch.setattr(probe, "choose_backend", lambda index, asker: backend)
+    monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: backend)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
 
-    assert probe._try_page_locking(0) == outcome
+    assert machine_report.try_page_locking(0) == outcome
     assert [name for name, _ in calls] == ["register", "unregister"][: 1 if "register" in refusals else 2]
     assert len({address for _, address in calls}) == 1
 
@@ -174,44 +149,10 @@ def test_page_locking_without_shared_memory_has_its_reason(monkeypatch: pytest.M
     def refuse_segment(*_: Any, **__: Any) -> Any:
         raise SegmentError("no shared memory here")
 
-    monkeypatch.setattr(probe, "choose_backend", lambda index, asker: None)
-    monkeypatch.setattr(probe.Segment, "create", refuse_segment)
+    monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: None)
+    monkeypatch.setattr(machine_report.Segment, "create", refuse_segment)
 
-    assert probe._try_page_locking(0) == "no shared memory here"
-
-
-@pytest.mark.parametrize(
-    ("text", "has_library", "version"),
-    [
-        (None, False, None),
-        (None, True, "CUDA up to 12.4"),
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22", False, "550.54.14"),
-        (
-            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release\nGCC version: 12.3",
-            True,
-            "580.65.06, CUDA up to 12.4",
-        ),
-    ],
-)
-def test_the_driver_has_its_release_and_the_newest_cuda(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, has_library: bool, version: str | None
-) -> None:
-    """From the kernel's file and from the driver; either may be missing."""
-    if text is not None:
-        path = tmp_path / "proc/driver/nvidia/version"
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-
-    def load(name: str) -> Any:
-        if not has_library:
-            raise OSError(name)
-        return types.SimpleNamespace(
-            cuDriverGetVersion=lambda number: setattr(number._obj, "value", 12040) or 0
-        )
-
-    monkeypatch.setattr(probe.ctypes, "CDLL", load)
-
-    assert probe.driver_version(tmp_path) == version
+    assert machine_report.try_page_locking(0) == "no shared memory here"
 
 
 # --- processes on GPUs ------------------------------------------------------------------------------------
@@ -227,7 +168,6 @@ def nvml(**functions: Any) -> types.SimpleNamespace:
     usual: dict[str, Any] = {
         "NVMLError": NVMLError,
         "nvmlInit": lambda: None,
-        "nvmlShutdown": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetComputeRunningProcesses": users.__getitem__,
@@ -243,7 +183,7 @@ def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch) ->
     """By GPU, with what they hold."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml())
 
-    assert probe.gpu_processes() == ([GPUProcess(1, 99, 1 << 30)], "")
+    assert machine_report.gpu_processes() == ([{"index": 1, "pid": 99, "used_bytes": 1 << 30}], "")
 
 
 @pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses"])
@@ -251,7 +191,7 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str
     """The reason is NVML's own, and nothing is raised."""
     monkeypatch.setitem(sys.modules, "pynvml", nvml(**{call: refuse}))
 
-    assert probe.gpu_processes() == (None, "NVML: Driver Not Loaded")
+    assert machine_report.gpu_processes() == (None, "NVML: Driver Not Loaded")
 
 
 # --- the host ---------------------------------------------------------------------------------------------
@@ -289,7 +229,7 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
     program = (
         "import sys; from tests.kit.faults import hide_proc; hide_proc() or sys.exit(77)\n"
         "import fastload; from fastload.cli.main import main\n"
-        "import re; assert re.search(r'resident .RSS. +unknown', str(fastload.memory_report()))\n"
+        "import re; assert re.search(r'process rss +unknown', str(fastload.memory_report()))\n"
         "sys.argv = ['fastload', 'doctor', '--json']; main()"
     )
     done = interpreter.run(program)
@@ -306,22 +246,22 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_bandwidths_are_measured() -> None:
     """Both kinds of memory have a figure for every GPU."""
-    gpus, note = probe.measure_copies()
+    found, _ = machine_report.machine_report()
 
-    assert note == ""
-    assert [gpu.index for gpu in gpus] == list(range(torch.cuda.device_count()))
-    assert all(gpu.problem or (gpu.pinned_bytes_per_s or 0) > 1e8 for gpu in gpus)
+    assert found["gpus_note"] == ""
+    assert [one["index"] for one in found["gpus"]] == list(range(torch.cuda.device_count()))
+    assert all(one["problem"] or one["pinned_bytes_per_s"] > 1e8 for one in found["gpus"])
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_memory_capability_and_page_locking_are_found() -> None:
     """Every GPU that can be measured has them, and the trial leaves no error behind."""
-    gpus = [gpu for gpu in probe.measure_copies()[0] if not gpu.problem]
+    gpus = [one for one in machine_report.machine_report()[0]["gpus"] if not one["problem"]]
 
-    assert all(0 < (gpu.free_bytes or 0) <= (gpu.total_bytes or 0) for gpu in gpus)
-    assert all(gpu.capability for gpu in gpus)
-    assert [gpu.page_locking for gpu in gpus] == ["works"] * len(gpus)
+    assert all(0 < one["free_bytes"] <= one["total_bytes"] for one in gpus)
+    assert all(one["capability"] for one in gpus)
+    assert [one["page_locking"] for one in gpus] == ["works"] * len(gpus)
     assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
 
 

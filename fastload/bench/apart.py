@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 _PATIENCE_S = 5.0  # for a run that was interrupted
@@ -59,10 +59,9 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
             raise RunFailedError(_how_it_ended(process.exitcode)) from None
         process.join(_PATIENCE_S)
     finally:
-        with _uninterrupted():
-            _end(process)
-            sender.close()
-            receiver.close()
+        _end(process)
+        sender.close()
+        receiver.close()
     if not succeeded:
         raise RunFailedError(result)
     return result
@@ -85,23 +84,9 @@ def _end(process: Any) -> None:
     process.close()
 
 
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Keep a second Ctrl-C waiting while processes are stopped."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        hint = ", perhaps for want of memory" if -exit_code == signal.SIGKILL else ""
-        return f"its process was ended by {signal.Signals(-exit_code).name}{hint}"
+    if exit_code == -signal.SIGKILL:
+        return "its process was ended by SIGKILL, perhaps for want of memory"
     return f"its process ended with exit code {exit_code}"
 
 

@@ -12,12 +12,11 @@ Only later epochs are compared: the first ones depend on the start of processes.
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastload.bench.contenders import Contender
-    from fastload.bench.result import Result, Row
+    from fastload.bench.result import Result
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Change:
         is_slower: Whether it is slower by more than the tolerance.
     """
 
-    contender: Contender
+    contender: str
     before: float
     now: float
     ratio: float
@@ -44,46 +43,30 @@ class Comparison:
     """A run and its baseline.
 
     Attributes:
+        has_passed: Whether something was compared, and nothing has become slower or has failed.
+        is_relative: Whether rates were divided by torch's.
+        tolerance: The share of its rate that a contender may lose.
+        torch_ratio: How fast torch's loader was in this run, where 1 is its rate in the baseline; the
+            geometric mean of its rows. None if no row is in both runs.
         changes: The contenders with figures in both runs; in a relative comparison, without torch's.
         failed: Contenders that have figures in the baseline and a problem in this run.
         only_before: Contenders that this run does not have.
         only_now: Contenders that have no figures in the baseline.
-        torch_ratio: How fast torch's loader was in this run, where 1 is its rate in the baseline; the
-            geometric mean of its rows. None if no row is in both runs.
-        is_relative: Whether rates were divided by torch's.
-        tolerance: As given.
     """
 
-    changes: list[Change]
-    failed: list[Contender]
-    only_before: list[Contender]
-    only_now: list[Contender]
-    torch_ratio: float | None
+    has_passed: bool
     is_relative: bool
     tolerance: float
+    torch_ratio: float | None
+    changes: list[Change]
+    failed: list[str]
+    only_before: list[str]
+    only_now: list[str]
 
     @property
     def slower(self) -> list[Change]:
         """The contenders that are slower by more than the tolerance."""
         return [change for change in self.changes if change.is_slower]
-
-    @property
-    def has_passed(self) -> bool:
-        """Whether something was compared, and nothing has become slower or has failed."""
-        return bool(self.changes) and not self.slower and not self.failed
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {
-            "has_passed": self.has_passed,
-            "is_relative": self.is_relative,
-            "tolerance": self.tolerance,
-            "torch_ratio": self.torch_ratio,
-            "changes": [{**asdict(change), "contender": str(change.contender)} for change in self.changes],
-            "failed": list(map(str, self.failed)),
-            "only_before": list(map(str, self.only_before)),
-            "only_now": list(map(str, self.only_now)),
-        }
 
 
 def compare(baseline: Result, now: Result, *, tolerance: float, is_relative: bool) -> Comparison:
@@ -95,58 +78,50 @@ def compare(baseline: Result, now: Result, *, tolerance: float, is_relative: boo
         tolerance: The share of its rate that a contender may lose.
         is_relative: Whether rates are divided by torch's in the same run.
     """
-    before = {row.contender: row for row in baseline.rows if row.is_measured}
-    here = {row.contender: row for row in now.rows}
-    both = {
-        contender: (row, here[contender])
-        for contender, row in before.items()
-        if contender in here and here[contender].is_measured
-    }
-    torch_ratio = _torch_ratio(both)
-    scale = torch_ratio if is_relative and torch_ratio is not None else 1.0
-    changes = []
-    for contender, (old, new) in both.items():
-        if not (is_relative and contender.is_torch):
-            ratio = new.rate / old.rate / scale
-            changes.append(Change(contender, old.rate, new.rate, ratio, ratio < 1.0 - tolerance))
+    before = {row.contender: row.rate for row in baseline.rows if row.is_measured}
+    here = {row.contender: row.rate for row in now.rows if row.is_measured}
+    present = {row.contender for row in now.rows}
+    ratios = {one: here[one] / rate for one, rate in before.items() if one in here}
+    of_torch = [ratio for one, ratio in ratios.items() if one.is_torch]
+    torch_ratio = statistics.geometric_mean(of_torch) if of_torch else None
+    if is_relative:  # without torch's rows there is nothing to be relative to
+        ratios = {one: ratio / (torch_ratio or 1) for one, ratio in ratios.items() if not one.is_torch}
+        ratios = {} if torch_ratio is None else ratios
+    changes = [
+        Change(str(one), before[one], here[one], ratio, ratio < 1.0 - tolerance)
+        for one, ratio in ratios.items()
+    ]
+    failed = [str(one) for one in before if one in present and one not in here]
     return Comparison(
-        # Without torch's rows there is nothing to be relative to.
-        changes=[] if is_relative and torch_ratio is None else changes,
-        failed=[contender for contender in before if contender in here and contender not in both],
-        only_before=[contender for contender in before if contender not in here],
-        only_now=[
-            contender for contender, row in here.items() if row.is_measured and contender not in before
-        ],
-        torch_ratio=torch_ratio,
+        has_passed=bool(changes) and not failed and not any(change.is_slower for change in changes),
         is_relative=is_relative,
         tolerance=tolerance,
+        torch_ratio=torch_ratio,
+        changes=changes,
+        failed=failed,
+        only_before=[str(one) for one in before if one not in present],
+        only_now=[str(one) for one in here if one not in before],
     )
-
-
-def _torch_ratio(both: dict[Contender, tuple[Row, Row]]) -> float | None:
-    ratios = [new.rate / old.rate for contender, (old, new) in both.items() if contender.is_torch]
-    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def differences(baseline: Result, now: Result) -> list[str]:
     """The differences between two runs apart from speed, as sentences."""
-    pairs: dict[str, tuple[Any, Any]] = {
-        "the machine": (_named(baseline), _named(now)),
-        "the number of samples of the dataset": (baseline.length, now.length),
-        "the number of samples of an epoch": (baseline.num_samples, now.num_samples),
-        "the transform": (baseline.transform, now.transform),
-        "the version of torch": (baseline.machine.torch, now.machine.torch),
-        "the version of fastload": (baseline.machine.fastload, now.machine.fastload),
-        "the version of Python": (baseline.machine.python, now.machine.python),
-    }
-    for size in baseline.sample_nbytes.keys() & now.sample_nbytes.keys():
-        pairs["bytes of a decoded sample"] = baseline.sample_nbytes[size], now.sample_nbytes[size]
+    facts = []
+    for result in (baseline, now):
+        machine = dict(result.machine)
+        hardware = f"{machine.pop('cpu')} with {machine.pop('cores')} cores"
+        facts.append(
+            {
+                "the machine": hardware,
+                "the number of samples of the dataset": result.length,
+                "the number of samples of an epoch": result.num_samples,
+                "the transform": result.transform,
+                **{f"the version of {name}": machine[name] for name in ("torch", "fastload", "python")},
+                **{f"bytes of a sample {size}".strip(): n for size, n in result.sample_nbytes.items()},
+            }
+        )
     return [
-        f"{name} was {before} in the baseline, and is {here} now"
-        for name, (before, here) in pairs.items()
-        if before != here
+        f"{name} was {before} in the baseline, and is {facts[1][name]} now"
+        for name, before in facts[0].items()
+        if facts[1].get(name, before) != before
     ]
-
-
-def _named(result: Result) -> str:
-    return f"{result.machine.cpu} with {result.machine.cores} cores"

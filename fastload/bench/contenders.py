@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
-LOADERS = ("torch", "fastload")
 CACHES = ("none", "ram", "lmdb")
 
 
@@ -43,15 +42,9 @@ class Contender:
         """The loader and its cache, for people."""
         return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
 
-    @property
-    def workers(self) -> str:
-        """The number of workers, for people."""
-        return "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-
     def __str__(self) -> str:
-        parts = [self.kind, self.workers, f"batch {self.batch_size}"]
-        parts += [text for text in (self.start_method, self.size) if text is not None]
-        return ", ".join(parts)
+        parts = [self.kind, f"{self.num_workers} workers", f"batch {self.batch_size}"]
+        return ", ".join([*parts, *filter(None, (self.start_method, self.size))])
 
     def code(self, default_start_method: str, *, has_transform: bool, lmdb_path: str) -> list[str]:
         """The lines of Python that make this loader of variables `dataset` and `transform`.
@@ -79,37 +72,23 @@ class Contender:
         return [*lines, f"loader = DataLoader({dataset}, {rest})"]
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The values of each setting that are combined with each other.
+def contenders_of(
+    workers: Iterable[int],
+    batch_sizes: Iterable[int],
+    start_methods: Iterable[str],
+    caches: Iterable[str],
+    sizes: Iterable[str | None] = (None,),
+) -> list[Contender]:
+    """Every combination of these settings that differs from the others.
 
-    Attributes:
-        workers: Numbers of workers.
-        batch_sizes: Batch sizes.
-        start_methods: Start methods of workers.
-        caches: Of `CACHES`.
-        sizes: Sizes to which images are scaled; `(None,)` for none.
+    torch's loader always takes part, because the other contenders are compared with it. It has no cache, and
+    a loader without workers has no start method.
     """
-
-    workers: Sequence[int]
-    batch_sizes: Sequence[int]
-    start_methods: Sequence[str]
-    caches: Sequence[str]
-    sizes: Sequence[str | None] = (None,)
-
-    def contenders(self) -> list[Contender]:
-        """Every combination that differs from the others.
-
-        torch's loader always takes part, because the other contenders are compared with it. It has no
-        cache, and a loader without workers has no start method.
-        """
-        found: dict[Contender, None] = {}  # ordered
-        for size, batch_size, loader in itertools.product(self.sizes, self.batch_sizes, LOADERS):
-            caches = ("none",) if loader == "torch" else self.caches
-            for cache, workers, method in itertools.product(caches, self.workers, self.start_methods):
-                found[Contender(loader, cache, workers, batch_size, method if workers else None, size)] = None
-        return list(found)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {name: list(values) for name, values in asdict(self).items()}
+    kinds = [("torch", "none"), *(("fastload", cache) for cache in caches)]
+    found = [
+        Contender(loader, cache, count, batch_size, method if count else None, size)
+        for size, batch_size, (loader, cache), count, method in itertools.product(
+            sizes, batch_sizes, kinds, workers, start_methods
+        )
+    ]
+    return list(dict.fromkeys(found))

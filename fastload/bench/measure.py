@@ -176,10 +176,8 @@ def measure(
 
 def _epoch_s(loader: Any) -> float:
     """Seconds of an epoch, from `iter(loader)` to its last batch."""
-    num_batches = 0
     started_s = time.perf_counter()
-    for _ in loader:
-        num_batches += 1
+    num_batches = sum(1 for _ in loader)
     elapsed_s = time.perf_counter() - started_s
     if num_batches != len(loader):
         raise RuntimeError(f"expected {len(loader)} batches, but got {num_batches}")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import statistics
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastload.bench.contenders import Contender, Sweep
-from fastload.bench.machine import Machine
+import torch
+
+import fastload
+from fastload.bench.contenders import Contender
+from fastload.system.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-FORMAT, VERSION = "fastload bench", 1
-
-
-class ResultFormatError(ValueError):
-    """A file is not the result of a benchmark, or has another version."""
+FORMAT, VERSION = "fastload bench", 2
 
 
 @dataclass
@@ -92,11 +93,6 @@ class Verdict:
         return Ratio.of(self.fastload, self.torch)
 
 
-def readable_rounds(count: int) -> str:
-    """A number of rounds, for people."""
-    return "1 round" if count == 1 else f"{count} rounds"
-
-
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     """A verdict for each size, because images of another size are other work."""
     by_size: dict[str | None, list[Row]] = {}
@@ -118,98 +114,90 @@ def _fastest(rows: Sequence[Row]) -> Any:
     return max(rows, key=lambda row: row.rate, default=None)
 
 
+def this_machine() -> dict[str, Any]:
+    """The hardware and the versions on which the speed depends."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []  # Linux alone has it
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": worthwhile_cpus(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fastload": fastload.__version__,
+    }
+
+
 @dataclass
 class Result:
     """A benchmark.
 
     Attributes:
         source: The user's SOURCE.
+        transform: The user's `--transform`; None without one.
         length: The number of samples of the dataset.
         num_samples: The number of samples of an epoch.
         sample_nbytes: Bytes of a decoded sample, by size.
-        sweep: The combined settings.
         rounds: How often each contender was to run.
-        machine: Where it ran.
+        machine: Where it ran, see `this_machine`.
         rows: Of each contender.
-        transform: The user's `--transform`; None without one.
         build_s: Seconds that each LMDB cache took to build, by size.
         others_share: The share of the CPUs that other processes used; None if unknown.
-        load_before: See `machine.load_per_cpu`.
         warnings: Sentences about conditions that make the figures doubtful.
     """
 
     source: str
+    transform: str | None
     length: int
     num_samples: int
     sample_nbytes: dict[str, int]
-    sweep: Sweep
     rounds: int
-    machine: Machine
+    machine: dict[str, Any]
     rows: list[Row]
-    transform: str | None = None
     build_s: dict[str, float] = field(default_factory=dict)
     others_share: float | None = None
-    load_before: float | None = None
     warnings: list[str] = field(default_factory=list)
+
+    def settings(self, name: str) -> tuple[Any, ...]:
+        """The values of an attribute of the contenders, such as `batch_size`."""
+        found = dict.fromkeys(getattr(row.contender, name) for row in self.rows)
+        return tuple(value for value in found if value is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; see docs/howto/command-line.md."""
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            **dataclasses.asdict(self),
-            "sweep": self.sweep.as_dict(),
-            "unit": "samples/s",
-            "rows": [
-                {
-                    **dataclasses.asdict(row.contender),
-                    "first": row.first,
-                    "later": row.later,
-                    "median": row.rate if row.later else None,
-                    "problem": row.problem,
-                }
-                for row in self.rows
-            ],
-        }
+        rows = [
+            {
+                **dataclasses.asdict(row.contender),
+                "first": row.first,
+                "later": row.later,
+                "median": row.rate if row.later else None,
+                "problem": row.problem,
+            }
+            for row in self.rows
+        ]
+        facts = {"format": FORMAT, "version": VERSION, "unit": "samples/s"}
+        return {**facts, **dataclasses.asdict(self), "rows": rows}
 
     @classmethod
     def from_dict(cls, plain: Any) -> Result:
         """Undo `as_dict`.
 
         Raises:
-            ResultFormatError: The data are not a result of this version.
+            ValueError: The data are not a result of this version.
         """
-        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
-            raise ResultFormatError("it is not a result that fastload bench --output has written")
-        if plain.get("version") != VERSION:
-            raise ResultFormatError(
-                f"it has version {plain.get('version')!r} of the format, but this fastload reads {VERSION}"
-            )
         try:
-            names = {one.name for one in dataclasses.fields(Contender)}
-            rows = [
+            if (plain["format"], plain["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"it is of {plain['format']!r}, version {plain['version']!r}")
+            facts = {one.name: plain[one.name] for one in dataclasses.fields(cls)}
+            names = [one.name for one in dataclasses.fields(Contender)]
+            facts["rows"] = [
                 Row(
                     Contender(**{name: row[name] for name in names}),
-                    [float(rate) for rate in row["first"]],
-                    [float(rate) for rate in row["later"]],
-                    str(row["problem"]),
+                    *(row[name] for name in ("first", "later", "problem")),
                 )
                 for row in plain["rows"]
             ]
-            return cls(
-                source=str(plain["source"]),
-                transform=plain["transform"],
-                length=int(plain["length"]),
-                num_samples=int(plain["num_samples"]),
-                sample_nbytes={str(name): int(count) for name, count in plain["sample_nbytes"].items()},
-                sweep=Sweep(**{name: tuple(values) for name, values in plain["sweep"].items()}),
-                rounds=int(plain["rounds"]),
-                machine=Machine(**plain["machine"]),
-                rows=rows,
-                build_s={str(name): float(took) for name, took in plain["build_s"].items()},
-                others_share=plain["others_share"],
-                load_before=plain["load_before"],
-                warnings=[str(text) for text in plain["warnings"]],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ResultFormatError(f"a part of it is missing or wrong: {error!r}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
+        return cls(**facts)

@@ -6,6 +6,7 @@ Nothing remains after it, also after an error or an interruption: no process, an
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import shutil
@@ -17,11 +18,8 @@ from torch.utils.data import Subset
 
 from fastload.bench import measure
 from fastload.bench.apart import RunFailedError, call
-from fastload.bench.contenders import CACHES, Sweep
-from fastload.bench.machine import Machine, busy_warnings, load_per_cpu
-from fastload.bench.plan import Costs, default_workers
-from fastload.bench.result import Result, Row
-from fastload.bench.rounds import run_rounds
+from fastload.bench.contenders import CACHES, contenders_of
+from fastload.bench.result import Result, Row, this_machine
 from fastload.cache.dataset import CachedDataset
 from fastload.system.budget import parse_budget
 from fastload.system.cpu_times import CpuTimes, others_share
@@ -30,16 +28,21 @@ from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fastload.bench.contenders import Contender
-    from fastload.bench.measure import Epochs, Examined
+    from fastload.bench.measure import Examined
 
 _BATCH_SIZES = (64,)
 _ROUNDS = 3
+_MOST_WORKERS = 32  # by default
+_START_S = 0.3  # of a process, and of forked workers
+_LEAST_BATCHES = 4  # of an epoch, or as many as the workers prefetch
+_READS = {"none": 2.0, "ram": 1.0, "lmdb": 0.1}  # how many times a run decodes each sample, or as long
 # The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
 _MOST_DIRECTORY_BYTES = 70
 _DISK_SHARE = 0.9  # of the free space, which an LMDB cache may take
+_BUSY_SHARE = 0.1  # a warning is shown if other processes use a larger share of the CPUs
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Settings:
     batch_sizes: tuple[int, ...] | None = None
     start_methods: tuple[str, ...] | None = None
     caches: tuple[str, ...] | None = None
-    sizes: tuple[str | None, ...] | None = None
+    sizes: tuple[str, ...] | None = None
     samples: int | None = None
     minutes: float = 3.0
     rounds: int | None = None
@@ -74,9 +77,17 @@ class Settings:
 
     def completed_by(self, baseline: Result) -> Settings:
         """These settings, and those of the baseline where the user chose none, so that the runs match."""
-        there: dict[str, Any] = {name: tuple(found) for name, found in baseline.sweep.as_dict().items()}
-        there["transform"], there["rounds"] = baseline.transform, baseline.rounds
-        there["samples"] = baseline.num_samples
+        of_fastload = [row.contender.cache for row in baseline.rows if not row.contender.is_torch]
+        there: dict[str, Any] = {
+            "transform": baseline.transform,
+            "workers": baseline.settings("num_workers"),
+            "batch_sizes": baseline.settings("batch_size"),
+            "start_methods": baseline.settings("start_method") or None,
+            "caches": tuple(dict.fromkeys(of_fastload)),
+            "sizes": baseline.settings("size") or None,
+            "samples": baseline.num_samples,
+            "rounds": baseline.rounds,
+        }
         return replace(self, **{name: there[name] for name in there if getattr(self, name) is None})
 
 
@@ -101,32 +112,31 @@ class Benchmark:
     """
 
     def __init__(self, settings: Settings, datasets: Mapping[str | None, Any], transform: Any) -> None:
-        load = load_per_cpu()
         self._settings, self._datasets, self._transform = settings, datasets, transform
         self._examined: dict[str | None, Examined] = {
             size: call(measure.examine, dataset, transform) for size, dataset in datasets.items()
         }
-        found = self._examined.values()
-        for why_no_batch in filter(None, (one.why_no_batch for one in found)):
+        for why_no_batch in filter(None, (one.why_no_batch for one in self._examined.values())):
             raise NoBatchError(why_no_batch)
-        cpus = worthwhile_cpus()
-        sweep = Sweep(
-            workers=settings.workers or default_workers(cpus),
-            batch_sizes=settings.batch_sizes or _BATCH_SIZES,
-            start_methods=settings.start_methods or (multiprocessing.get_start_method(),),
-            caches=settings.caches or CACHES,
-            sizes=tuple(datasets),
+        contenders = contenders_of(
+            settings.workers or default_workers(worthwhile_cpus()),
+            settings.batch_sizes or _BATCH_SIZES,
+            settings.start_methods or (multiprocessing.get_start_method(),),
+            settings.caches or CACHES,
+            tuple(datasets),
         )
-        contenders, rounds = sweep.contenders(), settings.rounds or _ROUNDS
-        length = len(next(iter(datasets.values())))
-        sample_s, transform_s = max(one.sample_s for one in found), max(one.transform_s for one in found)
-        costs = Costs(rounds, sample_s, transform_s, cpus)
-        count = min(length, settings.samples or length)
-        if settings.samples is None:
-            count = costs.num_samples_within(60 * settings.minutes, contenders, length)
+        rounds, length = settings.rounds or _ROUNDS, len(next(iter(datasets.values())))
+        costs = costs_s(contenders, rounds, self._examined, worthwhile_cpus())
+        count = settings.samples
+        if count is None:
+            fitting = int((60 * settings.minutes - costs[0]) / max(costs[1], 1e-9))
+            batches = {one.batch_size * max(_LEAST_BATCHES, 2 * one.num_workers) for one in contenders}
+            count = max(fitting, *batches)
+        count = min(count, length)
+        minutes = (costs[0] + costs[1] * count) / 60
         log.info(
-            "%d contenders, %d rounds, %s of %s samples: about %.1f minutes",
-            *(len(contenders), rounds, f"{count:,}", f"{length:,}", costs.seconds(contenders, count) / 60),
+            "%d contenders, %d rounds, %d of %d samples: about %.1f minutes",
+            *(len(contenders), rounds, count, length, minutes),
         )
         self.result = Result(
             source=settings.source,
@@ -134,39 +144,45 @@ class Benchmark:
             length=length,
             num_samples=count,
             sample_nbytes={size or "": one.sample_nbytes for size, one in self._examined.items()},
-            sweep=sweep,
             rounds=rounds,
-            machine=Machine.this(),
+            machine=this_machine(),
             rows=[Row(contender) for contender in contenders],
-            load_before=load,
         )
 
-    def run(self, on_run: Callable[[int, Row], None]) -> None:
-        """Measure all contenders in turn; an interruption leaves what was measured.
-
-        Args:
-            on_run: Called before each run, see `run_rounds`.
-        """
+    def run(self) -> None:
+        """Measure all contenders in turn; an interruption leaves what was measured."""
         result = self.result
         with _temporary_files() as temporary, _directory(self._settings.scratch or temporary) as directory:
             parts = {size: _part(dataset, result.num_samples) for size, dataset in self._datasets.items()}
             self._refuse_caches(directory)
             before = CpuTimes.now()
             paths = self._prepare(parts, directory)
-
-            def run_once(contender: Contender) -> Epochs:
-                path = paths.get(contender.size) if contender.cache == "lmdb" else None
-                part = parts[contender.size]
-                epochs: Epochs = call(measure.measure, part, self._transform, contender, path)
-                return epochs
-
-            run_rounds(result.rows, result.rounds, run_once, on_run)
-            result.others_share = others_share(before, CpuTimes.now())
+            for number in range(result.rounds):
+                log.info("round %d of %d", number + 1, result.rounds)
+                for row in in_turn(result.rows, number, result.rounds):
+                    if not row.problem:
+                        size = row.contender.size
+                        self._run_once(row, parts[size], paths.get(size))
+            share = result.others_share = others_share(before, CpuTimes.now())
         if any(isinstance(dataset, CachedDataset) for dataset in self._datasets.values()):
             result.warnings.append(
                 "the dataset is a CachedDataset, whose cache all contenders share: only later epochs compare"
             )
-        result.warnings += busy_warnings(result.others_share, result.load_before)
+        if share is not None and share > _BUSY_SHARE:
+            result.warnings.append(
+                f"the machine was busy: other processes used {share:.0%} of the CPUs during the runs. Repeat "
+                "the benchmark when they have ended"
+            )
+
+    def _run_once(self, row: Row, dataset: Any, lmdb_path: str | None) -> None:
+        """Measure a contender; an error becomes its problem."""
+        try:
+            first, later = call(measure.measure, dataset, self._transform, row.contender, lmdb_path)
+        except RunFailedError as error:
+            row.problem = f"failed: {error}"
+        else:
+            row.first.append(first)
+            row.later.append(later)
 
     def _refuse_caches(self, directory: str) -> None:
         """Mark the rows whose cache is not possible or does not fit, with the reason."""
@@ -179,26 +195,22 @@ class Benchmark:
                 continue
             whole, part = result.length * found.sample_nbytes, result.num_samples * found.sample_nbytes
             is_for_whole = whole > memory_nbytes and not self._settings.caches
+            sizes = (
+                f"the whole dataset takes {readable_size(whole)} when it is decoded, but a cache in RAM may "
+                f"take {readable_size(memory_nbytes)} now"
+            )
             if found.why_no_cache:
                 row.problem = f"not possible: {found.why_no_cache}"
             elif cache == "ram" and (part > memory_nbytes or is_for_whole):
-                row.problem = (
-                    f"not measured: the whole dataset takes {readable_size(whole)} when it is decoded, but a "
-                    f"cache in RAM may take {readable_size(memory_nbytes)} now. --cache ram measures a part"
-                )
+                row.problem = f"not measured: {sizes}. --cache ram measures a part"
             elif cache == "lmdb" and part > disk_nbytes:
                 row.problem = (
                     f"not measured: the cache takes {readable_size(part)}, but {directory} has room for "
                     f"{readable_size(disk_nbytes)}: give another directory with --scratch"
                 )
             elif whole > memory_nbytes:
-                text = (
-                    f"the whole dataset takes {readable_size(whole)} when it is decoded, and a cache in "
-                    f"memory may take {readable_size(memory_nbytes)} now: the rows with a cache show the "
-                    "rates of the measured part, which fits"
-                )
-                if text not in result.warnings:
-                    result.warnings.append(text)
+                warning = f"{sizes}: the rows with a cache show the rates of the measured part, which fits"
+                result.warnings = list(dict.fromkeys([*result.warnings, warning]))
 
     def _prepare(self, parts: Mapping[str | None, Any], directory: str) -> dict[str | None, str]:
         """Build the LMDB caches; for sizes without one, read all samples once.
@@ -222,6 +234,33 @@ class Benchmark:
                 for row in in_lmdb:
                     row.problem = f"failed: the LMDB cache could not be built: {error}"
         return paths
+
+
+def default_workers(num_cpus: int) -> tuple[int, ...]:
+    """No workers, one for each second CPU, and one for each CPU."""
+    return tuple(sorted({0, min(_MOST_WORKERS, math.ceil(num_cpus / 2)), min(_MOST_WORKERS, num_cpus)}))
+
+
+def costs_s(
+    contenders: Sequence[Contender], rounds: int, examined: Mapping[str | None, Examined], num_cpus: int
+) -> tuple[float, float]:
+    """About how long a benchmark takes: seconds whatever the number of samples, and seconds for each one."""
+    each_s = sum(one.sample_s for one in examined.values()) / num_cpus  # the pass that warms the page cache
+    for contender in contenders:
+        found = examined[contender.size]
+        at_once = min(max(1, contender.num_workers), num_cpus)
+        run_s = _READS[contender.cache] * found.sample_s + 2 * found.transform_s
+        each_s += rounds * run_s / at_once
+    return rounds * len(contenders) * (_START_S + measure.LATER_S), each_s
+
+
+def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:
+    """All rows, in the order of a round: each round begins with another one.
+
+    In each round every contender runs once, so that a slow minute of the machine reaches all of them.
+    """
+    first = number * max(1, len(rows) // rounds) % max(1, len(rows))
+    return [*rows[first:], *rows[:first]]
 
 
 def _part(dataset: Any, count: int) -> Any:

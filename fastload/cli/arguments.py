@@ -79,12 +79,8 @@ def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str
 
     def parse(path: str) -> str:
         directory = os.path.dirname(os.path.abspath(path))
-        if not path or os.path.isdir(path):
-            raise CommandError(f"{option} should be a file, but got {path!r}")
-        if not os.path.isdir(directory):
-            raise CommandError(f"{option} {path}: there is no directory at {directory}: make it first")
-        if not os.access(directory, os.W_OK):
-            raise CommandError(f"{option} {path}: {directory} cannot be written: change its permissions")
+        if not path or os.path.isdir(path) or not os.access(directory, os.W_OK):
+            raise CommandError(f"{option} should be a file in a directory that can be written, not {path!r}")
         if is_picture and importlib.util.find_spec("matplotlib") is None:
             raise CommandError(
                 f"{option} {path}: a picture needs matplotlib, which is not installed: "
@@ -159,29 +155,29 @@ def parse_error_budget(text: str) -> int | float:
     )
 
 
-def numbers(option: str, *, least: int) -> Callable[[str], tuple[int, ...]]:
-    """A parser of numbers with commas."""
+def numbers(option: str, least: int, text: str) -> Any:
+    """An option with numbers and commas between them."""
 
-    def parse(text: str) -> tuple[int, ...]:
-        words = [word.strip() for word in text.split(",")]
+    def parse(value: str) -> tuple[int, ...]:
+        words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() and int(word) >= least for word in words):
-            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {text!r}")
+            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {value!r}")
         return tuple(dict.fromkeys(map(int, words)))
 
-    return parse
+    return typer.Option(parser=parse, metavar="N,N", help=text)
 
 
-def names(option: str, known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of names with commas."""
+def names(option: str, known: tuple[str, ...], text: str) -> Any:
+    """An option with names and commas between them."""
 
-    def parse(text: str) -> tuple[str, ...]:
-        words = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    def parse(value: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
             if known and word not in known:
                 raise CommandError(f"{option} should be some of {','.join(known)}, but got {word!r}")
         return words
 
-    return parse
+    return typer.Option(parser=parse, metavar=",".join(known) or "PIXELS", help=text)
 
 
 Source = Annotated[

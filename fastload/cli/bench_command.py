@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,15 +28,15 @@ from fastload.cli.arguments import (
 )
 from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
 from fastload.cli.terminal import Answer, CommandError, ExitCode, is_quiet
-from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from fastload.bench.result import Result, Row
+    from fastload.bench.result import Result
     from fastload.bench.run import Settings
 
 _CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
+_METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
 def _scratch(path: str) -> str:
@@ -55,44 +55,11 @@ def bench(
             "pipeline, another callable, or a function without arguments that returns one.",
         ),
     ] = None,
-    workers: Annotated[
-        Any,
-        typer.Option(
-            parser=numbers("--workers", least=0),
-            metavar="N,N",
-            help="Numbers of workers; default: 0, half of the CPUs, all CPUs.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        Any,
-        typer.Option(
-            parser=numbers("--batch-size", least=1), metavar="N,N", help="Batch sizes; default: 64."
-        ),
-    ] = None,
-    start_method: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--start-method", tuple(multiprocessing.get_all_start_methods())),
-            metavar="NAME,NAME",
-            help="How workers are started: fork, spawn, forkserver; default: the platform's.",
-        ),
-    ] = None,
-    cache: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--cache", _CACHES),
-            metavar="NAME,NAME",
-            help="Caches of fastload: none, ram, lmdb; default: all, and ram only if the whole dataset fits.",
-        ),
-    ] = None,
-    size: Annotated[
-        Any,
-        typer.Option(
-            parser=names("--size", ()),
-            metavar="PIXELS",
-            help="Scale images of a folder, as in 'cache build': HEIGHTxWIDTH; several with commas.",
-        ),
-    ] = None,
+    workers: Annotated[Any, numbers("--workers", 0, "Default: 0, half of the CPUs, all CPUs.")] = None,
+    batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
+    start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
+    cache: Annotated[Any, names("--cache", _CACHES, "Default: all; ram only if all samples fit.")] = None,
+    size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Samples of an epoch, evenly spaced; default: as many as --minutes allows."),
@@ -180,31 +147,28 @@ def bench(
     if before is not None and baseline is not None:
         comparison = compare(before, result, tolerance=tolerance, is_relative=relative)
         lines += baseline_lines(comparison, baseline)
-        plain["comparison"] = comparison.as_dict()
+        plain["comparison"] = asdict(comparison)
         if not comparison.has_passed:
             code, complaint = ExitCode.SLOWER if comparison.slower else ExitCode.FAILED, lines[-1]
     return Answer(plain, lines, code, complaint)
 
 
 def _read_baseline(path: str, *, any_machine: bool) -> Result:
-    from fastload.bench.machine import Machine
-    from fastload.bench.result import Result, ResultFormatError
+    from fastload.bench.result import Result, this_machine
 
     try:
         with open(path, encoding="utf-8") as file:
             baseline = Result.from_dict(json.load(file))
-    except FileNotFoundError:
-        raise CommandError(f"--baseline: there is no file at {path}: make one with --output {path}") from None
-    except ResultFormatError as error:
-        raise CommandError(f"--baseline {path}: {error}: make a new one with --output FILE.json") from error
-    except ValueError as error:  # JSON or UTF-8
-        raise CommandError(f"--baseline {path} is not JSON: {error}") from error
-    machine, there = Machine.this(), baseline.machine
-    if not any_machine and (there.cpu, there.cores) != (machine.cpu, machine.cores):
+    except (FileNotFoundError, ValueError) as error:
         raise CommandError(
-            f"the baseline was measured on another machine ({there}) than this one ({machine}). "
-            "Add --relative, which divides each rate by torch's in the same run, or make a new baseline on "
-            "this machine with --output"
+            f"--baseline {path} is no result of this release: {error}: make one with --output {path}"
+        ) from error
+    here, there = this_machine(), baseline.machine
+    if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
+        raise CommandError(
+            f"the baseline was measured on another machine ({there['cpu']}, {there['cores']} cores) than "
+            f"this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
+            "torch's in the same run, or make a new baseline on this machine with --output"
         )
     return baseline
 
@@ -224,8 +188,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
     with _ended_in_order():
         try:
             benchmark = Benchmark(settings, datasets, transform)
-            with _progress(benchmark.result) as on_run:
-                benchmark.run(on_run)
+            benchmark.run()
         except NoBatchError as error:
             cure = "add --transform MODULE:NAME, such as a crop that gives samples of one shape"
             if is_folder(source):
@@ -236,16 +199,11 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
             said = f"the samples of {source} could not be read: {error}"
             raise CommandError(said, ExitCode.FAILED) from error
         except KeyboardInterrupt as error:
+            if benchmark is not None and not is_quiet():
+                typer.echo("\n".join(table_lines(benchmark.result)))
             rows = [] if benchmark is None else benchmark.result.rows
             num_runs = sum(len(row.later) for row in rows)
-            said = "interrupted before anything was measured"
-            if benchmark is not None and num_runs:
-                total = benchmark.result.rounds * len(rows)
-                said = (
-                    f"interrupted after {num_runs} of {total} runs; --output and --chart have written nothing"
-                )
-                if not is_quiet():
-                    typer.echo("\n".join(table_lines(benchmark.result)))
+            said = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
             raise CommandError(said, ExitCode.INTERRUPTED) from error
     return benchmark.result
 
@@ -262,35 +220,3 @@ def _ended_in_order() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _progress(result: Result) -> Iterator[Callable[[int, Row], None]]:
-    """A function to call before each run: it moves a bar on a terminal, and logs each round elsewhere."""
-    if is_quiet() or not sys.stderr.isatty():
-        seen: set[int] = set()
-
-        def log_round(number: int, row: Row) -> None:
-            if number not in seen:
-                seen.add(number)
-                log.info("round %d of %d", number + 1, result.rounds)
-
-        yield log_round
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    # It starts no thread, because runs are forked.
-    bar = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
-    task = bar.add_task("")
-
-    def draw(number: int, row: Row) -> None:
-        total = result.rounds * sum(not one.problem for one in result.rows)
-        done = sum(len(one.later) for one in result.rows)
-        bar.start()
-        bar.update(task, total=total, completed=done, description=str(row.contender), refresh=True)
-
-    try:
-        yield draw
-    finally:
-        bar.stop()

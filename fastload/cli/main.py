@@ -190,16 +190,14 @@ def doctor(
     Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
     With SOURCE: the bytes and the images a second of each way to cache it. Changes nothing.
     """
-    report: Any
     if source is None:
         from fastload.training.machine_report import machine_report
 
-        report = machine_report()
-    else:
-        from fastload.cache.sizing import size_up
+        return Answer(*machine_report())
+    from fastload.cache.sizing import size_up
 
-        with users_code(source):
-            report = size_up(open_source(source), source)
+    with users_code(source):
+        report = size_up(open_source(source), source)
     return Answer(report.as_dict(), str(report).splitlines())
 
 

@@ -13,7 +13,7 @@ import pkgutil
 import runpy
 import sys
 import types
-from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import Any
 
 
@@ -25,7 +25,7 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
     error of the script must not skip, or do it in a `finally`.
 
     Args:
-        target: The path of a file (source or bytecode), or of a directory or zip archive with a
+        target: The path of a file, or of a directory or zip archive with a
             `__main__.py`; "-" for a script on standard input; with `as_module`, the name of a module.
         args: The arguments of the script, `sys.argv[1:]`.
         as_module: Run `target` as `python -m` does.
@@ -66,20 +66,13 @@ def _run_file(target: str, namespace: dict[str, Any]) -> None:
     path = os.path.join(os.getcwd(), target)
     try:
         with io.open_code(path) as file:
-            if path.endswith(".pyc"):
-                code = pkgutil.read_code(file)
-            else:
-                code = compile(file.read(), path, "exec", dont_inherit=True)
+            code = compile(file.read(), path, "exec", dont_inherit=True)
     except OSError as error:
         sys.stderr.write(
             f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n"
         )
         raise SystemExit(2) from None
-    if code is None:
-        sys.stderr.write(f"{sys.executable}: {path!r} is not bytecode of this Python\n")
-        raise SystemExit(1)
-    loader = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
-    namespace.update(__file__=path, __cached__=None, __loader__=loader("__main__", path))
+    namespace.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     exec(code, namespace)
 

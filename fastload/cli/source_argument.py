@@ -48,7 +48,6 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
                 raise CommandError(
                     f"{source} should be a dataset or a function, but is of type {type(found).__name__}"
                 )
-            _check_needs_nothing(source, found)
             dataset = found()
     if not _is_dataset(dataset):
         raise CommandError(
@@ -129,26 +128,12 @@ def users_code(name: str) -> Iterator[None]:
 
 def _parse_names(source: str) -> tuple[str, str]:
     module, _, name = source.partition(":")
-    is_file = module.endswith(".py") and os.path.isfile(module)
-    if is_file or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+    if module.endswith(".py") or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise CommandError(
-            f"SOURCE should be a folder of images or MODULE:NAME, but {source!r} is neither: {_why(source)}"
+            f"SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set for a name in "
+            f"my_data.py, but {source!r} is neither"
         )
     return module, name
-
-
-def _why(source: str) -> str:
-    module, colon, name = source.partition(":")
-    if module.endswith(".py"):
-        stem = os.path.splitext(os.path.basename(module))[0]
-        return f"for a Python file give its module and a name in it, such as {stem}:{name or 'NAME'}"
-    try:
-        os.stat(source)
-    except PermissionError as error:
-        return reading_refused(error)
-    except OSError:
-        return "write MODULE and NAME as in `import`" if colon else "there is no folder of that name"
-    return "it is a file"
 
 
 def _import(module: str, name: str) -> Any:
@@ -165,20 +150,6 @@ def _import(module: str, name: str) -> Any:
             raise CommandError(f"module {module!r} has no {name!r}") from error
         add_note(error, f"while module {module!r} was imported; fastload --debug ... shows where")
         raise
-
-
-def _check_needs_nothing(source: str, maker: Any) -> None:
-    try:
-        signature = inspect.signature(maker)
-    except (TypeError, ValueError):  # some functions in C have no signature: calling it will show
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise CommandError(
-            f"{source} needs arguments {signature}: give the name of a dataset, or of a function without "
-            "arguments that returns one"
-        ) from error
 
 
 def _is_dataset(value: Any) -> bool:

@@ -18,8 +18,8 @@ worker calls this code. NOTE [ Copies ahead ]:
    not written while the caller still reads it.
 6. The caller's inference mode and autocast do not apply to batches that are made ahead. Transforms run
    without gradients.
-7. If a signal handler raises while copies are started or a batch is handed over, the iterator closes: it
-   never continues with a batch missing.
+7. If a signal handler raises while a batch is fetched, copied or handed over, the iterator closes: it never
+   continues with a batch missing. An error of the loader waits for its turn after the batches before it.
 
 All device work goes through `Backend`.
 """
@@ -29,12 +29,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -57,13 +55,6 @@ class _Ahead:
     made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors made on the side stream
     late: dict[int, Any] = field(default_factory=dict)  # leaves to move at hand-over, by id
     transform: Callable[[Any], Any] | None = None  # for this batch
-
-
-@dataclass
-class _Failed:
-    """The loader's error, in place of the batch that failed."""
-
-    error: Exception
 
 
 class CopiesAhead(Iterator[T]):
@@ -98,7 +89,7 @@ class CopiesAhead(Iterator[T]):
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
-        self._ahead: collections.deque[_Ahead | _Failed] = collections.deque()
+        self._ahead: collections.deque[_Ahead | Exception] = collections.deque()
         self._reading = _HostMemory(backend)
         # Not at exit: the memory is freed with the process.
         weakref.finalize(self, self._reading.release_all).atexit = False
@@ -114,27 +105,25 @@ class CopiesAhead(Iterator[T]):
         first = self._ahead.popleft() if self._ahead else None
         if first is not None and self._taken is not None:
             self._taken()
-        if isinstance(first, _Ahead):
-            try:
-                batch: T = self._hand_over(first)
-            except Exception:  # of a late leaf or the transform; the next call returns the batch after it
-                self._was_interrupted = False
-                raise
-            self._was_interrupted = False
-            return batch
-        self._was_interrupted = False
-        if first is None:
-            self._reading.release_all()
-            raise StopIteration
         try:
-            raise first.error
+            if first is None:
+                self._reading.release_all()
+                raise StopIteration
+            if isinstance(first, Exception):
+                raise first
+            batch = self._hand_over(first)
+        except Exception:  # also of a late leaf or the transform; the next call returns the batch after it
+            self._was_interrupted = False
+            raise
         finally:
-            del first  # else the error's traceback and this frame would hold each other
+            del first  # else an error's traceback and this frame would hold each other
+        self._was_interrupted = False
+        return batch
 
     def _fill(self) -> None:
         """Fetch batches until ``depth`` are in flight after the next one to hand over."""
         while self._source is not None and len(self._ahead) <= self._depth:
-            if self._ahead and isinstance(self._ahead[-1], _Failed):
+            if self._ahead and isinstance(self._ahead[-1], Exception):
                 return  # the caller decides whether to continue after an error
             self._reading.release_done(max_left=self._depth)
             with outside_modes(self._backend.device):
@@ -142,25 +131,19 @@ class CopiesAhead(Iterator[T]):
 
     def _pull(self, source: Iterator[T]) -> None:
         # A separate function, so that no local variable keeps the last batch or error alive.
-        pulled: list[T] = []
         try:
-            # One call, so that after a signal the batch is either still in the source or already here.
-            pulled.extend(itertools.islice(source, 1))
-        except BaseException as error:
-            if isinstance(error, Exception) and not pulled:
-                self._ahead.append(_Failed(error))  # raised in order
-                return
-            # Where the wait was interrupted, the next call waits again, unless this ended a generator.
-            self._was_interrupted = bool(pulled) or isinstance(source, GeneratorType)
-            raise
-        if not pulled:
+            batch = next(source)
+        except StopIteration:
             self._source = None
+            return
+        except Exception as error:  # noqa: BLE001  # raised in order
+            self._ahead.append(error)
             return
         launched = self._backend.record_event(self._backend.current_stream())
         self._backend.wait_event(self._stream, launched)
-        self._ahead.append(self._start(pulled.pop()))
+        self._ahead.append(self._start(batch))
 
-    def _start(self, batch: T) -> _Ahead | _Failed:
+    def _start(self, batch: T) -> _Ahead | Exception:
         ahead = _Ahead(batch)
         if self._next_transform is not None:
             ahead.transform = self._next_transform()
@@ -187,9 +170,9 @@ class CopiesAhead(Iterator[T]):
                 f"raised while a batch was copied ahead; the device holds {self._depth + 1} batches in "
                 "addition to yours",
             )
-            return _Failed(error)
+            return error
         except Exception as error:  # noqa: BLE001  # as above
-            return _Failed(error)
+            return error
         finally:
             if reading:  # also after an error: copies of the first leaves have been started
                 ahead.event = self._backend.record_event(self._stream)
@@ -200,12 +183,12 @@ class CopiesAhead(Iterator[T]):
             return self._transform_ahead(ahead, ahead.transform)
         return ahead
 
-    def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> _Ahead | _Failed:
+    def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> _Ahead | Exception:
         try:
             with self._backend.on(self._stream):
                 ahead.batch = apply_transform(transform, ahead.batch, self._backend.device)
         except Exception as error:  # noqa: BLE001  # as above
-            return _Failed(error)
+            return error
         ahead.event = self._backend.record_event(self._stream)
         ahead.made.clear()
 

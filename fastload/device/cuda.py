@@ -120,11 +120,10 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | St
     is_streamless = asked.type in STREAMLESS_TYPES
     reason = why_no_streamless_device(asked) if is_streamless else why_unavailable(asked.index)
     if reason is not None:
-        shown = device if isinstance(device, int) else repr(str(device))
-        advice = "device='auto' uses the CPU where there is no CUDA."
-        if not is_streamless and why_unavailable(None) is None:
-            advice = "Name an available device, or 'cuda' for the current one."
-        raise DeviceUnavailableError(f"{asker} cannot use device={shown}: {reason}. {advice}")
+        raise DeviceUnavailableError(
+            f"{asker} cannot use device={str(asked)!r}: {reason}. "
+            "device='auto' uses the CPU where there is no CUDA"
+        )
     if is_streamless:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
         return StreamlessDevice(asked)
@@ -141,8 +140,7 @@ def why_unavailable(index: int | None) -> str | None:
         return f"torch finds no CUDA device or no driver that works with it; {setting}"
     num_devices = torch.cuda.device_count()
     if index is not None and index >= num_devices:
-        names = "device, cuda:0" if num_devices == 1 else f"devices, cuda:0 to cuda:{num_devices - 1}"
-        return f"torch sees {num_devices} CUDA {names}; {setting}"
+        return f"torch sees CUDA devices up to cuda:{num_devices - 1}; {setting}"
     return None
 
 

@@ -87,20 +87,16 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
     Raises:
         ValueError: There are not four dimensions, or the shape fits no layout or both.
     """
-    shape = tuple(images.shape)
-    if len(shape) != 4:
-        raise ValueError(
-            f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}"
-        )
-    if layout != "auto" and not num_channels:
+    if layout != "auto" and not num_channels and images.ndim == 4:
         return layout
-    fitting = fitting_layouts(shape, (num_channels,) if num_channels else IMAGE_CHANNELS)
+    shape = tuple(images.shape)
+    channels = (num_channels,) if num_channels else IMAGE_CHANNELS
+    fitting = fitting_layouts(shape, channels) if images.ndim == 4 else []
     named = [found for found in fitting if layout in (found, "auto")]
-    if len(named) == 1:
-        return named[0]
-    channels = f"{num_channels or '1, 3 or 4'} channels"
-    found = f"can be (B, H, W, C) or (B, C, H, W) with {channels}"
-    if not named:
-        found = f"do not have {channels} in the layout {layout!r}"
-    advice = "" if num_channels and not named else '; give layout="HWC" or layout="CHW"'
-    raise ValueError(f"{asker} found images of shape {shape} at {where}, which {found}{advice}")
+    if len(named) != 1:
+        raise ValueError(
+            f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: with "
+            f"{' or '.join(map(str, channels))} channels and layout={layout!r} it fits "
+            f'{" and ".join(named) or "neither"}; give layout="HWC" or layout="CHW"'
+        )
+    return named[0]

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +112,12 @@ class Normalize(nn.Module):
 
     def forward(self, batch: Any) -> Any:
         """Normalise the images of a batch; see the class."""
-        where, images = self._find_images(batch)
+        where, images = find_images(batch, self.key, "Normalize", "a uint8 tensor")
+        if images.dtype != torch.uint8:
+            raise TypeError(
+                f"Normalize expects uint8 images at {where}, but got {images.dtype} of shape "
+                f"{tuple(images.shape)}; leave out ToTensor, Normalize and other conversions before it"
+            )
         is_hwc = layout_of(images, where, self.layout, "Normalize", len(self.mean)) == "HWC"
         normalized = self._normalize(images.permute(0, 3, 1, 2) if is_hwc else images)
         return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
@@ -120,17 +125,6 @@ class Normalize(nn.Module):
     def extra_repr(self) -> str:
         """The text that `print` shows between the brackets."""
         return f"mean={self.mean}, std={self.std}, dtype={self.dtype}, memory_format={self.memory_format}"
-
-    # --- the images -------------------------------------------------------------------------------------
-
-    def _find_images(self, batch: Any) -> tuple[str, torch.Tensor]:
-        where, found = find_images(batch, self.key, "Normalize", "a uint8 tensor")
-        if found.dtype != torch.uint8:
-            raise TypeError(
-                f"Normalize expects uint8 images at {where}, but got {found.dtype} of shape "
-                f"{tuple(found.shape)}; leave out ToTensor, Normalize and other conversions before it"
-            )
-        return where, found
 
     # --- the arithmetic ---------------------------------------------------------------------------------
 
@@ -162,10 +156,10 @@ class Normalize(nn.Module):
 
 
 def _per_channel(name: str, values: Any) -> tuple[float, ...]:
-    expected = f"{name} should be a sequence of numbers, one per channel, but got "
-    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
-        raise TypeError(f"{expected}{values!r}")
     try:
+        if isinstance(values, (str, bytes, Mapping, Set)):
+            raise TypeError("which has no order, or no numbers")
         return tuple(float(value) for value in values)
     except (TypeError, ValueError, RuntimeError) as error:  # the last two: tensors of too many dimensions
-        raise TypeError(f"{expected}{type(values).__name__}: {error}") from error
+        got = f"{type(values).__name__}: {error}"
+        raise TypeError(f"{name} should be a sequence of numbers, one per channel, but got {got}") from error

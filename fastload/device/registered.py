@@ -7,9 +7,7 @@ Runs in the consumer's process, for the pool whose workers write the slots. Rule
    registered.
 2. Memory is registered once, and unregistered before it is unmapped: registered memory is held here. Memory
    is never unregistered while a copy from it is in flight.
-3. One registration has at most `MAX_BYTES`. A copy cannot span two registrations, so a larger slot is not
-   registered.
-4. After the first failure no further slot is registered, and one log line gives the reason; copies of other
+3. After the first failure no further slot is registered, and one log line gives the reason; copies of other
    slots go through torch's pinned memory. A forked child has no device, and changes nothing.
 """
 
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from fastload.batch.packing import Packed
     from fastload.device.cuda import Backend
     from fastload.memory.lease import Memory
-
-MAX_BYTES = 64 * 2**30
 
 
 class RegisteredSlots:
@@ -66,7 +62,7 @@ class RegisteredSlots:
             self._remove(other)
         if self._is_refused:
             return
-        reason = self._why_too_large(memory.nbytes) or self._backend.register(memory.address, memory.nbytes)
+        reason = self._backend.register(memory.address, memory.nbytes)
         if reason:
             self._is_refused = True
             say_once(
@@ -92,10 +88,6 @@ class RegisteredSlots:
         reason = self._backend.unregister(self._addresses.pop(memory))
         if reason:
             say_once(f"a slot could not be unregistered: {reason}")
-
-    @staticmethod
-    def _why_too_large(nbytes: int) -> str:
-        return f"a slot has {nbytes:,} bytes, the limit is {MAX_BYTES:,}" if nbytes > MAX_BYTES else ""
 
 
 def has_host_leaves(packed: Packed, batch: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.chain import chained
+from fastload.device.augment import chained
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice

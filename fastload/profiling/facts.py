@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from fastload.nested.tree import leaves
 from fastload.profiling.hot_lines import is_own_code
 
 if TYPE_CHECKING:
@@ -41,7 +42,6 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,
-        "image_shape": None,
     }
 
 
@@ -56,27 +56,14 @@ def worker_facts(loader: Any) -> dict[str, Any]:
 
 
 def facts_of_batch(batch: Any) -> dict[str, Any]:
-    """The bytes of a batch's tensors, and the dtype and shape of the largest of them with 4 dimensions."""
-    tensors: list[torch.Tensor] = []
-    _collect(batch, tensors, 8)
-    images = [tensor for tensor in tensors if tensor.dim() == 4]
+    """The bytes of a batch's tensors, and the dtype of the largest of them with 4 dimensions."""
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
     facts: dict[str, Any] = {"nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+    images = [tensor for tensor in tensors if tensor.dim() == 4]
     if images:
         largest = max(images, key=torch.numel)
         facts["image_dtype"] = str(largest.dtype).removeprefix("torch.")
-        facts["image_shape"] = list(largest.shape)
     return facts
-
-
-def _collect(value: Any, tensors: list[torch.Tensor], depth: int) -> None:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-    elif depth and isinstance(value, dict):
-        for part in value.values():
-            _collect(part, tensors, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for part in value:
-            _collect(part, tensors, depth - 1)
 
 
 def _is_around(value: Any, loader: Any) -> bool:
@@ -93,14 +80,11 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
     general = ""
     while frame is not None:
         if is_own_code(frame.f_code.co_filename):
-            owner = getattr(frame.f_locals.get("self"), "__dict__", None)
-            spaces: list[dict[str, Any]] = [frame.f_locals, frame.f_globals]
-            if isinstance(owner, dict):
-                spaces.append(owner)
-            for names in spaces:
-                for name, value in list(names.items()):
-                    if not (value is loader or _is_around(value, loader)) or name.startswith("_"):
-                        continue
+            held = getattr(frame.f_locals.get("self"), "__dict__", None)
+            owner = held if isinstance(held, dict) else {}
+            known: dict[str, Any] = {**frame.f_globals, **owner, **frame.f_locals}
+            for name, value in known.items():
+                if (value is loader or _is_around(value, loader)) and not name.startswith("_"):
                     if name not in _GENERAL_NAMES:
                         return name
                     general = general or name

@@ -3,7 +3,7 @@
 Runs in the consumer's process and in its workers. Rules:
 
 1. A hooked function returns and raises what the original does.
-2. Worker processes get their hooks through the function that they start with (`TorchWorker`, `OwnWorker`),
+2. Worker processes get their hooks through the function that they start with (`WatchedMain`),
    which is pickled with the directory of the recordings: this works for fork, spawn and forkserver alike.
 3. A process that was forked from a watched one, and is no worker of it, records nothing.
 """
@@ -26,10 +26,10 @@ from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
 from fastload.profiling.hot_lines import HotLines
-from fastload.profiling.recording import Recording, Sums
+from fastload.profiling.recording import Moment, Recording
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
-from fastload.system.sent_error import hide_frames
+from fastload.workers import process as own_process
 from fastload.workers import threads as own_threads
 from fastload.workers import worker as own_worker
 
@@ -53,6 +53,7 @@ NO_LOADER = -1  # the loader number of what belongs to no loader: pinning, recei
 
 class _InUse(threading.local):
     loader: int | None = None  # the loader whose `__iter__` or `__next__` runs in this thread
+    is_timed = False  # whether a function of `_timed` runs
 
 
 in_use = _InUse()
@@ -62,27 +63,25 @@ class Process:
     """What this process records while it is watched.
 
     Args:
-        directory: Where its recordings go.
+        directory: Where its recording goes.
         loader: The number of the loader whose worker this is; `NO_LOADER` in the consumer's process.
 
     Attributes:
         current: The one of this process; None if the process is not watched.
-        probes: Its probes.
     """
 
     current: Process | None = None
 
     def __init__(self, directory: str, loader: int) -> None:
-        self.loader = loader
-        self.probes = probes.Probes()
-        self._directory = directory
-        self._pid = os.getpid()
+        self._loader = loader
         self._is_consumer = loader == NO_LOADER
+        self._recording = Recording(directory)
+        self._probes = probes.Probes()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
-        # By loader, worker and thread; thread 0 for work outside of batches.
-        self._recordings: dict[tuple[int, int, int], Recording] = {}
-        self._watches: dict[tuple[int, int, int], BatchWatch] = {}
-        self._lines: HotLines | None = None
+        self._watches: dict[tuple[int, int, int], BatchWatch] = {}  # by loader, worker and thread
+        self._making: dict[int, tuple[int, int]] = {}  # the loader and the worker, by thread
+        self._lines: HotLines | None = None  # from the first batch on
 
     @classmethod
     def begin_worker(cls, directory: str, loader: int) -> None:
@@ -96,51 +95,43 @@ class Process:
     def end(cls) -> None:
         """End the watch of this process."""
         process, cls.current = cls.current, None
-        if process is not None and process._lines is not None:
-            process._lines.stop()
+        if process is not None:
+            if process._lines is not None:
+                process._lines.stop()
+            process._recording.close()
 
     def measure(self, fetcher: Any, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``make``, which makes a batch, and record it under the loader that it belongs to."""
-        loader: int | None = self.loader
-        worker = _worker_number()
+        loader: int | None = self._loader
+        worker, thread = _worker_number(), threading.get_ident()
         if self._is_consumer:  # a worker thread knows its loader since it was made
             loader = in_use.loader if worker < 0 else vars(threading.current_thread()).get(_LOADER)
-        if loader is None or os.getpid() != self._pid:
+        # A loader inside the dataset is part of the outer batch.
+        if loader is None or here.is_making or os.getpid() != self._pid:
             return make(fetcher, index, *args, **kwargs)
-        key = loader, worker, threading.get_ident()
-        watch = self._watches.get(key) or self._begin(key, fetcher)
-        lines = self._lines
-        if lines is None:  # the profile has just ended
-            return make(fetcher, index, *args, **kwargs)
-        lines.begin(self._recordings[key])
+        watch = self._watches.get((loader, worker, thread)) or self._begin(loader, worker, thread, fetcher)
+        self._making[thread] = loader, worker
         try:
-            return watch.measure(functools.partial(make, fetcher), index, *args, **kwargs)
+            size = len(index) if isinstance(index, (list, tuple)) else 1
+            return watch.measure(functools.partial(make, fetcher, index, *args, **kwargs), size)
         finally:
-            lines.end()
+            del self._making[thread]
 
-    def _begin(self, key: tuple[int, int, int], fetcher: Any) -> BatchWatch:
+    def _begin(self, loader: int, worker: int, thread: int, fetcher: Any) -> BatchWatch:
+        watch = BatchWatch(self._recording, loader, worker, self._probes.switch)
         with self._lock:
             if self._lines is None:
-                self._lines = HotLines()
-            self._recordings[key] = Recording(self._directory, key[0], key[1])
-            watch = self._watches[key] = BatchWatch(self._recordings[key], self.probes.switch)
+                self._lines = HotLines(self._recording, self._making)
+            self._watches[loader, worker, thread] = watch
         held = vars(fetcher)  # torch's name and fastload's; its truth would ask for the dataset's length
-        self.probes.add_dataset(held["dataset"] if "dataset" in held else held.get("_dataset"))
+        self._probes.add_dataset(held["dataset"] if "dataset" in held else held.get("_dataset"))
         return watch
 
     def add(self, stage: str, name: str, wall_ns: int, cpu_ns: int) -> None:
         """Add time that belongs to no batch that is being made, such as sending one."""
-        if os.getpid() != self._pid:
-            return
-        loader = self.loader
-        if self._is_consumer and in_use.loader is not None:
-            loader = in_use.loader
-        key = loader, _worker_number(), 0
-        with self._lock:
-            recording = self._recordings.get(key)
-            if recording is None:
-                recording = self._recordings[key] = Recording(self._directory, key[0], key[1])
-        recording.add(stage, name, Sums(1, wall_ns, cpu_ns))
+        if os.getpid() == self._pid:
+            loader = self._loader if in_use.loader is None else in_use.loader
+            self._recording.add(Moment(loader, _worker_number(), stage, name, wall_ns, cpu_ns))
 
 
 def _worker_number() -> int:
@@ -148,30 +139,37 @@ def _worker_number() -> int:
     return -1 if info is None else info.id
 
 
-torch_worker_loop = _utils.worker._worker_loop
-own_main = own_worker.main
+# Where worker processes are told what to run, and what that is.
+_MAINS: dict[str, tuple[Any, str, Callable[..., None]]] = {
+    "torch": (_utils.worker, "_worker_loop", _utils.worker._worker_loop),
+    "fastload": (own_process, "main", own_worker.main),
+}
 
 
-class TorchWorker:
-    """The function that torch's worker processes run, with hooks; it is pickled for spawned processes."""
+class WatchedMain:
+    """The function that worker processes run, with hooks; it is pickled for spawned processes."""
 
-    def __init__(self, directory: str, loader: int) -> None:
+    def __init__(self, kind: str, directory: str, loader: int) -> None:
+        self._kind = kind
         self._directory = directory
         self._loader = loader
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the worker."""
         Process.begin_worker(self._directory, self._loader)
-        torch_worker_loop(*args, **kwargs)
+        _MAINS[self._kind][2](*args, **kwargs)
 
 
-class OwnWorker(TorchWorker):
-    """The function that fastload's worker processes run, likewise."""
+def watch_new_workers(directory: str, loader: int) -> None:
+    """Let worker processes that start from now on belong to this loader."""
+    for kind, (owner, name, _) in _MAINS.items():
+        setattr(owner, name, WatchedMain(kind, directory, loader))
 
-    def __call__(self, setup: Any) -> None:
-        """Run the worker."""
-        Process.begin_worker(self._directory, self._loader)
-        own_main(setup)
+
+def forget_new_workers() -> None:
+    """Let worker processes start as they do without a profile."""
+    for owner, name, original in _MAINS.values():
+        setattr(owner, name, original)
 
 
 def hook_process(undo: contextlib.ExitStack) -> None:
@@ -180,23 +178,9 @@ def hook_process(undo: contextlib.ExitStack) -> None:
     for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, own_fetch.Fetcher):
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
-    replace(_utils.worker, "ExceptionWrapper", _without_frames(vars(_utils.worker)["ExceptionWrapper"]))
     replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
     replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
     hook_copies(undo)
-
-
-def _without_frames(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch wrap a worker's error, whose text is the traceback, without these frames."""
-
-    @functools.wraps(wrapper, updated=())
-    def wrap(*args: Any, **kwargs: Any) -> Any:
-        error = sys.exc_info()[1]
-        if error is not None:
-            hide_frames(error, (FOLDER,))
-        return wrapper(*args, **kwargs)
-
-    return wrap
 
 
 def _hook(undo: contextlib.ExitStack, owner: Any, name: str, watched: Any) -> None:
@@ -273,32 +257,21 @@ def _watched_pickler() -> Any:
     return WatchedPickler
 
 
-class _Depth(threading.local):
-    value = 0
-
-
-_depth = _Depth()
-
-
 def _timed(stage: str, function: Callable[..., Any]) -> Any:
     """A function whose time is added to a stage outside of batches; calls within calls count once."""
 
     @functools.wraps(function, updated=())
     def timed(*args: Any, **kwargs: Any) -> Any:
         process = Process.current
-        if process is None or _depth.value:
+        if process is None or in_use.is_timed:
             return function(*args, **kwargs)
-        _depth.value = 1
+        in_use.is_timed = True
         start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         try:
             return function(*args, **kwargs)
         finally:
-            _depth.value = 0
-            process.add(
-                stage,
-                function.__name__,
-                time.perf_counter_ns() - start_ns,
-                time.thread_time_ns() - start_cpu_ns,
-            )
+            in_use.is_timed = False
+            wall_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - start_cpu_ns
+            process.add(stage, function.__name__, wall_ns, cpu_ns)
 
     return timed

@@ -14,7 +14,7 @@ import sysconfig
 import threading
 from typing import TYPE_CHECKING
 
-from fastload.profiling.recording import Sums
+from fastload.profiling.recording import Moment
 from fastload.profiling.spans import BatchWatch
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 INTERVAL_S = 0.02  # between the first looks
 RARE_INTERVAL_S = 0.5  # between later looks
 NUM_FREQUENT = 50  # looks that find a thread at work
-LINE = "line"  # the stage under which lines are recorded; `calls` is the number of looks
+LINE = "line"  # the stage under which lines are recorded
 
 _NOT_OWN = tuple(
     {
@@ -35,40 +35,33 @@ _NOT_OWN = tuple(
         "<frozen",
     }
 )
-_OUTERMOST = (
-    BatchWatch.measure.__code__,
-    BatchWatch._measure_stages.__code__,
-)  # outside is the training loop
 
 
 class HotLines:
-    """Looks at the threads that make batches, until `stop()`."""
+    """Looks at the threads that make batches, until `stop()`.
 
-    def __init__(self) -> None:
-        self._watched: dict[int, Recording] = {}
+    Args:
+        recording: Where the lines go.
+        making: The loader and the worker of each thread that makes a batch at the time, by the thread's id.
+    """
+
+    def __init__(self, recording: Recording, making: dict[int, tuple[int, int]]) -> None:
+        self._recording = recording
+        self._making = making
         self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._look_often, name="fastload-hot-lines", daemon=True)
         self._thread.start()
 
-    def begin(self, recording: Recording) -> None:
-        """Watch the calling thread, which begins to make a batch."""
-        self._watched[threading.get_ident()] = recording
-
-    def end(self) -> None:
-        """The calling thread has made its batch."""
-        self._watched.pop(threading.get_ident(), None)
-
     def _look_often(self) -> None:
         num_looks = 0
         while not self._has_stopped.wait(INTERVAL_S if num_looks < NUM_FREQUENT else RARE_INTERVAL_S):
-            if self._watched:
+            if self._making:
                 num_looks += 1
                 frames = sys._current_frames()
-                for thread, recording in list(self._watched.items()):
-                    frame = frames.get(thread)
-                    line = None if frame is None else line_of(frame)
+                for thread, (loader, worker) in list(self._making.items()):
+                    line = line_of(frames.get(thread))
                     if line is not None:
-                        recording.add(LINE, line, Sums(calls=1))
+                        self._recording.add(Moment(loader, worker, LINE, line))
                 del frames
 
     def stop(self) -> None:
@@ -84,7 +77,7 @@ def is_own_code(path: str) -> bool:
 
 def line_of(frame: FrameType | None) -> str | None:
     """The innermost line of the user's code that makes the batch: "file:line in function", or None."""
-    while frame is not None and frame.f_code not in _OUTERMOST:
+    while frame is not None and frame.f_code is not BatchWatch.measure.__code__:  # outside is the loop
         path = frame.f_code.co_filename
         if is_own_code(path):
             name = frame.f_code.co_qualname.replace("<locals>.", "")

@@ -54,8 +54,8 @@ class Model:
         facts = timeline.facts
         workers = facts["num_workers"]
         makes = [
-            [seconds(row.end_ns - row.start_ns) for row in rows[1:] or rows]
-            for rows in timeline.rows.values()
+            [seconds(batch.end_ns - batch.start_ns) for batch in own[1:] or own]
+            for own in timeline.batches.values()
         ]
         receiving_s = timeline.receiving_s
         computes = [compute_s + receiving_s for compute_s in timeline.computes]

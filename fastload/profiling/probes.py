@@ -11,7 +11,6 @@ Rules:
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import io
 import os
@@ -23,34 +22,32 @@ from fastload.profiling.hot_lines import is_own_code
 from fastload.profiling.spans import here, probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 READ, DECODE, TRANSFORM, COLLATE = "read", "decode", "transform", "collate"
 CACHE, LOCK, DATASET = "cache", "lock", "dataset"
 SEND, RECEIVE, PIN, COPY = "send", "receive", "pin", "copy"
 
-# Functions of modules: module, name, stage, whether the result is an image whose size is recorded.
+# Functions of modules: module, name, stage. The sizes of decoded images are recorded.
 _FUNCTIONS = (
-    ("cv2", "imread", DECODE, True),
-    ("cv2", "imdecode", DECODE, True),
-    ("numpy", "load", READ, False),
-    ("numpy", "fromfile", READ, False),
-    ("torch", "load", READ, False),
-    ("torchvision.io", "read_image", DECODE, True),
-    ("torchvision.io", "read_file", READ, False),
-    ("torchvision.io", "decode_image", DECODE, True),
-    ("torchvision.io", "decode_jpeg", DECODE, True),
-    ("torchvision.io", "decode_png", DECODE, True),
-    ("skimage.io", "imread", DECODE, True),
-    ("imageio.v2", "imread", DECODE, True),
-    ("imageio.v3", "imread", DECODE, True),
-    ("simplejpeg", "decode_jpeg", DECODE, True),
-    ("tifffile", "imread", DECODE, True),
-    ("fastload.images.regions", "decode_region", DECODE, True),
-    ("soundfile", "read", DECODE, False),
-    ("torchaudio", "load", DECODE, False),
-    ("fcntl", "flock", LOCK, False),
-    ("fcntl", "lockf", LOCK, False),
+    ("cv2", "imread", DECODE),
+    ("cv2", "imdecode", DECODE),
+    ("numpy", "load", READ),
+    ("numpy", "fromfile", READ),
+    ("torch", "load", READ),
+    ("torchvision.io", "read_image", DECODE),
+    ("torchvision.io", "read_file", READ),
+    ("torchvision.io", "decode_image", DECODE),
+    ("torchvision.io", "decode_jpeg", DECODE),
+    ("torchvision.io", "decode_png", DECODE),
+    ("skimage.io", "imread", DECODE),
+    ("imageio.v2", "imread", DECODE),
+    ("imageio.v3", "imread", DECODE),
+    ("simplejpeg", "decode_jpeg", DECODE),
+    ("tifffile", "imread", DECODE),
+    ("fastload.images.regions", "decode_region", DECODE),
+    ("fcntl", "flock", LOCK),
+    ("fcntl", "lockf", LOCK),
 )
 # Methods of classes: module, class, method, stage.
 _METHODS = (
@@ -72,7 +69,12 @@ _METHODS = (
 READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
 # Attributes of datasets that hold the user's transforms.
 _TRANSFORM_ATTRIBUTES = ("transform", "transforms", "target_transform", "joint_transform", "augment")
-_TRANSFORM_MODULES = ("torchvision.transforms.", "kornia.augmentation.", "monai.transforms.")
+_TRANSFORM_MODULES = (
+    "albumentations.",
+    "torchvision.transforms.",
+    "kornia.augmentation.",
+    "monai.transforms.",
+)
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: attributes of such a class cannot be set
 
@@ -90,82 +92,59 @@ class Probes:
         self._num_modules = 0  # when the functions were found
 
     def add_dataset(self, dataset: Any) -> None:
-        """Watch the transforms and locks of a dataset, also inside other datasets."""
+        """Watch the transforms of a dataset, also inside other datasets."""
         with self._lock:
             if dataset is not None and not any(known is dataset for known in self._datasets):
                 self._datasets.append(dataset)
             is_on = self._num_measuring > 0  # another thread measures a batch
             if is_on:
-                self._put_back()
+                self._put(is_on=False)
             self._find()  # now, and not in a batch that is measured
             if is_on:
-                self._put_in()
+                self._put(is_on=True)
 
     def switch(self, on: bool) -> None:
         """Put the probes in place before a measured batch, and the originals back after the last one."""
         with self._lock:
             self._num_measuring += 1 if on else -1
-            if on and self._num_measuring == 1:
-                if self._num_modules != len(sys.modules):  # some libraries import their parts when first used
+            if self._num_measuring == int(on):
+                if on and self._num_modules != len(sys.modules):  # libraries import parts when first used
                     self._find()
-                self._put_in()
-            elif not on and self._num_measuring == 0:
-                self._put_back()
+                self._put(is_on=on)
 
-    def _put_in(self) -> None:
-        for owner, name, _, probed in self._patches:
-            _set(owner, name, probed)
-
-    def _put_back(self) -> None:
-        for owner, name, original, _ in self._patches:
-            _set(owner, name, original)
+    def _put(self, *, is_on: bool) -> None:
+        for owner, name, original, probed in self._patches:
+            value = probed if is_on else original
+            if isinstance(owner, (dict, list)):
+                owner[name] = value  # type: ignore[call-overload]  # a list has numbers for names
+            else:
+                setattr(owner, name, value)
 
     def _find(self) -> None:
         """Find all functions to probe, in the modules that are imported now."""
         replaced: dict[int, tuple[Any, Any]] = {}  # by the id of the original
-        self._patches = []
-        for module, name, stage, sizes in _FUNCTIONS:
+        patches: list[Patch] = []
+        for module, name, stage in _FUNCTIONS:
             function = getattr(sys.modules.get(module), name, None)
             if callable(function):
-                probed = probe(function, (stage, f"{module}.{name}"), image=_the_result if sizes else None)
+                probed = probe(function, (stage, f"{module}.{name}"), has_size=stage == DECODE)
                 replaced[id(function)] = function, probed
-                self._patches.append((vars(sys.modules[module]), name, function, probed))
+                patches.append((vars(sys.modules[module]), name, function, probed))
         replaced[id(builtins.open)] = builtins.open, _open
-        self._patches += [(vars(home), "open", builtins.open, _open) for home in (builtins, io)]
-        self._patches += _references(replaced)
+        patches += [(vars(home), "open", builtins.open, _open) for home in (builtins, io)]
+        patches += _references(replaced)
         for module, kind, name, stage in _METHODS:
             owner = getattr(sys.modules.get(module), kind, None)
             function = None if owner is None else vars(owner).get(name)
             if callable(function):
-                label = f"{kind}.{name}"
-                image = None
-                if stage == DECODE:
-                    image = _the_image if name == "load" else _the_result
-                self._patches.append((owner, name, function, probe(function, (stage, label), image=image)))
-        self._patches += _albumentations()
-        self._patches += _transform_modules()
+                probed = probe(function, (stage, f"{kind}.{name}"), has_size=stage == DECODE)
+                patches.append((owner, name, function, probed))
+        patches += _transform_modules()
         for dataset in self._datasets:
-            self._patches += _of_dataset(dataset)
-        unique: dict[tuple[int, str], Patch] = {}
-        for patch in self._patches:
-            unique.setdefault((id(patch[0]), patch[1]), patch)
-        self._patches = list(unique.values())
+            patches += _of_dataset(dataset)
+        # The first one for each place counts.
+        self._patches = list({(id(patch[0]), patch[1]): patch for patch in reversed(patches)}.values())
         self._num_modules = len(sys.modules)
-
-
-def _the_result(result: Any, _args: tuple[Any, ...]) -> Any:
-    return result
-
-
-def _the_image(_result: Any, args: tuple[Any, ...]) -> Any:
-    return args[0]  # Pillow's image decodes into itself
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, (dict, list)):
-        owner[name] = value  # type: ignore[call-overload]  # a list has numbers for names
-    else:
-        setattr(owner, name, value)
 
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
@@ -180,23 +159,8 @@ def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
                     yield names, name, value, found[1]
 
 
-def _albumentations() -> Iterator[Patch]:
-    """Each transform of albumentations under its own name, and the compositions around them."""
-    for module, kind in (
-        ("albumentations.core.transforms_interface", "BasicTransform"),
-        ("albumentations.core.composition", "BaseCompose"),
-    ):
-        base = getattr(sys.modules.get(module), kind, None)
-        if base is None:
-            continue
-        for owner in [base, *_subclasses(base)]:
-            function = vars(owner).get("__call__")
-            if function is not None:
-                yield owner, "__call__", function, probe(function, _transform_key)
-
-
 def _transform_modules() -> Iterator[Patch]:
-    """The transforms of other libraries: all their classes with a `forward` or `__call__` of their own."""
+    """The transforms of libraries: all their classes with a `forward` or `__call__` of their own."""
     for module_name, module in list(sys.modules.items()):
         if module is not None and module_name.startswith(_TRANSFORM_MODULES):
             for kind in list(vars(module).values()):
@@ -211,24 +175,9 @@ def _transform_key(transform: Any, *_args: Any, **_kwargs: Any) -> tuple[str, st
     return TRANSFORM, type(transform).__name__
 
 
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for below in kind.__subclasses__():
-        yield below
-        yield from _subclasses(below)
-
-
 def _of_dataset(dataset: Any) -> Iterator[Patch]:
-    """The transforms and locks of a dataset and of the datasets inside it."""
+    """The transforms of a dataset and of the datasets inside it."""
     for part in _datasets_within(dataset):
-        for value in _attributes(part).values():
-            acquire = _attributes(value).get("acquire")  # an attribute of each lock of multiprocessing
-            if type(value).__module__ == "multiprocessing.synchronize" and callable(acquire):
-                yield (
-                    vars(value),
-                    "acquire",
-                    acquire,
-                    probe(acquire, (LOCK, f"{type(value).__name__}.acquire")),
-                )
         for name in _TRANSFORM_ATTRIBUTES:
             transform = _attributes(part).get(name)
             if callable(transform):
@@ -236,10 +185,8 @@ def _of_dataset(dataset: Any) -> Iterator[Patch]:
 
 
 def _of_transform(owner: Any, attribute: str, transform: Any) -> Iterator[Patch]:
-    """A transform, and those that it is composed of; albumentations' classes are probed elsewhere."""
+    """A transform, and those that it is composed of."""
     kind = type(transform)
-    if kind.__module__.partition(".")[0] == "albumentations":
-        return
     if isinstance(transform, type) or _is_function(transform):
         yield _attributes(owner), attribute, transform, _probed_function(transform)
         return
@@ -299,62 +246,25 @@ def _datasets_within(dataset: Any, depth: int = 4) -> Iterator[Any]:
 class _TimedFile(io.FileIO):
     """A file whose reads count as the stage `read`."""
 
-    def readinto(self, buffer: Any, /) -> Any:
-        return _timed(super().readinto, buffer)
-
-    def readall(self) -> Any:
-        return _timed(super().readall)
-
-    def read(self, size: Any = -1, /) -> Any:
-        return _timed(super().read, size)
+    readinto = probe(io.FileIO.readinto, (READ, "file"))
+    readall = probe(io.FileIO.readall, (READ, "file"))
+    read = probe(io.FileIO.read, (READ, "file"))
 
 
-def _timed(function: Callable[..., Any], *args: Any) -> Any:
-    spans = here.spans
-    if spans is None:
-        return function(*args)
-    spans.enter((READ, "file"))
-    try:
-        return function(*args)
-    finally:
-        spans.leave()
+def _open_timed(file: Any) -> io.BufferedReader:
+    raw = _TimedFile(os.fspath(file), "rb")
+    return io.BufferedReader(raw, getattr(raw, "_blksize", io.DEFAULT_BUFFER_SIZE))
 
 
 _original_open = builtins.open
+_probed_open = probe(_open_timed, (READ, "file"))
+_PLAIN = (-1, None, None, None)  # buffering, encoding, errors and newline, as pathlib passes them
 
 
 @functools.wraps(_original_open, updated=())
-def _open(
-    file: Any,
-    mode: str = "r",
-    buffering: int = -1,
-    encoding: str | None = None,
-    errors: str | None = None,
-    newline: str | None = None,
-    closefd: bool = True,  # the signature of `open`
-    opener: Callable[[str, int], int] | None = None,
-) -> Any:
+def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
     """`open`, whose files time their reads if they are opened by path for reading in binary mode."""
-    spans = here.spans
-    is_timed = (
-        spans is not None
-        and mode in ("rb", "br")
-        and buffering != 1  # which warns
-        and (encoding, errors, newline, opener) == (None, None, None, None)
-        and isinstance(file, (str, bytes, os.PathLike))
-    )
-    if spans is None or not is_timed:
-        return _original_open(file, mode, buffering, encoding, errors, newline, closefd, opener)
-    spans.enter((READ, "file"))
-    try:
-        raw = _TimedFile(os.fspath(file), "rb", closefd)
-        if buffering == 0:
-            return raw
-        with contextlib.ExitStack() as undo:
-            undo.callback(raw.close)
-            size = buffering if buffering > 0 else getattr(raw, "_blksize", io.DEFAULT_BUFFER_SIZE)
-            opened = io.BufferedReader(raw, size)
-            undo.pop_all()
-            return opened
-    finally:
-        spans.leave()
+    is_plain = mode in ("rb", "br") and not kwargs and args == _PLAIN[: len(args)]
+    if here.spans is not None and is_plain and isinstance(file, (str, bytes, os.PathLike)):
+        return _probed_open(file)
+    return _original_open(file, mode, *args, **kwargs)

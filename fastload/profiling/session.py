@@ -7,17 +7,17 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from fastload.profiling.recording import read_recordings
 from fastload.profiling.report import ProfileReport, report_of
-from fastload.profiling.timeline import Machine, Timeline, read_recordings, timeline_of
+from fastload.profiling.timeline import Machine, Timeline, timeline_of
+from fastload.profiling.trace import write_trace
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
-from fastload.system.cpus import cpu_quota, usable_cpus
+from fastload.system.cpus import worthwhile_cpus
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from fastload.profiling.recording import Recorded
 
 
 class Profile:
@@ -29,7 +29,6 @@ class Profile:
         self._watch: Watch | None = None
         self._before: CpuTimes | None = None
         self._timelines: list[Timeline] = []
-        self._recordings: list[Recorded] = []
 
     def start(self) -> Self:
         """Begin to watch.
@@ -54,7 +53,7 @@ class Profile:
         if watch is None or self._before is None:
             return
         before, after = self._before, CpuTimes.now()
-        machine = Machine(_num_cpus(), busy_share(before, after), others_share(before, after))
+        machine = Machine(worthwhile_cpus(), busy_share(before, after), others_share(before, after))
         try:
             watch.stop()
             try:
@@ -66,8 +65,8 @@ class Profile:
             shutil.rmtree(watch.directory, ignore_errors=True)
 
     def _read(self, watch: Watch, machine: Machine) -> None:
-        self._recordings = read_recordings(watch.directory)
-        self._timelines = [timeline_of(one, self._recordings, machine) for one in watch.loaders]
+        batches, moments = read_recordings(watch.directory)
+        self._timelines = [timeline_of(one, batches, moments, machine) for one in watch.loaders]
 
     @functools.cached_property
     def _report(self) -> ProfileReport:
@@ -89,12 +88,10 @@ class Profile:
             RuntimeError: The profile has not ended.
         """
         self._expect_end()
-        from fastload.profiling.trace import write_trace
-
         write_trace(self._timelines, path)
 
     def _expect_end(self) -> None:
-        if self._watch is not None or not hasattr(self, "_timelines"):
+        if self._watch is not None:
             raise RuntimeError("the profile is still running: ask after its with block")
 
     def __enter__(self) -> Self:
@@ -127,8 +124,3 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
         A context manager; `report()` is what was measured.
     """
     return Profile(loaders, replay)
-
-
-def _num_cpus() -> float:
-    quota = cpu_quota()
-    return usable_cpus() if quota is None else min(quota, usable_cpus())

@@ -4,8 +4,8 @@ Rules:
 
 1. A stage's time excludes the stages that it calls: the times of a batch's stages add up to its whole time.
 2. A thread that is not in a measured batch pays for one attribute of a thread-local object per probe.
-3. Not every batch is measured in detail. `Sampling` chooses how many, so that measuring costs at most
-   `MAX_SHARE` of the time.
+3. Not every batch is measured in detail: the third, because the first two contain what happens once, such as
+   imports at first use; then as many that measuring costs at most `MAX_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from fastload.profiling.recording import Row, Sums
+from fastload.profiling.recording import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +34,12 @@ OWN_CODE: Key = ("dataset", "")  # the dataset's own code, outside every other s
 
 
 class Spans:
-    """The stages of one batch in one thread."""
+    """The stages of one batch in one thread.
+
+    Attributes:
+        num_events: How many stages were entered.
+        sums: By stage and name: calls, wall time, CPU time, bytes and pixels, as in `Sums`.
+    """
 
     def __init__(self) -> None:
         self.num_events = 0
@@ -46,9 +51,7 @@ class Spans:
     def enter(self, key: Key) -> None:
         """Begin a stage."""
         self._add_time()
-        sums = self.sums.get(key)
-        if sums is None:
-            sums = self.sums[key] = [0, 0, 0, 0, 0]
+        sums = self.sums.setdefault(key, [0, 0, 0, 0, 0])
         sums[0] += 1
         self._stack.append(sums)
         self.num_events += 1
@@ -68,9 +71,8 @@ class Spans:
 
     def note_result(self, key: Key, nbytes: int, num_pixels: int) -> None:
         """Add the size of a stage's result."""
-        sums = self.sums[key]
-        sums[3] += nbytes
-        sums[4] += num_pixels
+        self.sums[key][3] += nbytes
+        self.sums[key][4] += num_pixels
 
 
 class _Here(threading.local):
@@ -81,116 +83,73 @@ class _Here(threading.local):
 here = _Here()  # whether this thread makes a batch; its spans, if it is measured in detail
 
 
-class Sampling:
-    """Chooses the batches that are measured in detail: the third, and then every `stride`-th.
-
-    The first two contain what happens once, such as imports at first use.
-    """
-
-    def __init__(self) -> None:
-        self.stride = 1
-        self._left = 2
-
-    def is_due(self) -> bool:
-        """Whether to measure the batch that begins now."""
-        self._left -= 1
-        return self._left < 0
-
-    def note(self, num_events: int, wall_ns: int) -> None:
-        """Choose the stride from the cost of a measured batch."""
-        share = (BATCH_NS + num_events * EVENT_NS) / max(wall_ns, 1)
-        self.stride = min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
-        self._left = self.stride - 1
-
-
 class BatchWatch:
     """Measures the batches that one thread makes for one loader.
 
     Args:
         recording: Where the measurements go.
+        loader: The number of the loader.
+        worker: The number of the worker.
         switch: Called with True before a detailed batch and with False after it: it turns the probes on and
             off.
     """
 
-    def __init__(self, recording: Recording, switch: Callable[[bool], None]) -> None:
+    def __init__(
+        self, recording: Recording, loader: int, worker: int, switch: Callable[[bool], None]
+    ) -> None:
         self._recording = recording
+        self._loader = loader
+        self._worker = worker
         self._switch = switch
-        self._sampling = Sampling()
+        self._num_skipped = 2  # batches until the next detailed one
         self._end_ns = 0
 
-    def measure(self, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``make(index, ...)``, which makes a batch, and record it; errors are passed on unrecorded."""
-        if here.is_making:
-            return make(index, *args, **kwargs)  # a loader inside the dataset: part of the outer batch
+    def measure(self, make: Callable[[], Any], num_samples: int) -> Any:
+        """Call ``make``, which makes a batch, and record it; errors are passed on unrecorded."""
+        self._num_skipped -= 1
+        is_detailed = self._num_skipped < 0
         here.is_making = True
-        try:
-            return self._measure(make, index, *args, **kwargs)
-        finally:
-            here.is_making = False
-
-    def _measure(self, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._sampling.is_due():
+        if is_detailed:
             self._switch(True)
-            try:
-                return self._measure_stages(make, index, *args, **kwargs)
-            finally:
-                self._switch(False)
-        start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        batch = make(index, *args, **kwargs)
-        self._add(start_ns, time.thread_time_ns() - start_cpu_ns, -1, -1, index, is_detailed=False)
-        return batch
-
-    def _measure_stages(self, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
-        queued_ns, process_cpu_ns = _queued_ns(), time.process_time_ns()
-        start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
-        spans = here.spans = Spans()
-        spans.enter(OWN_CODE)
         try:
-            batch = make(index, *args, **kwargs)
+            process_cpu_ns, cpu_ns = time.process_time_ns(), time.thread_time_ns()
+            start_ns = time.perf_counter_ns()
+            spans = Spans()
+            if is_detailed:
+                here.spans = spans
+                spans.enter(OWN_CODE)
+            batch = make()
+            if is_detailed:
+                spans.leave()
+            end_ns = time.perf_counter_ns()
+            cpu_ns, process_cpu_ns = time.thread_time_ns() - cpu_ns, time.process_time_ns() - process_cpu_ns
         finally:
-            spans.leave()
-            here.spans = None
-        cpu_ns = time.thread_time_ns() - start_cpu_ns
-        process_cpu_ns = time.process_time_ns() - process_cpu_ns
-        queued_ns = -1 if queued_ns < 0 else _queued_ns() - queued_ns
-        wall_ns = self._add(start_ns, cpu_ns, process_cpu_ns, queued_ns, index, is_detailed=True)
-        self._sampling.note(spans.num_events, wall_ns)
-        for (stage, name), sums in spans.sums.items():
-            self._recording.add(stage, name, Sums(*sums))
+            here.spans, here.is_making = None, False
+            if is_detailed:
+                self._switch(False)
+        waited_ns = max(start_ns - self._end_ns, 0) if self._end_ns else 0
+        self._end_ns = end_ns
+        stages = [(stage, name, sums) for (stage, name), sums in spans.sums.items()]
+        times = (start_ns, end_ns, cpu_ns, process_cpu_ns, waited_ns)
+        self._recording.add(Batch(self._loader, self._worker, *times, num_samples, stages))
+        if is_detailed:
+            self._num_skipped = stride_of(spans.num_events, end_ns - start_ns) - 1
         return batch
 
-    def _add(
-        self,
-        start_ns: int,
-        cpu_ns: int,
-        process_cpu_ns: int,
-        queued_ns: int,
-        index: Any,
-        *,
-        is_detailed: bool,
-    ) -> int:
-        end_ns = time.perf_counter_ns()
-        waited_ns = start_ns - self._end_ns if self._end_ns else 0
-        self._end_ns = end_ns
-        size = len(index) if isinstance(index, (list, tuple)) else 1
-        self._recording.add_row(
-            Row(start_ns, end_ns, cpu_ns, process_cpu_ns, queued_ns, waited_ns, 0, size, int(is_detailed))
-        )
-        return end_ns - start_ns
+
+def stride_of(num_events: int, wall_ns: int) -> int:
+    """Every how many-th batch is measured in detail, by the cost of the last one that was."""
+    share = (BATCH_NS + num_events * EVENT_NS) / max(wall_ns, 1)
+    return min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
 
 
-def probe(
-    function: Callable[..., Any],
-    key: Key | Callable[..., Key],
-    *,
-    image: Callable[[Any, tuple[Any, ...]], Any] | None = None,
-) -> Any:
+def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, has_size: bool = False) -> Any:
     """Wrap a function so that its time counts as a stage.
 
     Args:
         function: The function or unbound method.
         key: The stage and name; or a function of the same arguments that returns them.
-        image: Chooses the image whose size is recorded, from the result and the arguments; None: no size.
+        has_size: Whether to record the size of the image that it returns, or that is its first argument.
     """
 
     @functools.wraps(function, updated=())
@@ -204,8 +163,9 @@ def probe(
             result = function(*args, **kwargs)
         finally:
             spans.leave()
-        if image is not None:
-            spans.note_result(name, *_size(image(result, args)))
+        if has_size:
+            image = result if hasattr(result, "size") or not args else args[0]
+            spans.note_result(name, *_size(image))
         return result
 
     return probed
@@ -221,13 +181,3 @@ def _size(result: Any) -> tuple[int, int]:
     if isinstance(size, tuple) and bands is not None:
         return size[0] * size[1] * len(bands()), size[0] * size[1]
     return 0, 0
-
-
-def _queued_ns() -> int:
-    """How long this thread was ready to run and had no CPU, since it began; -1 if the system does not say."""
-    try:
-        with open("/proc/thread-self/schedstat", "rb", buffering=0) as file:
-            ran_ns, queued_ns, _ = map(int, file.read().split())
-    except (OSError, ValueError):
-        return -1
-    return queued_ns if ran_ns else -1  # some sandboxes show zeros

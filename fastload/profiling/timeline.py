@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
-from dataclasses import dataclass, field
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling import probes
 from fastload.profiling.hot_lines import LINE
-from fastload.profiling.recording import OTHER, Recorded, Row, Sums, read_recording
 from fastload.profiling.spans import OWN_CODE
 from fastload.profiling.watching import NEW, REPLAYED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from fastload.profiling.recording import Batch, Moment
     from fastload.profiling.watching import LoaderWatch, Step
 
 NUM_WARM_UP = 10  # steps at most, and a tenth of the first epoch at most
-_TAKEN = 0.2  # of the CPUs: less hardly changes a verdict
 _SATURATED = 0.9  # from this share of busy CPUs on, waiting for a CPU explains time without one
 
 
@@ -45,13 +45,7 @@ class Machine:
     @property
     def is_saturated(self) -> bool:
         """Whether threads had to wait for a CPU."""
-        return self.busy_share is not None and self.busy_share >= _SATURATED
-
-    @property
-    def taken_share(self) -> float:
-        """The share of the CPUs that other processes took from the script; 0 if there were CPUs for all."""
-        share = self.others_share or 0.0
-        return share if self.is_saturated and share >= _TAKEN else 0.0
+        return (self.busy_share or 0.0) >= _SATURATED
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,6 @@ class Stage:
         name: The function, class or transform.
         wall_s: Seconds per batch, without the stages that it calls.
         cpu_s: CPU seconds per batch.
-        count: Calls per batch.
         nbytes: Bytes of an image that it returned, on average; 0 if unknown.
         num_pixels: Pixels of an image that it returned, on average; 0 if unknown.
     """
@@ -72,7 +65,6 @@ class Stage:
     name: str
     wall_s: float
     cpu_s: float
-    count: float
     nbytes: float = 0
     num_pixels: float = 0
 
@@ -95,7 +87,7 @@ class Timeline:
         replayed: Of the steps with held batches: wait and computing together.
         starts: Of each epoch: from `iter()` to the first batch.
         total_s: Seconds in loops over the loader, without the very first wait, which happens once.
-        rows: The batches that were made, by worker; -1: in the consumer's process.
+        batches: The batches that were made, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines in which workers were seen, with their share, most often first.
         outside: Stages outside of making a batch, in seconds per batch: sending, receiving, pinning, copying.
@@ -109,7 +101,7 @@ class Timeline:
     replayed: list[float] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     total_s: float = 0.0
-    rows: dict[int, list[Row]] = field(default_factory=dict)
+    batches: dict[int, list[Batch]] = field(default_factory=lambda: defaultdict(list))
     stages: list[Stage] = field(default_factory=list)
     lines: list[tuple[str, float]] = field(default_factory=list)
     outside: list[Stage] = field(default_factory=list)
@@ -125,12 +117,6 @@ class Timeline:
         return mean(self.waits) + mean(self.computes)
 
     @property
-    def wait_share(self) -> float:
-        """The share of the steady steps' time that the loop waited."""
-        waited_s, computed_s = sum(self.waits), sum(self.computes)
-        return waited_s / (waited_s + computed_s) if waited_s + computed_s else 0.0
-
-    @property
     def start_share(self) -> float:
         """The share of all time that the loop waited for first batches, after the first epoch's."""
         return min(sum(self.starts[1:]) / self.total_s, 1.0) if self.total_s > 0 else 0.0
@@ -138,48 +124,38 @@ class Timeline:
     @property
     def data_share(self) -> float:
         """The share of all time that the loop waited for data: first batches and steady waits."""
-        return self.start_share + (1 - self.start_share) * self.wait_share
+        wait_share = mean(self.waits) / self.step_s if self.step_s else 0.0
+        return self.start_share + (1 - self.start_share) * wait_share
+
+    @functools.cached_property
+    def warm(self) -> list[Batch]:
+        """The batches of all workers but for the first of each, which warms it up."""
+        every = [batch for own in self.batches.values() for batch in own]
+        return [batch for own in self.batches.values() for batch in own[1:]] or every
 
     @property
     def make_s(self) -> float:
         """The mean time of making a batch, as seen by the worker that makes it."""
-        return mean([seconds(row.end_ns - row.start_ns) for row in self.all_rows])
+        return mean([seconds(batch.end_ns - batch.start_ns) for batch in self.warm])
 
     @property
     def make_cpu_s(self) -> float:
         """The mean CPU time of making a batch."""
-        return mean([seconds(row.cpu_ns) for row in self.all_rows])
-
-    @functools.cached_property
-    def all_rows(self) -> list[Row]:
-        """The batches of all workers after the warm-up, by the time they were begun."""
-        rows = sorted((row for rows in self.rows.values() for row in rows), key=lambda row: row.start_ns)
-        warm = [row for rows in self.rows.values() for row in rows[1:]]  # a worker's first batch warms it up
-        return sorted(warm, key=lambda row: row.start_ns) or rows
-
-    @functools.cached_property
-    def consumer_cpu_s(self) -> float:
-        """CPU time of the consumer's process per step; without workers, making batches is part of it."""
-        steps = [step for step in self.watched.steps if step.kind == NEW]
-        spans = [
-            after.process_cpu_ns - before.process_cpu_ns
-            for before, after in itertools.pairwise(steps)
-            if before.epoch == after.epoch
-        ]
-        return mean([seconds(span) for span in spans])
-
-    def stage_s(self, *stages: str) -> float:
-        """Seconds per batch in these stages."""
-        return sum(stage.wall_s for stage in self.stages if stage.stage in stages)
-
-    def stage_cpu_s(self, *stages: str) -> float:
-        """CPU seconds per batch in these stages."""
-        return sum(stage.cpu_s for stage in self.stages if stage.stage in stages)
+        return mean([seconds(batch.cpu_ns) for batch in self.warm])
 
     @property
-    def samples_per_batch(self) -> float:
-        """The mean number of samples of a batch; 1 if it is not known."""
-        return mean([float(row.num_samples) for row in self.all_rows]) or 1.0
+    def consumer_cpu_s(self) -> float:
+        """CPU time of the consumer's process per step; without workers, making batches is part of it."""
+        pairs = itertools.pairwise(step for step in self.watched.steps if step.kind == NEW)
+        return mean([seconds(b.process_cpu_ns - a.process_cpu_ns) for a, b in pairs if a.epoch == b.epoch])
+
+    def parts(self, *stages: str) -> list[Stage]:
+        """What belongs to these stages of making a batch, the largest first."""
+        return [part for part in self.stages if part.stage in stages]
+
+    def stage_s(self, stage: str) -> float:
+        """Seconds per batch in a stage, of making a batch or outside of it."""
+        return sum(part.wall_s for part in (*self.stages, *self.outside) if part.stage == stage)
 
     @property
     def receiving_s(self) -> float:
@@ -188,29 +164,33 @@ class Timeline:
             return 0.0
         if self.facts["is_fastload"] or self.facts["pin_memory"]:  # other threads unpickle, or none
             return mean(self.wait_cpus)
-        return sum(part.wall_s for part in self.outside if part.stage == probes.RECEIVE)
+        return self.stage_s(probes.RECEIVE)
 
     @property
     def utilisation(self) -> float | None:
         """The share of their time that workers made batches; None without workers."""
-        if not self.facts["num_workers"] or not self.all_rows:
+        if not self.facts["num_workers"] or not self.warm:
             return None
-        busy_ns = sum(row.end_ns - row.start_ns for row in self.all_rows)
-        idle_ns = sum(max(row.waited_ns, 0) for row in self.all_rows)
-        return busy_ns / (busy_ns + idle_ns) if busy_ns else 0.0
+        idle_s = mean([seconds(batch.waited_ns) for batch in self.warm])
+        return self.make_s / (self.make_s + idle_s) if self.make_s else 0.0
+
+    def steps(self) -> Iterable[tuple[Step, int]]:
+        """Each step, by epoch, and when the loop asked for the next batch; 0 if it did not."""
+        by_epoch = sorted(self.watched.steps, key=lambda step: step.epoch)
+        for step, after in itertools.pairwise([*by_epoch, None]):
+            if step is not None:
+                has_next = after is not None and after.epoch == step.epoch
+                yield step, after.start_ns if after and has_next else self.watched.epochs[step.epoch].asked_ns
 
 
-def mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     """The mean; 0 of nothing."""
     return sum(values) / len(values) if values else 0.0
 
 
-def median(values: list[float]) -> float:
+def median(values: Sequence[float]) -> float:
     """The median; 0 of nothing."""
-    ordered, middle = sorted(values), len(values) // 2
-    if not ordered:
-        return 0.0
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return statistics.median(values) if values else 0.0
 
 
 def seconds(ns: float) -> float:
@@ -218,49 +198,40 @@ def seconds(ns: float) -> float:
     return ns / 1e9
 
 
-def read_recordings(directory: str) -> list[Recorded]:
-    """All recordings in a directory."""
-    names = [name for name in os.listdir(directory) if name.endswith(".rec")]
-    found = [read_recording(os.path.join(directory, name)) for name in names]
-    return [recorded for recorded in found if recorded is not None]
-
-
-def timeline_of(watched: LoaderWatch, recordings: Iterable[Recorded], machine: Machine) -> Timeline:
+def timeline_of(
+    watched: LoaderWatch, batches: Sequence[Batch], moments: Sequence[Moment], machine: Machine
+) -> Timeline:
     """Put together what was recorded of one loader.
 
     Args:
         watched: The recording of the consumer's process.
-        recordings: Of all processes; those of other loaders are left out.
+        batches: Of all loaders, by their time.
+        moments: Of all loaders.
         machine: The machine.
     """
     timeline = Timeline(watched, machine)
+    for batch in batches:
+        if batch.loader == watched.number:
+            timeline.batches[batch.worker].append(batch)
     _add_steps(timeline)
-    mine = [recorded for recorded in recordings if recorded.loader == watched.number]
-    general = [recorded for recorded in recordings if recorded.loader < 0]
-    for recorded in mine:
-        if recorded.rows:
-            timeline.rows.setdefault(recorded.worker, []).extend(recorded.rows)
-    for rows in timeline.rows.values():
-        rows.sort(key=lambda row: row.start_ns)
-    _add_stages(timeline, mine, general)
+    _add_stages(timeline)
+    _add_moments(timeline, moments)
     return timeline
 
 
 def _add_steps(timeline: Timeline) -> None:
-    steps, epochs = timeline.watched.steps, timeline.watched.epochs
-    first_epoch = sum(step.epoch == 0 for step in steps)
-    num_warm_up = min(NUM_WARM_UP, first_epoch // 10)
-    by_epoch: dict[int, list[Step]] = {}
-    for step in steps:
-        by_epoch.setdefault(step.epoch, []).append(step)
-    for number, own in sorted(by_epoch.items()):
-        epoch = epochs[number]
-        timeline.starts.append(seconds(own[0].end_ns - epoch.start_ns))
-        first_ns = epoch.start_ns if len(timeline.starts) > 1 else own[0].end_ns
-        timeline.total_s += seconds((epoch.asked_ns or own[-1].end_ns) - first_ns)
-        asked_ns = [*(step.start_ns for step in own[1:]), epoch.asked_ns]
-        skipped = 1 + (num_warm_up if number == 0 else 0)
-        for step, next_ns in list(zip(own, asked_ns, strict=True))[skipped:]:
+    by_epoch: dict[int, list[tuple[Step, int]]] = defaultdict(list)
+    for step, next_ns in timeline.steps():
+        by_epoch[step.epoch].append((step, next_ns))
+    num_warm_up = min(NUM_WARM_UP, len(by_epoch[0]) // 10)
+    for number, own in by_epoch.items():
+        if not own:
+            continue
+        start_ns, first_ns = timeline.watched.epochs[number].start_ns, own[0][0].end_ns
+        last_ns = own[-1][1] or own[-1][0].end_ns
+        timeline.total_s += seconds(last_ns - (start_ns if timeline.starts else first_ns))
+        timeline.starts.append(seconds(first_ns - start_ns))
+        for step, next_ns in own[1 if number else 1 + num_warm_up :]:
             if not next_ns:
                 continue  # the loop was left in this step
             wait_s, compute_s = seconds(step.end_ns - step.start_ns), seconds(next_ns - step.end_ns)
@@ -272,59 +243,55 @@ def _add_steps(timeline: Timeline) -> None:
                 timeline.replayed.append(wait_s + compute_s)
 
 
-def _add_stages(timeline: Timeline, mine: list[Recorded], general: list[Recorded]) -> None:
-    num_batches = sum(recorded.num_batches for recorded in mine)
-    sums: dict[tuple[str, str], Sums] = {}
-    for recorded in mine:
-        for key, value in recorded.sums.items():
-            sums[key] = sums.get(key, Sums()).plus(value)
-    num_detailed = sums.get(OWN_CODE, Sums()).calls  # also of batches whose rows were overwritten
-    num_looks = sum(value.calls for (stage, _), value in sums.items() if stage == LINE)
-    outside = (probes.SEND, probes.RECEIVE, probes.PIN, probes.COPY)
-    for (stage, name), value in sums.items():
-        if stage == LINE:
-            timeline.lines.append((name, value.calls / num_looks))
-        elif stage in outside:
-            num_done = num_batches if stage == probes.SEND else timeline.watched.num_steps
-            timeline.outside.append(_stage(stage, name, value, num_done))
-        elif num_detailed:
-            timeline.stages += _split(_stage(stage, name, value, num_detailed), timeline.machine)
-    pins = timeline.facts["pin_memory"] or timeline.facts["device"] is not None
-    for recorded in general:  # one call for each batch of any loader
-        for (stage, name), value in recorded.sums.items():
-            if pins or stage == probes.COPY:
-                timeline.outside.append(_stage(stage, name, value, value.calls))
-    timeline.lines = [line for line in timeline.lines if line[0] != OTHER]
-    timeline.lines.sort(key=lambda line: -line[1])
+def _add_stages(timeline: Timeline) -> None:
+    totals: dict[tuple[str, str], list[int]] = {}
+    for own in timeline.batches.values():
+        for batch in own:
+            for stage, name, sums in batch.stages:
+                known = totals.setdefault((stage, name), [0, 0, 0, 0, 0])
+                known[:] = map(int.__add__, known, sums)
+    num_detailed = totals.get(OWN_CODE, [0])[0]
+    for (stage, name), sums in totals.items():
+        found = _stage(stage, name, sums, num_detailed)
+        timeline.stages += _split(found, timeline.machine)
     timeline.stages.sort(key=lambda stage: -stage.wall_s)
+
+
+def _add_moments(timeline: Timeline, moments: Iterable[Moment]) -> None:
+    facts = timeline.facts
+    looks: dict[str, int] = defaultdict(int)
+    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    pins = facts["pin_memory"] or facts["device"] is not None
+    for moment in moments:
+        is_mine = moment.loader == timeline.watched.number
+        # In which direction a queue is used: workers send batches, and the consumer receives them.
+        is_of_batch = (moment.stage != probes.SEND) == (moment.worker < 0)
+        if moment.stage == LINE:
+            if is_mine:
+                looks[moment.name] += 1
+        elif is_of_batch and (is_mine or (moment.loader < 0 and (pins or moment.stage == probes.COPY))):
+            sums = totals[moment.stage, moment.name]
+            sums[:] = map(int.__add__, sums, (1, moment.wall_ns, moment.cpu_ns))
+    for (stage, name), sums in totals.items():
+        timeline.outside.append(_stage(stage, name, sums, sums[0]))
+    timeline.lines = [(line, count / sum(looks.values())) for line, count in looks.items()]
+    timeline.lines.sort(key=lambda line: -line[1])
     timeline.outside.sort(key=lambda stage: -stage.wall_s)
 
 
-def _stage(stage: str, name: str, sums: Sums, num_batches: int) -> Stage:
-    per_batch, count = max(num_batches, 1), max(sums.calls, 1)
-    return Stage(
-        stage,
-        name,
-        seconds(sums.wall_ns) / per_batch,
-        seconds(sums.cpu_ns) / per_batch,
-        sums.calls / per_batch,
-        sums.nbytes / count,
-        sums.num_pixels / count,
-    )
+def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stage:
+    calls, wall_ns, cpu_ns, *sizes = sums
+    of_each = [size / max(calls, 1) for size in sizes]
+    return Stage(stage, name, seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches, *of_each)
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
     """A function that reads and decodes as two stages: the time in which it did not compute is reading."""
     reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS and stage.name != "ImageFile.load"
-    if (
-        stage.stage != probes.DECODE
-        or not reads_too
-        or machine.is_saturated
-        or stage.blocked_s < 0.1 * stage.wall_s
-    ):
+    is_one = stage.stage != probes.DECODE or not reads_too or machine.is_saturated
+    if is_one or stage.blocked_s < 0.1 * stage.wall_s:
         return [stage]
-    read = Stage(probes.READ, stage.name, stage.blocked_s, 0.0, stage.count)
-    decode = Stage(
-        probes.DECODE, stage.name, stage.cpu_s, stage.cpu_s, stage.count, stage.nbytes, stage.num_pixels
-    )
-    return [read, decode]
+    return [
+        Stage(probes.READ, stage.name, stage.blocked_s, 0.0),
+        replace(stage, wall_s=stage.cpu_s),
+    ]

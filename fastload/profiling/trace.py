@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.watching import REPLAYED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fastload.profiling.timeline import Timeline
-    from fastload.profiling.watching import Step
 
 
 def write_trace(timelines: Sequence[Timeline], path: str) -> None:
@@ -25,65 +23,37 @@ def write_trace(timelines: Sequence[Timeline], path: str) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    events: list[dict[str, Any]] = []
-    for timeline in timelines:
-        events += _events_of(timeline)
-    scratch = f"{path}.{os.getpid()}.tmp"
-    with open(scratch, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-    os.replace(scratch, path)
-
-
-def _next_ns(timeline: Timeline, steps: list[Step]) -> list[int]:
-    """For each step, when the loop asked for the next batch; 0 if it did not, or is not known."""
-    found = []
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if after is not None and after.epoch == step.epoch:
-            found.append(after.start_ns)
-        else:
-            found.append(timeline.watched.epochs[step.epoch].asked_ns)
-    return found
-
-
-def _events_of(timeline: Timeline) -> list[dict[str, Any]]:
-    number, facts = timeline.watched.number, timeline.facts
     events = [
-        _named("process_name", number, 0, facts["name"]),
-        _named("thread_name", number, 0, "training loop"),
+        {"pid": timeline.watched.number, "args": {}, **event}
+        for timeline in timelines
+        for event in _events_of(timeline)
     ]
-    events += [
-        _event("start of an epoch", number, 0, epoch.start_ns, epoch.ready_ns)
-        for epoch in timeline.watched.epochs
-    ]
-    steps = list(timeline.watched.steps)
-    for count, (step, next_ns) in enumerate(zip(steps, _next_ns(timeline, steps), strict=True)):
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _events_of(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", 0, timeline.facts["name"])
+    yield _named("thread_name", 0, "training loop")
+    for epoch in timeline.watched.epochs:
+        yield _event("start of an epoch", 0, epoch.start_ns, epoch.ready_ns)
+    for step, next_ns in timeline.steps():
         name = "held batch" if step.kind == REPLAYED else "waiting for data"
-        events.append(_event(name, number, 0, step.start_ns, step.end_ns, batch=count, epoch=step.epoch))
+        yield _event(name, 0, step.start_ns, step.end_ns)
         if next_ns:
-            events.append(_event("computing", number, 0, step.end_ns, next_ns, batch=count))
-    for worker, rows in sorted(timeline.rows.items()):
+            yield _event("computing", 0, step.end_ns, next_ns)
+    for worker, batches in timeline.batches.items():
         line = worker + 2  # 1 is this process
-        label = f"worker {worker}" if worker >= 0 else "batches made in this process"
-        events.append(_named("thread_name", number, line, label))
-        for row in rows:
-            details = {"samples": row.num_samples, "cpu_ms": row.cpu_ns / 1e6}
-            events.append(_event("making a batch", number, line, row.start_ns, row.end_ns, **details))
-    return events
+        yield _named(
+            "thread_name", line, f"worker {worker}" if worker >= 0 else "batches made in this process"
+        )
+        for batch in batches:
+            yield _event("making a batch", line, batch.start_ns, batch.end_ns)
 
 
-def _event(
-    name: str, process: int, thread: int, start_ns: int, end_ns: int, **details: Any
-) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "ts": start_ns / 1e3,
-        "dur": max(end_ns - start_ns, 0) / 1e3,
-        "args": details,
-    }
+def _event(name: str, thread: int, start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "tid": thread, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "tid": thread, "args": {"name": name}}

@@ -20,22 +20,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import _utils
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
 from fastload.profiling.hooks import (
     NO_LOADER,
-    OwnWorker,
     Process,
-    TorchWorker,
+    forget_new_workers,
     hook_copies,
     hook_process,
     in_use,
-    own_main,
-    torch_worker_loop,
+    watch_new_workers,
 )
-from fastload.workers import process as own_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,13 +69,11 @@ class Epoch:
         start_ns: When `iter()` was called.
         ready_ns: When `iter()` returned.
         asked_ns: When the loop asked for one more batch after the last; 0 if it was left early or goes on.
-        end_ns: When the loop learnt that there are no more batches; 0 likewise.
     """
 
     start_ns: int
     ready_ns: int
     asked_ns: int = 0
-    end_ns: int = 0
 
 
 @dataclass
@@ -139,8 +133,7 @@ class Watch:
         Process.current = Process(self.directory, NO_LOADER)
         self._undo.callback(Process.end)
         hook_process(self._undo)
-        self._replace(_utils.worker, "_worker_loop", torch_worker_loop)
-        self._replace(own_process, "main", own_main)
+        self._undo.callback(forget_new_workers)
         kinds = [torch_loader.DataLoader]
         ours = sys.modules.get("fastload.loader")
         if ours is not None:
@@ -163,25 +156,21 @@ class Watch:
 
         def __iter__(loader: Any) -> Any:  # noqa: N807  # its name in tracebacks
             if os.getpid() != watch._pid:  # a process that was forked is not watched, nor are its workers
-                _utils.worker._worker_loop = torch_worker_loop
-                vars(own_process)["main"] = own_main
+                forget_new_workers()
                 return original(loader)
-            if in_use.loader is not None or not watch._is_watched(loader):
+            is_watched = watch._only is None or any(loader is one for one in watch._only)
+            if in_use.loader is not None or not watch.is_on or not is_watched:
                 return original(loader)
             return watch._begin_epoch(original, loader)
 
         return __iter__
-
-    def _is_watched(self, loader: Any) -> bool:
-        return self.is_on and (self._only is None or any(loader is one for one in self._only))
 
     def _begin_epoch(self, original: Callable[[Any], Any], loader: Any) -> Any:
         watched = self._watch_of(loader)
         hook_copies(self._undo)  # of modules that were imported since
         start_ns = time.perf_counter_ns()
         with self._starting:
-            _utils.worker._worker_loop = TorchWorker(self.directory, watched.number)
-            vars(own_process)["main"] = OwnWorker(self.directory, watched.number)
+            watch_new_workers(self.directory, watched.number)
             in_use.loader = watched.number
             try:
                 iterator = original(loader)
@@ -189,7 +178,13 @@ class Watch:
                 in_use.loader = None
             watched.facts |= worker_facts(loader)
             watched.epochs.append(Epoch(start_ns, time.perf_counter_ns()))
-            self._watch_iterator(iterator, watched, len(watched.epochs) - 1)
+            # An iterator without attributes, of a subclass, is not watched: its own source is.
+            with contextlib.suppress(AttributeError):
+                iterator._fastload_watched = _Watched(self, watched, iterator)
+                kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
+                if kind not in self._patched:
+                    self._patched.add(kind)
+                    self._replace(kind, "__next__", _watched_next(vars(kind)["__next__"]))
         return iterator
 
     def _watch_of(self, loader: Any) -> LoaderWatch:
@@ -206,85 +201,38 @@ class Watch:
             self._known[loader] = known
         return known
 
-    def _watch_iterator(self, iterator: Any, watched: LoaderWatch, epoch: int) -> None:
-        try:
-            iterator._fastload_watched = _Progress(self, watched, epoch, iterator)
-        except AttributeError:
-            return  # an iterator without attributes, of a subclass: its own source is watched instead
-        kind = next(base for base in type(iterator).__mro__ if "__next__" in vars(base))
-        if kind not in self._patched:
-            self._patched.add(kind)
-            self._replace(kind, "__next__", _watched_next(vars(kind)["__next__"]))
 
-
-class _Progress:
-    """How far one iterator has come, and whether the next batch is a replayed one.
+class _Watched:
+    """One iterator: its steps, and whether the next one is replayed.
 
     Stretches of new batches and of `replay` held ones take turns. After a stretch of held batches the workers
     are ahead, so that the first new batches cost no wait; these are not counted. An epoch keeps its number of
     steps: its last new batches are left.
     """
 
-    def __init__(self, watch: Watch, watched: LoaderWatch, epoch: int, iterator: Any) -> None:
+    def __init__(self, watch: Watch, watched: LoaderWatch, iterator: Any) -> None:
         self.watch = watch
-        self.watched = watched
-        self.epoch = epoch
-        self.num_steps = 0
-        self._size = watch.replay
-        self.num_ahead: int = watched.facts["num_workers"] * (1 + (watched.facts["prefetch_factor"] or 0))
-        self._num_new: int = 2 * self._size + self.num_ahead
-        self._num_total: int | None = None
-        if self._size:
+        self._watched = watched
+        self._epoch = len(watched.epochs) - 1
+        self._num_steps = 0
+        self._num_ahead: int = watched.facts["num_workers"] * (1 + (watched.facts["prefetch_factor"] or 0))
+        self._num_new: int = 2 * watch.replay + self._num_ahead
+        self._num_total: float = float("inf")
+        if watch.replay:
             with contextlib.suppress(TypeError, NotImplementedError):  # a stream without a length
                 self._num_total = len(iterator)
 
-    @property
-    def _place(self) -> int:
-        return self.num_steps % (self._num_new + self._size)
-
-    @property
-    def is_replayed(self) -> bool:
-        """Whether the next batch is one of those that are held."""
-        return bool(self._size) and self._place >= self._num_new
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether the workers had time to run ahead while held batches were used."""
-        return bool(self._size) and self.num_steps > self._num_new and self._place < self.num_ahead
-
-    def held(self) -> Any:
-        """The batch to return instead of a new one.
-
-        Raises:
-            StopIteration: The epoch has had all its steps.
-        """
-        return self.watched.held[self._place - self._num_new]
-
-    def has_ended(self) -> bool:
-        """Whether the epoch has had all its steps, some of them with held batches."""
-        return self._num_total is not None and self.num_steps >= self._num_total
-
-    def note(self, batch: Any) -> None:
-        """Count a new batch, and hold a copy of it if there are too few."""
-        if self._size and len(self.watched.held) < self._size:
-            self.watched.held.append(copy.deepcopy(batch))
-        self.num_steps += 1
-
-
-def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def __next__(iterator: Any) -> Any:  # noqa: N807  # its name in tracebacks
-        progress: _Progress | None = iterator.__dict__.get("_fastload_watched")
-        if progress is None or in_use.loader is not None or not progress.watch.is_on:
-            return original(iterator)
-        watched = progress.watched
-        start_cpu_ns = time.thread_time_ns()
-        start_ns = time.perf_counter_ns()
-        is_replayed = progress.is_replayed
+    def next(self, original: Callable[[Any], Any], iterator: Any) -> Any:
+        """The next batch of an iterator whose `__next__` is ``original``, or a held one."""
+        watched, replay = self._watched, self.watch.replay
+        place = self._num_steps % (self._num_new + replay) if replay else 0
+        is_replayed = place >= self._num_new > 0
+        start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
         try:
-            if progress.has_ended():
+            if self._num_steps >= self._num_total:
                 raise StopIteration
             if is_replayed:
-                batch = progress.held()
+                batch = watched.held[place - self._num_new]
             else:
                 in_use.loader = watched.number
                 try:
@@ -292,20 +240,26 @@ def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 finally:
                     in_use.loader = None
         except StopIteration:
-            epoch = watched.epochs[progress.epoch]
-            epoch.asked_ns, epoch.end_ns = start_ns, time.perf_counter_ns()
+            watched.epochs[self._epoch].asked_ns = start_ns
             raise
-        end_ns = time.perf_counter_ns()
-        cpu_ns = time.thread_time_ns() - start_cpu_ns
-        kind = REPLAYED if is_replayed else AHEAD if progress.is_ahead else NEW
-        watched.steps.append(Step(progress.epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
+        end_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns() - start_cpu_ns
+        is_ahead = bool(replay) and self._num_steps > self._num_new and place < self._num_ahead
+        kind = REPLAYED if is_replayed else AHEAD if is_ahead else NEW
+        watched.steps.append(Step(self._epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
+        self._num_steps += 1
         watched.num_steps += 1
-        if is_replayed:
-            progress.num_steps += 1
-        else:
-            if watched.num_steps == 1:
-                watched.facts.update(facts_of_batch(batch))
-            progress.note(batch)
+        if watched.num_steps == 1:
+            watched.facts |= facts_of_batch(batch)
+        if len(watched.held) < replay:
+            watched.held.append(copy.deepcopy(batch))
         return batch
+
+
+def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def __next__(iterator: Any) -> Any:  # noqa: N807  # its name in tracebacks
+        watched: _Watched | None = iterator.__dict__.get("_fastload_watched")
+        if watched is None or in_use.loader is not None or not watched.watch.is_on:
+            return original(iterator)
+        return watched.next(original, iterator)
 
     return __next__

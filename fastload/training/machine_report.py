@@ -1,27 +1,37 @@
 """What this machine offers to a data loader, and how to look for an error, for `fastload doctor`.
 
-It changes nothing and ends no process.
+It changes nothing and ends no process. No function raises: if something cannot be found out, the report gives
+the reason instead.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import importlib
 import importlib.metadata
 import multiprocessing
 import os
 import platform
+import re
 import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import fastload
-from fastload.device.probe import GPUCopies, GPUProcess, driver_version, gpu_processes, measure_copies
+from fastload.device.cuda import choose_backend, why_unavailable
+from fastload.errors import FastloadError
+from fastload.memory.lease import Memory
+from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
-from fastload.system.sizes import readable_memory, readable_size
-from fastload.system.tables import table
-from fastload.training.report import MemoryReport, memory_report
+from fastload.training.report import lines_of, memory_report
 
+WORKS = "works"
+
+_PROBE_BYTES = 64 * 2**20
+_SHARED_BYTES = 2**20
+_REPEATS = 8
 _DISTRIBUTIONS = {  # OpenCV is distributed under four names
     "numpy": ("numpy",),
     "albumentations": ("albumentations",),
@@ -34,133 +44,146 @@ _DISTRIBUTIONS = {  # OpenCV is distributed under four names
     ),
 }
 
-HINTS = (
-    "an error in a worker: DataLoader(num_workers=0) runs the same code in your process, under your debugger",
-    "a traceback without frames of fastload and torch: FASTLOAD_DEBUG=1 python ... shows them",
-    "an error on the GPU that names the wrong line: CUDA_LAUNCH_BLOCKING=1 python ... waits for each kernel",
-    "an unclear error on the GPU: run the same step on the CPU, for example with device='cpu'",
-    "memory that grows: print(fastload.memory_report()) between epochs",
-)
+HINTS = {
+    "an error in a worker": "DataLoader(num_workers=0) runs it in your process, under a debugger",
+    "a traceback without frames of fastload and torch": "FASTLOAD_DEBUG=1 python ... shows them",
+    "an error on the GPU that names the wrong line": "CUDA_LAUNCH_BLOCKING=1 python ... waits for kernels",
+    "an unclear error on the GPU": "run the same step on the CPU, for example with device='cpu'",
+    "memory that grows": "print(fastload.memory_report()) between epochs",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class MachineReport:
-    """The machine at one moment; `str()` returns tables, `as_dict()` plain data.
+def machine_report() -> tuple[dict[str, Any], list[str]]:
+    """Examine this machine; takes about a second, and makes a CUDA context on every GPU.
 
-    Attributes:
-        versions: The versions of the software, by name; None if it is not installed.
-        num_cpus: The CPUs of this machine.
-        num_usable_cpus: The CPUs on which this process may run.
-        cpu_quota: The CPU time that the tightest cgroup allows, in CPUs; None without a limit.
-        shm_bytes: The size of /dev/shm; None without one. fastload does not send batches through it.
-        shm_free_bytes: The free part of /dev/shm.
-        start_methods: How this platform can start workers, the default method first.
-        memory: The memory report.
-        gpus: The properties of each GPU, and how fast it gets data.
-        gpus_note: Why there are no GPUs; "" if there are.
-        gpu_processes: The processes that hold memory on GPUs; None if unknown.
-        gpu_processes_note: Why they are unknown; "" if they are known.
+    Returns:
+        Plain data, ready for JSON, and lines of text.
     """
-
-    versions: dict[str, str | None]
-    num_cpus: int
-    num_usable_cpus: int
-    cpu_quota: float | None
-    shm_bytes: int | None
-    shm_free_bytes: int | None
-    start_methods: list[str]
-    memory: MemoryReport
-    gpus: list[GPUCopies]
-    gpus_note: str
-    gpu_processes: list[GPUProcess] | None
-    gpu_processes_note: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON."""
-        return {**dataclasses.asdict(self), "memory": self.memory.as_dict(), "hints": list(HINTS)}
-
-    def __str__(self) -> str:
-        quota = "no limit by a cgroup" if self.cpu_quota is None else f"{self.cpu_quota:g} by cgroup"
-        shm = "none"
-        if self.shm_bytes is not None and self.shm_free_bytes is not None:
-            shm = f"{readable_memory(self.shm_bytes)}, {readable_memory(self.shm_free_bytes)} free"
-        rows = [
-            *([name, version or "not installed"] for name, version in self.versions.items()),
-            ["CPUs", f"{self.num_cpus}, usable {self.num_usable_cpus}, {quota}"],
-            ["/dev/shm", shm],
-            ["start methods", f"{', '.join(self.start_methods)} (the first is the default)"],
-        ]
-        # Without its lines on GPUs: it was made before there was a CUDA context, and the GPUs follow.
-        memory = str(dataclasses.replace(self.memory, devices=(), devices_note=""))
-        hints = ["to find an error", *(f"  {hint}" for hint in HINTS)]
-        return "\n".join([*table(rows), "", memory, "", *self._gpu_lines(), "", *hints])
-
-    def _gpu_lines(self) -> list[str]:
-        lines = [f"GPU bandwidth: n/a, {self.gpus_note}"] if self.gpus_note else []
-        for gpu in self.gpus:
-            lines += [f"cuda:{gpu.index} {gpu.name}", *table(_gpu_rows(gpu))]
-        if self.gpu_processes is None:
-            return [*lines, f"processes on GPUs: unknown, {self.gpu_processes_note}"]
-        for process in self.gpu_processes:
-            used = "unknown" if process.used_bytes is None else readable_memory(process.used_bytes)
-            lines.append(f"process {process.pid} on GPU {process.index}: {used}")
-        return lines if self.gpu_processes else [*lines, "processes on GPUs: none"]
-
-
-def _gpu_rows(gpu: GPUCopies) -> list[list[str]]:
-    memory = copies = "unknown"
-    if gpu.total_bytes is not None and gpu.free_bytes is not None:
-        memory = f"{readable_memory(gpu.total_bytes)}, {readable_memory(gpu.free_bytes)} free"
-    if gpu.pinned_bytes_per_s is not None and gpu.pageable_bytes_per_s is not None:
-        copies = (
-            f"{readable_size(gpu.pinned_bytes_per_s)}/s from pinned memory, "
-            f"{readable_size(gpu.pageable_bytes_per_s)}/s from pageable memory"
-        )
-    return [
-        ["  compute capability", gpu.capability or "unknown"],
-        ["  memory", memory],
-        ["  copies", gpu.problem or copies],
-        ["  page-locking of shared memory", gpu.page_locking or "unknown"],
-    ]
-
-
-def machine_report() -> MachineReport:
-    """Examine this machine; takes about a second, and makes a CUDA context on every GPU."""
     memory = memory_report()  # before there is a CUDA context
     processes, processes_note = gpu_processes()
-    gpus, gpus_note = measure_copies()
+    gpus_note = why_unavailable(None) or ""
+    gpus = [] if gpus_note else [examine_gpu(index) for index in range(torch.cuda.device_count())]
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    return MachineReport(
-        versions=_versions(),
-        num_cpus=os.cpu_count() or 1,
-        num_usable_cpus=usable_cpus(),
-        cpu_quota=cpu_quota(),
-        shm_bytes=None if shm is None else shm.total,
-        shm_free_bytes=None if shm is None else shm.free,
-        start_methods=multiprocessing.get_all_start_methods(),
-        memory=memory,
-        gpus=gpus,
-        gpus_note=gpus_note,
-        gpu_processes=processes,
-        gpu_processes_note=processes_note,
-    )
+    found = {
+        "versions": _versions(),
+        "num_cpus": os.cpu_count() or 1,
+        "num_usable_cpus": usable_cpus(),
+        "cpu_quota": cpu_quota(),
+        "shm_bytes": None if shm is None else shm.total,
+        "shm_free_bytes": None if shm is None else shm.free,
+        "start_methods": multiprocessing.get_all_start_methods(),
+        "memory": memory.as_dict(),
+        "gpus": gpus,
+        "gpus_note": gpus_note,
+        "gpu_processes": processes,
+        "gpu_processes_note": processes_note,
+        "hints": HINTS,
+    }
+    return found, lines_of(found)
+
+
+# --- the software ----------------------------------------------------------------------------------------
 
 
 def _versions() -> dict[str, str | None]:
+    driver = None
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        driver = next(iter(re.findall(r"^NVRM version: .*?(\d+\.[\d.]+)", text, re.MULTILINE)), None)
     return {
         "fastload": fastload.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cuda driver": driver_version(),
+        "NVIDIA driver": driver,
         **{name: _version(distributions) for name, distributions in _DISTRIBUTIONS.items()},
     }
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:
     for name in distributions:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
+
+
+# --- the GPUs --------------------------------------------------------------------------------------------
+
+
+def examine_gpu(index: int) -> dict[str, Any]:
+    """One GPU, and how it gets data from the host; takes some tens of milliseconds."""
+    found: dict[str, Any] = {
+        "index": index,
+        "name": torch.cuda.get_device_name(index),
+        "capability": None,
+        "total_bytes": None,
+        "free_bytes": None,
+        "page_locking": None,  # whether batches in shared memory need no copy to pinned memory
+        "pinned_bytes_per_s": None,
+        "pageable_bytes_per_s": None,
+        "problem": "",
+    }
+    try:
+        with torch.cuda.device(index):
+            found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
+            found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
+            found["page_locking"] = try_page_locking(index)
+            target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cuda")
+            for kind in ("pinned", "pageable"):
+                source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
+                found[f"{kind}_bytes_per_s"] = _bytes_per_s(source, target)
+    except RuntimeError as error:  # out of memory, or a device that has failed
+        found["problem"] = str(error).splitlines()[0]
+    return found
+
+
+def try_page_locking(index: int) -> str:
+    """Page-lock a small segment of shared memory, as a loader does with the slots of its workers.
+
+    Returns:
+        `WORKS`, or the reason why not.
+    """
+    backend: Any = choose_backend(index, "fastload doctor")
+    try:
+        segment = Segment.create(_SHARED_BYTES, name="fastload-slot")
+        memory = Memory(segment.map(writable=True), shared=True)
+        segment.close()
+        populate(memory._mapping)
+    except (FastloadError, OSError) as error:
+        return str(error)
+    reason: str = backend.register(memory.address, memory.nbytes)
+    if reason:
+        return reason
+    is_pinned = torch.frombuffer(memory.lease(), dtype=torch.uint8).is_pinned()
+    reason = backend.unregister(memory.address)
+    return reason or (WORKS if is_pinned else "torch does not treat registered memory as pinned")
+
+
+def _bytes_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
+    target.copy_(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(_REPEATS):
+        target.copy_(source, non_blocking=True)
+    end.record()
+    end.synchronize()
+    elapsed_s = float(start.elapsed_time(end)) / 1000
+    return _REPEATS * source.numel() / elapsed_s
+
+
+def gpu_processes() -> tuple[list[dict[str, Any]] | None, str]:
+    """The processes that compute on any GPU of this machine; or None, and why they are unknown."""
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        return None, "NVML's Python module is not installed (pip install nvidia-ml-py)"
+    try:
+        nvml.nvmlInit()
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        return [
+            {"index": index, "pid": process.pid, "used_bytes": process.usedGpuMemory}
+            for index, handle in enumerate(handles)
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ], ""
+    except nvml.NVMLError as error:
+        return None, f"NVML: {error}"

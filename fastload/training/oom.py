@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import numbers
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -77,7 +77,7 @@ def retry_on_oom(
         TypeError: The batch has no tensor, or has an object with its own ``to(device)``; ``model`` is neither
             a module nor parameters; or ``min_size`` is not an int.
     """
-    _check_size("min_size", min_size)
+    _check_sizes(min_size=min_size)
     divide = split or split_batch
     entry = _Gradients(model)
     parts = _checked(divide(batch, 1), 1)
@@ -94,7 +94,10 @@ def retry_on_oom(
         except torch.OutOfMemoryError as error:
             if num_parts <= len(parts):
                 entry.restore()
-                error.add_note(_tried(tried, num_samples, min_size))
+                error.add_note(
+                    f"retry_on_oom: a batch of {num_samples} samples does not fit in parts of "
+                    f"{', '.join(map(str, tried))} samples, and min_size={min_size} allows no smaller parts"
+                )
                 raise
         del results, parts, part  # else this frame would keep the results of the failed try
         entry.restore()
@@ -125,9 +128,8 @@ def find_batch_size(
         ValueError: Not ``1 <= start <= limit``.
         TypeError: ``start`` or ``limit`` is not an int.
     """
-    for name, size in (("start", start), ("limit", limit)):
-        _check_int(name, size)
-    if not 1 <= start <= limit:
+    _check_sizes(start=start, limit=limit)
+    if start > limit:
         raise ValueError(f"start should be from 1 to limit, but got start={start} and limit={limit}")
     fits, size, too_large = 0, start, limit + 1
     while too_large - fits > 1:
@@ -142,15 +144,12 @@ def find_batch_size(
     return fits
 
 
-def _check_size(name: str, value: int) -> None:
-    _check_int(name, value)
-    if value < 1:
-        raise ValueError(f"{name} should be at least 1 sample, but got {value}")
-
-
-def _check_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} should be an int, a number of samples, but got {value!r}")
+def _check_sizes(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} should be an int, a number of samples, but got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} should be at least 1 sample, but got {value}")
 
 
 def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: int) -> bool:
@@ -162,13 +161,6 @@ def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: in
             raise
         return False
     return True
-
-
-def _tried(sizes: list[int], num_samples: int, min_size: int) -> str:
-    return (
-        f"retry_on_oom: a batch of {num_samples} samples does not fit in parts of "
-        f"{', '.join(str(size) for size in sizes)} samples, and min_size={min_size} allows no smaller parts"
-    )
 
 
 def _free_cached_memory() -> None:
@@ -200,15 +192,12 @@ def _parameters(model: Any) -> list[torch.Tensor]:
         return list(model.parameters())
     # A single tensor is an iterable too, but its rows have no gradients.
     is_iterable = isinstance(model, Iterable) and not isinstance(model, torch.Tensor)
-    found = [] if model is None else list(model) if is_iterable else [model]
-    strangers = [item for item in found if not isinstance(item, torch.Tensor)]
+    found = list(model) if is_iterable else [] if model is None else [model]
+    strangers = [type(item).__name__ for item in found if not isinstance(item, torch.Tensor)]
     if strangers or not (is_iterable or model is None):
-        what = _kind(model)
-        if is_iterable:
-            what = f"{what} with {_kind(strangers[0])} in it"
         raise TypeError(
-            f"model should be a module, its parameters, or None if the step computes no gradients, "
-            f"but got {what}; several modules go into an nn.ModuleList"
+            "model should be a module, its parameters, or None if the step computes no gradients, but got "
+            f"{', '.join(strangers) or type(model).__name__}; several modules go into an nn.ModuleList"
         )
     return found
 
@@ -237,34 +226,19 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
 
 def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list[tuple[Any, int]]:
     """Check the result of a split: ``num_parts`` parts, and ``num_samples`` in total if that is known."""
-    if isinstance(parts, (list, tuple)) and len(parts) == num_parts and all(map(_is_pair, parts)):
-        sizes = [int(size) for _, size in parts]
-        if num_samples is None or (min(sizes) > 0 and sum(sizes) == num_samples):
-            return [(part, size) for (part, _), size in zip(parts, sizes, strict=True)]
+    try:
+        found = [(part, operator.index(size)) for part, size in parts]
+    except (TypeError, ValueError):
+        found = []
+    sizes = [size for _, size in found]
+    is_whole = num_samples is None or (min(sizes, default=0) > 0 and sum(sizes) == num_samples)
+    if len(found) == num_parts and is_whole and min(sizes) >= 0:
+        return found
     together = "" if num_samples is None else f", none empty, {num_samples} samples in total"
     raise ValueError(
         f"split should give {num_parts} parts, each a pair (part, number of samples){together}, "
-        f"but gave {_kind(parts)}"
+        f"but gave {f'parts of {sizes} samples' if sizes else type(parts).__name__}"
     )
-
-
-def _is_pair(value: Any) -> bool:
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    return is_pair and isinstance(value[1], numbers.Integral) and int(value[1]) >= 0
-
-
-def _kind(value: Any, depth: int = 2) -> str:
-    """A value for a message: types, lengths and numbers, but no values of tensors."""
-    name = type(value).__name__
-    if isinstance(value, torch.Tensor):
-        return f"{name} of shape {tuple(value.shape)}"
-    if isinstance(value, (bool, int, float)):
-        return f"{name} {value}"
-    if isinstance(value, (list, tuple)):
-        shown = [_kind(item, depth - 1) for item in value[:4]] if depth else []
-        shown += ["..."] * (depth > 0 and len(value) > 4)
-        return f"{name} of {len(value)}" + (f" ({', '.join(shown)})" if shown else "")
-    return f"{name} of {len(value)}" if isinstance(value, (str, bytes, dict)) else name
 
 
 def _count_samples(batch: Any) -> int:

@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -22,6 +23,9 @@ from fastload.system.budget import available_bytes, cgroup_limit_bytes
 from fastload.system.cgroups import kilobytes, read_text
 from fastload.system.posix import resource
 from fastload.system.sizes import readable_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PROC = Path("/proc/self")
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
@@ -103,37 +107,26 @@ class MemoryReport:
             torch.cuda.reset_peak_memory_stats(index)
 
     def __str__(self) -> str:
-        rows: list[tuple[str, str]] = [
-            ("host", ""),
-            ("  total", _size(self.host_total_bytes)),
-            ("  available", _size(self.host_available_bytes)),
-            ("  cgroup limit", _size(self.cgroup_limit_bytes, "none")),
-            ("process", ""),
-            ("  resident (RSS)", _size(self.process_rss_bytes, "unknown")),
-            ("  proportional (PSS)", _size(self.process_pss_bytes, "unknown")),
-            ("  locked", _size(self.locked_bytes, "unknown")),
-            ("  locked, limit", _size(self.locked_limit_bytes, "none")),
-            ("fastload, shared", ""),
-            ("  caches", _size(self.cache_bytes)),
-            ("  ring", _size(self.ring_bytes)),
-            ("  other segments", _size(self.other_segment_bytes)),
-        ]
-        for device in self.devices:
-            rows += [
-                (f"cuda:{device.index} {device.name}", ""),
-                ("  allocated", _size(device.allocated_bytes)),
-                ("  allocated, peak", _size(device.peak_allocated_bytes)),
-                ("  reserved", _size(device.reserved_bytes)),
-                ("  reserved, peak", _size(device.peak_reserved_bytes)),
-                ("  free", _size(device.free_bytes)),
-                ("  total", _size(device.total_bytes)),
-            ]
-        label_width = max(len(label) for label, text in rows if text)
-        text_width = max(len(text) for _, text in rows)
-        lines = [f"{label:<{label_width}}  {text:>{text_width}}" if text else label for label, text in rows]
-        if self.devices_note:
-            lines.append(f"cuda: {self.devices_note}")
-        return "\n".join(lines)
+        return "\n".join(lines_of(self.as_dict()))
+
+
+def lines_of(found: dict[str, Any], indent: str = "") -> list[str]:
+    """Nested plain data as text: a line for each value, and a heading for each dict."""
+    lines = []
+    for name, value in found.items():
+        label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}"
+        parts = value if isinstance(value, list) else [value]
+        if parts and isinstance(parts[0], dict):
+            for part in parts:
+                lines += [label, *lines_of(part, f"{indent}  ")]
+        elif value != "":
+            text = ", ".join(map(str, parts)) or "none"
+            if value is None:
+                text = "none" if "limit" in name or "quota" in name else "unknown"
+            elif name.endswith(("_bytes", "_bytes_per_s")):
+                text = readable_memory(value)
+            lines.append(f"{label:32}  {text}")
+    return lines
 
 
 def memory_report() -> MemoryReport:
@@ -157,10 +150,6 @@ def memory_report() -> MemoryReport:
         devices=devices,
         devices_note="" if devices else _why_no_devices(),
     )
-
-
-def _size(nbytes: int | None, without: str = "") -> str:
-    return without if nbytes is None else readable_memory(nbytes)
 
 
 # --- the host ---------------------------------------------------------------------------------------------
@@ -187,46 +176,26 @@ def _locked_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-class _SegmentPart(NamedTuple):
-    """The information about a segment from one descriptor or one mapping."""
-
-    identity: tuple[int, int]  # device and inode
-    kind: str
-    nbytes: int
-
-
 def _segment_bytes() -> dict[str, int]:
     """The bytes in fastload's segments, by the word after ``fastload-`` in their names."""
-    held = {part.identity: part for part in _descriptors()}
-    mapped: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, int], tuple[str, int]] = {}  # by device and inode
+    for identity, kind, nbytes in _mappings():
+        # Two mappings of one segment share pages: the larger figure is the better bound.
+        found[identity] = kind, max(nbytes, found.get(identity, ("", 0))[1])
+    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(FileNotFoundError):  # closed since, such as the listing's own descriptor
+            link = _SEGMENT_LINK.match(os.readlink(f"/proc/self/fd/{fd}"))
+            if link is not None:
+                status = os.stat(f"/proc/self/fd/{fd}")
+                found[status.st_dev, status.st_ino] = link[1] or "", status.st_blocks * _STAT_BLOCK_BYTES
     total: dict[str, int] = {}
-    for part in _mappings():
-        if part.identity not in held:
-            # Two mappings of one segment share pages: the larger figure is the better bound.
-            before = mapped.get(part.identity, 0)
-            mapped[part.identity] = max(before, part.nbytes)
-            total[part.kind] = total.get(part.kind, 0) + mapped[part.identity] - before
-    for part in held.values():
-        total[part.kind] = total.get(part.kind, 0) + part.nbytes
+    for kind, nbytes in found.values():
+        total[kind] = total.get(kind, 0) + nbytes
     return total
 
 
-def _descriptors() -> list[_SegmentPart]:
-    found = []
-    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            link = _SEGMENT_LINK.match(os.readlink(f"/proc/self/fd/{fd}"))
-            status = os.stat(f"/proc/self/fd/{fd}") if link else None
-        except FileNotFoundError:  # closed since the listing, such as the listing's own descriptor
-            continue
-        if link is not None and status is not None:
-            identity = (status.st_dev, status.st_ino)
-            found.append(_SegmentPart(identity, link[1] or "", status.st_blocks * _STAT_BLOCK_BYTES))
-    return found
-
-
-def _mappings() -> list[_SegmentPart]:
-    found = []
+def _mappings() -> Iterator[tuple[tuple[int, int], str, int]]:
+    """The device and inode, the kind and the resident bytes of each mapped segment."""
     identity, kind = (0, 0), None
     for line in read_text(_PROC / "smaps").splitlines():
         header = _MAPPING.match(line)
@@ -236,8 +205,7 @@ def _mappings() -> list[_SegmentPart]:
             link = _SEGMENT_LINK.match(header[3])
             kind = None if link is None else link[1] or ""
         elif kind is not None and line.startswith("Rss:"):
-            found.append(_SegmentPart(identity, kind, int(line.split()[1]) * 1024))
-    return found
+            yield identity, kind, int(line.split()[1]) * 1024
 
 
 # --- the devices ------------------------------------------------------------------------------------------

@@ -6,15 +6,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fastload.bench.contenders import Contender, Sweep
-from fastload.bench.machine import Machine
+from fastload.bench.contenders import Contender
 from fastload.bench.result import Result, Row
 
-MACHINE = Machine("a processor", 4, "6.1", "3.11.7", "2.13.0", "0.1.0")
+MACHINE = {
+    "cpu": "a processor",
+    "cores": 4,
+    "kernel": "6.1",
+    "python": "3.11.7",
+    "torch": "2.13.0",
+    "fastload": "0.1.0",
+}
 TORCH = Contender("torch", "none", 2, 64, "fork")
 PLAIN = Contender("fastload", "none", 2, 64, "fork")
 RAM = Contender("fastload", "ram", 2, 64, "fork")
-SWEEP = Sweep((2,), (64,), ("fork",), ("none", "ram"))
 
 
 def row(contender: Contender, *later: float, problem: str = "") -> Row:
@@ -29,7 +34,7 @@ def result(*rows: Row, **changed: Any) -> Result:
         "length": 2000,
         "num_samples": 500,
         "sample_nbytes": {"": 1000},
-        "sweep": SWEEP,
+        "transform": None,
         "rounds": max((len(one.later) for one in rows), default=1),
         "machine": MACHINE,
     }

@@ -74,7 +74,7 @@ def test_a_loss_against_torch_is_seen_on_a_faster_machine() -> None:
 
     assert compare(before, now, tolerance=0.1, is_relative=False).has_passed
     slower = compare(before, now, tolerance=0.1, is_relative=True).slower
-    assert [(change.contender, round(change.ratio, 2)) for change in slower] == [(RAM, 0.52)]
+    assert [(change.contender, round(change.ratio, 2)) for change in slower] == [(str(RAM), 0.52)]
 
 
 def test_contenders_of_one_side_are_named() -> None:
@@ -86,7 +86,7 @@ def test_contenders_of_one_side_are_named() -> None:
         is_relative=False,
     )
 
-    assert (found.only_before, found.only_now) == ([PLAIN], [RAM])
+    assert (found.only_before, found.only_now) == ([str(PLAIN)], [str(RAM)])
     assert found.has_passed
 
 
@@ -100,7 +100,7 @@ def test_a_contender_that_fails_now_fails_the_check(is_relative: bool) -> None:
         is_relative=is_relative,
     )
 
-    assert found.failed == [RAM]
+    assert found.failed == [str(RAM)]
     assert not found.has_passed
 
 
@@ -120,7 +120,7 @@ def test_a_check_that_compares_nothing_does_not_pass(before: Result, now: Result
 def test_differences_apart_from_speed_are_said() -> None:
     """Another dataset, part of it, torch or machine makes the comparison doubtful."""
     before = result(row(TORCH, 1.0))
-    machine = dataclasses.replace(MACHINE, torch="2.14.0", cores=8)
+    machine = {**MACHINE, "torch": "2.14.0", "cores": 8}
     now = result(row(TORCH, 1.0), length=2100, num_samples=400, sample_nbytes={"": 2000}, machine=machine)
 
     assert differences(before, before) == []
@@ -129,5 +129,5 @@ def test_differences_apart_from_speed_are_said() -> None:
         "the number of samples of the dataset was 2000 in the baseline, and is 2100 now",
         "the number of samples of an epoch was 500 in the baseline, and is 400 now",
         "the version of torch was 2.13.0 in the baseline, and is 2.14.0 now",
-        "bytes of a decoded sample was 1000 in the baseline, and is 2000 now",
+        "bytes of a sample was 1000 in the baseline, and is 2000 now",
     ]

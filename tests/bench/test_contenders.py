@@ -12,19 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastload
-from fastload.bench.contenders import CACHES, Contender, Sweep
+from fastload.bench.contenders import CACHES, Contender, contenders_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 DATASET = [(np.full((4, 4, 3), number, np.uint8), number) for number in range(6)]
-SWEEPS = st.builds(
-    Sweep,
-    workers=st.lists(st.integers(0, 4), min_size=1, unique=True),
-    batch_sizes=st.lists(st.integers(1, 512), min_size=1, max_size=3, unique=True),
-    start_methods=st.lists(st.sampled_from(["fork", "spawn"]), min_size=1, unique=True),
-    caches=st.lists(st.sampled_from(CACHES), min_size=1, unique=True),
-    sizes=st.lists(st.sampled_from([None, "32x32", "64x64"]), min_size=1, unique=True),
+SWEEPS = st.fixed_dictionaries(
+    {
+        "workers": st.lists(st.integers(0, 4), min_size=1, unique=True),
+        "batch_sizes": st.lists(st.integers(1, 512), min_size=1, max_size=3, unique=True),
+        "start_methods": st.lists(st.sampled_from(["fork", "spawn"]), min_size=1, unique=True),
+        "caches": st.lists(st.sampled_from(CACHES), min_size=1, unique=True),
+        "sizes": st.lists(st.sampled_from([None, "32x32", "64x64"]), min_size=1, unique=True),
+    }
 )
 
 
@@ -34,25 +35,25 @@ def transform(sample: Any) -> Any:
 
 class TestSweep:
     @given(SWEEPS)
-    def test_no_two_contenders_do_the_same_work(self, sweep: Sweep) -> None:
+    def test_no_two_contenders_do_the_same_work(self, sweep: dict[str, list[Any]]) -> None:
         """A loader without workers has no start method, and torch's has no cache: one contender for each."""
-        found = sweep.contenders()
+        found = contenders_of(**sweep)
 
         assert len(set(found)) == len(found)
         assert all((one.start_method is None) == (one.num_workers == 0) for one in found)
         assert {one.cache for one in found if one.is_torch} == {"none"}
 
     @given(SWEEPS)
-    def test_every_setting_takes_part_with_both_loaders(self, sweep: Sweep) -> None:
+    def test_every_setting_takes_part_with_both_loaders(self, sweep: dict[str, list[Any]]) -> None:
         """Torch's loader runs with each size, batch size and number of workers, for comparison."""
-        found = sweep.contenders()
+        found = contenders_of(**sweep)
 
         for loader in ("torch", "fastload"):
             some = [one for one in found if one.loader == loader]
-            assert {one.num_workers for one in some} == set(sweep.workers)
-            assert {one.batch_size for one in some} == set(sweep.batch_sizes)
-            assert {one.size for one in some} == set(sweep.sizes)
-        assert {one.cache for one in found if not one.is_torch} == set(sweep.caches)
+            assert {one.num_workers for one in some} == set(sweep["workers"])
+            assert {one.batch_size for one in some} == set(sweep["batch_sizes"])
+            assert {one.size for one in some} == set(sweep["sizes"])
+        assert {one.cache for one in found if not one.is_torch} == set(sweep["caches"])
 
 
 class TestCode:

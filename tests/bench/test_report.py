@@ -97,7 +97,7 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
 
     assert sum(line.startswith("  SLOWER") for line in lines) == 2
     assert "  torch's loader runs at 0.50 of its rate in the baseline" in lines
-    assert lines[-1].startswith("2 of the contenders of the baseline are slower or failed. torch's loader")
+    assert lines[-1].startswith("slower or failed: 2 of the baseline's contenders. torch's loader")
 
 
 def test_the_chart_has_a_place_for_each_row(tmp_path: Path) -> None:

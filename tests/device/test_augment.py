@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
 from fastload.device import augment, resample
+from fastload.device.augment import chained
 from fastload.device.boxes import NUM_DRAWS, draw_boxes
-from fastload.device.chain import chained
 from fastload.rng.batch_draws import BatchStreams, drawing_from
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
@@ -309,8 +309,8 @@ def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((2, 3, 6, 4), r"at \$, which can be \(B, H, W, C\) or \(B, C, H, W\) .*; give layout="),
-        ((2, 5, 6, 7), "do not have 1, 3 or 4 channels in the layout 'auto'; give layout="),
+        ((2, 3, 6, 4), r"at \$, .* it fits HWC and CHW; give layout="),
+        ((2, 5, 6, 7), "with 1 or 3 or 4 channels and layout='auto' it fits neither; give layout="),
         ((5, 6, 3), r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )

@@ -202,11 +202,11 @@ def test_gradients_are_put_back_as_they_were(give: Any) -> None:
 @pytest.mark.parametrize(
     ("give", "what"),
     [
-        (lambda model: [model], "list of 1 .* with Sequential in it"),
+        (lambda model: [model], "Sequential"),
         (lambda model: torch.optim.SGD(model.parameters()), "SGD"),
-        (lambda model: dict(model.named_parameters()), "dict of 4 with str of 8 in it"),
-        (lambda model: model.named_parameters(), "generator with tuple of 2"),
-        (lambda model: model[0].weight, r"Parameter of shape \(4, 3\)"),
+        (lambda model: dict(model.named_parameters()), "str"),
+        (lambda model: model.named_parameters(), "tuple"),
+        (lambda model: model[0].weight, "Parameter"),
     ],
 )
 def test_what_has_no_gradients_is_refused_as_a_model(give: Any, what: str) -> None:
@@ -375,11 +375,11 @@ def test_a_split_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("split", "what"),
     [
-        (lambda batch, _: [(batch, 4)], r"list of 1 \(tuple of 2 \(Tensor of shape \(4, 2\), int 4\)\)"),
-        (lambda batch, n: [(batch[:1], 1)] * n if n > 1 else [(batch, 4)], "list of 2 .*int 1.*int 1"),
-        (lambda batch, n: [(batch, 4)] + [(batch[:0], 0)] * (n - 1), "list of 2 .*int 4.*int 0"),
-        (lambda batch, n: batch.chunk(n), r"tuple of 1 \(Tensor of shape \(4, 2\)\)"),
-        (lambda batch, _: batch, r"Tensor of shape \(4, 2\)$"),
+        (lambda batch, _: [(batch, 4)], r"parts of \[4\] samples"),
+        (lambda batch, n: [(batch[:1], 1)] * n if n > 1 else [(batch, 4)], r"parts of \[1, 1\] samples"),
+        (lambda batch, n: [(batch, 4)] + [(batch[:0], 0)] * (n - 1), r"parts of \[4, 0\] samples"),
+        (lambda batch, n: batch.chunk(n), "tuple"),
+        (lambda batch, _: batch, "Tensor"),
         (lambda batch, _: None, "NoneType"),
     ],
     ids=["one", "samples lost", "empty", "no sizes", "the batch itself", "nothing"],
@@ -470,7 +470,7 @@ def test_reserved_memory_is_given_back_at_the_end(in_use: bool, monkeypatch: pyt
 @pytest.mark.parametrize(("start", "limit"), [(0, 4), (5, 4), (-1, -1)])
 def test_start_and_limit_are_checked(start: int, limit: int) -> None:
     """Sizes to try have to exist."""
-    with pytest.raises(ValueError, match=f"start={start} and limit={limit}"):
+    with pytest.raises(ValueError, match="start should be"):
         find_batch_size(OutOfMemoryAbove(1), numbered, start=start, limit=limit)
 
 

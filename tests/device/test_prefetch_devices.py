@@ -135,26 +135,13 @@ def test_cuda_by_name_without_a_visible_device_raises(cuda: Any, monkeypatch: py
         CUDAPrefetcher([], device="cuda")
 
 
-@pytest.mark.parametrize(
-    ("device", "shown"), [("cuda:3", "'cuda:3'"), (3, "3"), (torch.device("cuda", 3), "'cuda:3'")]
-)
-def test_an_index_that_is_not_there_raises(cuda: Any, device: Any, shown: str) -> None:
-    """The error names the devices that are there, and what was asked for as it was written."""
+@pytest.mark.parametrize("device", ["cuda:3", 3, torch.device("cuda", 3)])
+def test_an_index_that_is_not_there_raises(cuda: Any, device: Any) -> None:
+    """The error names the devices that are there."""
     cuda(num_devices=2)
 
-    message = f"device={shown}: torch sees 2 CUDA devices, cuda:0 to cuda:1; .* Name an available device"
-    with pytest.raises(DeviceUnavailableError, match=message) as caught:
+    with pytest.raises(DeviceUnavailableError, match="'cuda:3': torch sees CUDA devices up to cuda:1;"):
         CUDAPrefetcher([], device=device)
-
-    assert "'auto'" not in str(caught.value)
-
-
-def test_a_single_device_is_named(cuda: Any) -> None:
-    """Where there is one device, it is cuda:0."""
-    cuda(num_devices=1)
-
-    with pytest.raises(DeviceUnavailableError, match="torch sees 1 CUDA device, cuda:0;"):
-        CUDAPrefetcher([], device=1)
 
 
 def test_an_index_is_respected(cuda: Any) -> None:

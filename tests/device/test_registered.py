@@ -255,19 +255,6 @@ def test_a_device_without_memory_costs_the_batch_alone(
     fake.check()
 
 
-def test_a_slot_beyond_the_limit_is_not_tried(
-    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One registration has at most so many bytes, and no copy may cross from one into another."""
-    monkeypatch.setattr(registered, "MAX_BYTES", 4096)
-    slots, memory = RegisteredSlots(fake, fake.make_stream()), shared_memory(8192)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        slots.add(memory, [memory])
-
-    assert fake.registered == {}
-    assert "a slot has 8,192 bytes, the limit is 4,096" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("failures", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
 )

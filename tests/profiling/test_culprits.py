@@ -118,7 +118,7 @@ class TestPlanted:
         """No culprit, no suggestion."""
         report = profiled(make(kind, zoo.Quick(), num_workers), compute_s=0.2, num_steps=8)
 
-        assert "not your bottleneck: " in report.verdict  # whatever other processes do meanwhile
+        assert "not your bottleneck: " in report.verdict
         assert report.suggestions == []
         assert report.culprit == ""
 

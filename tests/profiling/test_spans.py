@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.profiling import spans
-from fastload.profiling.recording import Recording, read_recording
-from fastload.profiling.spans import BatchWatch, Sampling, Spans, probe
+from fastload.profiling.recording import Recording, read_recordings
+from fastload.profiling.spans import BatchWatch, Spans, probe, stride_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +102,7 @@ def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
 )
 def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
-    probe(lambda: result, ("decode", "it"), image=lambda found, _args: found)()
+    probe(lambda: result, ("decode", "it"), has_size=True)()
 
     assert tuple(here.sums[("decode", "it")][3:]) == size
 
@@ -114,75 +113,37 @@ def test_outside_of_a_measured_batch_a_probe_does_nothing() -> None:
     assert probe(lambda: 7, ("read", "it"))() == 7
 
 
-class TestSampling:
-    """Which batches are measured in detail."""
+@given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
+def test_measuring_costs_little(num_events: int, wall_ns: int) -> None:
+    """At most about MAX_SHARE of the time, as long as the largest stride allows it."""
+    stride = stride_of(num_events, wall_ns)
 
-    def test_not_the_first_two_but_the_third(self) -> None:
-        """The first ones contain what happens once."""
-        sampling = Sampling()
-
-        assert [sampling.is_due() for _ in range(3)] == [False, False, True]
-
-    def test_expensive_stages_are_all_measured(self) -> None:
-        """Ten events in 100 ms cost nothing."""
-        sampling = Sampling()
-        dues = []
-        for _ in range(5):
-            dues.append(sampling.is_due())
-            if dues[-1]:
-                sampling.note(10, 100_000_000)
-
-        assert dues == [False, False, True, True, True]
-
-    @given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
-    def test_measuring_costs_little(self, num_events: int, wall_ns: int) -> None:
-        """At most about MAX_SHARE of the time, as long as the largest stride allows it."""
-        sampling = Sampling()
-        sampling.note(num_events, wall_ns)
-
-        cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (sampling.stride * wall_ns)
-        assert cost <= 1.5 * spans.MAX_SHARE or sampling.stride == spans.MAX_STRIDE
+    cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (stride * wall_ns)
+    assert cost <= 1.5 * spans.MAX_SHARE or stride == spans.MAX_STRIDE
 
 
-def test_switches_are_undone_after_an_error(tmp_path: Path) -> None:
-    """A batch that fails leaves no probe in place, and no row."""
+def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(tmp_path: Path) -> None:
+    """A batch that fails leaves no probe in place, and is not recorded."""
     switched: list[bool] = []
-    recording = Recording(tmp_path, 0, 0)
-    watch = BatchWatch(recording, switched.append)
+    recording = Recording(str(tmp_path))
+    watch = BatchWatch(recording, 3, 1, switched.append)
 
-    def make(index: list[int]) -> list[int]:
-        if index == [1]:
-            raise OSError("unreadable")
-        return index
+    def fail() -> None:
+        raise OSError("unreadable")
 
-    watch.measure(make, [0])
-    watch.measure(make, [0])
+    assert [watch.measure(lambda: "a batch", 1) for _ in range(2)] == ["a batch"] * 2
+    assert switched == []
     with pytest.raises(OSError, match="unreadable"):
-        watch.measure(make, [1])
-    assert watch.measure(make, [2, 3]) == [2, 3]
-    (path,) = tmp_path.glob("*.rec")
-    found = read_recording(path)
+        watch.measure(fail, 1)
+    assert watch.measure(lambda: "a batch", 2) == "a batch"
     recording.close()
+    batches, moments = read_recordings(str(tmp_path))
 
-    assert switched == [True, False] * (len(switched) // 2)
-    assert found is not None
-    assert [row.num_samples for row in found.rows] == [1, 1, 2]
-
-
-def test_a_loader_inside_the_dataset_is_part_of_the_outer_batch(tmp_path: Path) -> None:
-    """Only the outer batch is recorded."""
-    recording = Recording(tmp_path, 0, 0)
-    watch = BatchWatch(recording, lambda _on: None)
-    counter = itertools.count()
-
-    def make(index: list[int]) -> int:
-        return watch.measure(lambda _index: next(counter), index) if spans.here.spans else -1
-
-    for _ in range(3):
-        watch.measure(make, [0])
-    (path,) = tmp_path.glob("*.rec")
-    found = read_recording(path)
-    recording.close()
-
-    assert found is not None
-    assert len(found.rows) == 3
+    assert switched == [True, False] * 2
+    assert moments == []
+    assert [(made.loader, made.worker, made.num_samples) for made in batches] == [
+        (3, 1, 1),
+        (3, 1, 1),
+        (3, 1, 2),
+    ]
+    assert [len(made.stages) for made in batches] == [0, 0, 1]
