@@ -88,7 +88,7 @@ def build(
         typer.Argument(
             parser=place("DEST", is_new=True),
             metavar="DEST",
-            help="The cache: a file, or with --shards a directory; or a URL such as "
+            help="The cache: a file, or with several shards a directory; or a URL such as "
             "s3://bucket/caches/train, to which shards are uploaded as they are finished.",
         ),
     ],
@@ -104,8 +104,8 @@ def build(
         int | None,
         typer.Option(
             min=1,
-            help="Number of files of the cache; default: 1, with --ray a few for each CPU, for a URL so many "
-            "that a file has about 1 GiB.",
+            help="Number of files of the cache; default: so many that a file has about 1 GiB, with --ray a "
+            "few for each CPU. An interrupted build loses the file that it writes.",
         ),
     ] = None,
     ray: Annotated[
@@ -138,7 +138,7 @@ def build(
         raise CommandError("--workers is for builds on one machine: with --ray, a task for each CPU decodes")
     was_built = path is not None and not os.path.exists(path)
     started_s = time.monotonic()
-    with _interruptible(path, url):
+    with _interruptible():
         cache: LMDBCache | Manifest
         if ray is not None:
             cache = _build_on_ray(SourceElsewhere(source, size, os.getcwd()), dest, ray, options)
@@ -217,11 +217,11 @@ def build_shard(
     numbers = _shard(shard)
     options = _options(codec, quality, on_error, error_budget)
     started_s = time.monotonic()
-    with _interruptible(dest, None), _opened(source, size, codec) as (dataset, fingerprint):
+    with _interruptible(), _opened(source, size, codec) as (dataset, fingerprint):
         built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
     elapsed_s = time.monotonic() - started_s
     result = {"path": dest, **asdict(built), "shard": built.shard + 1, "elapsed_s": round(elapsed_s, 3)}
-    result["num_skipped"] = len(result.pop("left_out"))
+    result["num_skipped"] = result.pop("num_left_out")
     named = f"{dest}: shard {built.shard + 1} of {built.num_shards}"
     if not built.num_samples:
         return Answer(
@@ -272,21 +272,13 @@ def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, An
 
 
 @contextlib.contextmanager
-def _interruptible(path: str | None, url: str | None) -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
     """Say after Ctrl-C what a build has kept."""
     try:
         yield
     except KeyboardInterrupt as error:
-        if url is not None:
-            said = f"interrupted: uploaded shards are kept at {url}. Run the same command again to continue"
-        elif not os.path.exists(f"{path}.partial"):
-            said = "interrupted before anything was written"
-        else:
-            said = (
-                f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
-                f"continue, or 'fastload cache rm {shlex.quote(path or '')}' to remove them"
-            )
-        raise CommandError(said, ExitCode.INTERRUPTED) from error
+        kept = "; ".join(getattr(error, "__notes__", [])) or "no shard was finished"
+        raise CommandError(f"interrupted: {kept}", ExitCode.INTERRUPTED) from error
 
 
 @answers(app)
@@ -409,15 +401,11 @@ def _on_disk(directory: str) -> Answer:
 
     rows, result = [], []
     for item in inventory.list_caches(directory):
-        if item.cache is not None:
-            found = _facts(item.cache)
-            said = _held(found) + ("" if item.url is None else f", a copy of {item.url}")
-        else:
-            found = {"path": item.path, "problem": item.problem}
-            said = f"run the build again to continue with {item.path}{inventory.PARTIAL}"
-            said = item.problem or ("a build is running" if item.state == "building" else said)
-        url = {} if item.url is None else {"url": item.url}
-        result.append({**found, "state": item.state, "nbytes": item.nbytes, **url})
+        found = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
+        said = item.problem or _held(found)
+        if item.url is not None:
+            found, said = {**found, "url": item.url}, f"{said}, a copy of {item.url}"
+        result.append({**found, "state": item.state, "nbytes": item.nbytes})
         rows.append([item.path, item.state, readable_size(item.nbytes), said])
     return Answer({"caches": result}, table(rows) if rows else [f"no caches in {directory}"])
 
@@ -469,7 +457,7 @@ def rm(
     """
     from fastload.cache.build import inventory
 
-    nbytes = inventory.removable_bytes(path)
+    nbytes = inventory.size_of(inventory.files_of(path))
     if not yes:
         if not sys.stdin.isatty():
             raise CommandError(
@@ -504,14 +492,13 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     """The `--json` output about a cache on disk or at a URL."""
     from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
 
-    plan, num_shapes = cache.plan, None
+    plan = cache.plan
     if isinstance(cache, Manifest):
         path, report = cache.url, f"{cache.url}/{REMOTE_REPORT_NAME}"
         num_skipped, has_report = cache.num_left_out, cache.num_left_out > 0
     else:
         path, report = cache.path, f"{cache.path}.errors.jsonl"
         num_skipped, has_report = cache.num_samples - cache.num_cached, os.path.exists(report)
-        num_shapes = cache.num_shapes
     return {
         "path": path,
         "num_samples": plan.num_samples,
@@ -522,7 +509,6 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
         "codec": plan.codec,
         "quality": plan.quality,
         "num_shards": plan.num_shards,
-        "num_shapes": num_shapes,
         "classes": plan.classes,
         "parts": None if plan.parts is None else dict(plan.parts),
         "created_s": plan.created_s,

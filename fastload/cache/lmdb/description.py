@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.codecs import BEST_QUALITY, CACHE_CODECS
+from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ _MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still r
 _PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
 _NUM_META_PAGES = 2
 _32_BITS = 1 << 32
+_COMPARED = {
+    "num_samples": "number of samples",
+    "num_shards": "number of shards",
+    "codec": "codec",
+    "quality": "quality",
+    "spec": "structure of sample 0",
+    "crc32": "content of sample 0",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,26 @@ class Plan:
         """The indices of a shard; shards follow one another, and their sizes differ by at most one sample."""
         first, stop = (n * self.num_samples // self.num_shards for n in (shard, shard + 1))
         return range(first, stop)
+
+
+def why_different(found: Plan, plan: Plan) -> str | None:
+    """The differences that prevent a build from continuing another build; None if it can continue.
+
+    Samples are compared by both fingerprints, or else by sample 0.
+
+    Args:
+        found: The plan of the files that are there.
+        plan: The plan of this build.
+    """
+    names, differences = list(_COMPARED), []
+    if found.parts is not None and plan.parts is not None:
+        differences = Fingerprint(plan.parts).differences(Fingerprint(found.parts))
+        names = names[:-2]
+    for name in names:
+        here, there = getattr(plan, name), getattr(found, name)
+        if here != there:
+            differences.append(f"the {_COMPARED[name]} is {here} here and {there} there")
+    return "; ".join(differences) or None
 
 
 @dataclass(frozen=True)
