@@ -364,17 +364,6 @@ class TestBadSamples:
         assert [int(label) for _, label in fastload.DataLoader(dataset, batch_size=None)] == [0, 1]
         assert "would read them from the dataset again and fail" in line
 
-    def test_a_cache_of_nothing_is_not_advised_for_training(self, tmp_path: Path) -> None:
-        """When no sample could be read, the reasons come first."""
-        folder = images(tmp_path / "photos", "a/1.png")
-        (folder / "a" / "1.png").write_bytes(b"no image")
-
-        result = run("build", folder, tmp_path / "cache", "--on-error", "skip")
-
-        assert result.exit_code == 3
-        assert "the cache is empty" in result.stdout
-        assert "CachedDataset" not in result.stdout
-
     def test_skipped_samples_are_told_again(self, tmp_path: Path) -> None:
         """A later run over the finished cache ends by 3, too: scripts must not take it for whole."""
         words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--json")

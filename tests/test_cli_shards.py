@@ -118,7 +118,7 @@ def test_join_is_told(tmp_path: Path) -> None:
     assert first.stdout.startswith(f"{tmp_path}/cache: joined: {NUM_SAMPLES} of {NUM_SAMPLES} samples, ")
     told = json.loads(second.stdout)
     assert (told["was_joined"], told["num_shards"], second.exit_code) == (False, 2, 0)
-    assert "joined already, and the cache matches" in shard("1/2", tmp_path / "cache").stdout
+    assert "joined already: the cache matches" in shard("1/2", tmp_path / "cache").stdout
 
 
 @pytest.mark.usefixtures("needs_lmdb")
@@ -139,7 +139,7 @@ def test_join_without_all_shards_fails(tmp_path: Path) -> None:
         ("0/4", "K from 1 to N"),
         ("5/4", "K from 1 to N"),
         ("1/0", "K from 1 to N"),
-        ("3", "should be K/N, such as 3/64"),
+        ("3", "such as 3/64"),
         ("a/b", "should be K/N"),
         ("1/2/3", "should be K/N"),
     ],
@@ -156,7 +156,7 @@ def test_a_shard_that_does_not_exist_is_wrong_usage(text: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--workers", "2", "--ray", "auto"], "--workers is for builds on one machine"),
+        (["--workers", "2", "--ray", "auto"], "omit --workers"),
     ],
 )
 def test_options_that_exclude_each_other(options: Sequence[str], said: str, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     result = run("build", ZOO, tmp_path / "cache", "--ray", "auto")
 
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert complaint(result).endswith('not installed: pip install "fastload-torch[ray]"')
 
 

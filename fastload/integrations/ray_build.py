@@ -66,7 +66,7 @@ def build(
         CacheMismatchError: The cache or the unfinished build at ``path`` is of other samples or settings.
         ErrorBudgetError: More samples than the budget could not be read; finished shards are kept.
     """
-    ray = imported()
+    ray = _imported()
     is_own = not ray.is_initialized()
     if is_own:
         try:
@@ -95,7 +95,7 @@ def build(
             ray.shutdown()
 
 
-def imported() -> Any:
+def _imported() -> Any:
     """Ray.
 
     Raises:

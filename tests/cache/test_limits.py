@@ -501,8 +501,8 @@ def test_shards_beyond_the_limit_of_descriptors(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_NOFILE, used + 20), pytest.raises((OSError, CacheError)) as caught:
         LMDBCache(tmp_path / "cache")
 
-    note = caught.value.__notes__[-1]
-    assert "two files open for each of the 40 shards" in note
+    note = str(caught.value)
+    assert "a cache of 40 shards needs 80 open files" in note
     assert f"RLIMIT_NOFILE is {used + 20}" in note
     assert "ulimit -n" in note
 

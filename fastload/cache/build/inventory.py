@@ -57,16 +57,17 @@ def list_caches(directory: str) -> list[Found]:
 
     Raises:
         FileNotFoundError: There is no such directory.
-        NotADirectoryError: The path is not a directory.
         PermissionError: It may not be read.
     """
     directory = os.path.abspath(directory)
     if _is_finished(directory):
         return [_look(directory)]
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(f"there is no directory at {directory}") from None
     found = []
-    for path in sorted(
-        {os.path.join(directory, name.removesuffix(_PARTIAL)) for name in os.listdir(directory)}
-    ):
+    for path in sorted({os.path.join(directory, name.removesuffix(_PARTIAL)) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it may have been removed just now
             if _is_finished(path) or _is_partial(path + _PARTIAL):
                 found.append(_look(path))
@@ -83,6 +84,8 @@ def files_of(path: str) -> list[str]:
     """
     found = []
     for place, is_ours in ((path, _is_finished), (path + _PARTIAL, _is_partial)):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(place)  # raises if the directory may not be entered
         if not os.path.lexists(place):
             continue
         if not is_ours(place):

@@ -50,8 +50,8 @@ def foreign_part(path: str) -> str | None:
                 is_ours = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
                 if not is_ours and os.path.lexists(entry.path):  # else it was removed just now
                     return entry.path
-    except FileNotFoundError:
-        pass  # another process removed the directory just now
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # another process may have removed the directory just now
     return None
 
 

@@ -96,11 +96,7 @@ def build_on(
     *,
     num_cpus: int,
     shards: int | None = None,
-    codec: str | None = None,
-    quality: int | None = None,
-    on_error: str = "raise",
-    error_budget: int | float = 1.0,
-    progress: bool = True,
+    **options: Any,
 ) -> LMDBCache:
     """The cache of a dataset at `path`, whose shards an executor's tasks build; opened if it is finished.
 
@@ -111,11 +107,7 @@ def build_on(
         num_cpus: How many tasks run at the same time.
         shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU, at
             most 128.
-        codec: As in `Build`.
-        quality: As in `Build`.
-        on_error: As in `Build`.
-        error_budget: As in `Build`; it holds for the whole cache.
-        progress: As in `Build`.
+        **options: `codec`, `quality`, `on_error`, `error_budget` and `progress`, as in `Build`.
 
     Raises:
         CacheError: Shards could not be built; the error names them, with reasons and machines. Also as
@@ -127,35 +119,36 @@ def build_on(
     refuse_random(dataset)
     if shards is None and not os.path.lexists(path) and not Unfinished(path).open():
         shards = max(1, min(MOST_SHARDS, SHARDS_PER_CPU * num_cpus))
-    source, fingerprint = source_of_build(dataset, codec)
-    settings: dict[str, Any] = {"codec": codec, "quality": quality, "on_error": on_error}
-    build = Build(source, path, shards, error_budget=error_budget, fingerprint=fingerprint, **settings)
+    source, fingerprint = source_of_build(dataset, options.get("codec"))
+    build = Build(source, path, shards, fingerprint=fingerprint, **options)
     if os.path.lexists(path):
         return build.opened()
     with build.begun() as files:
         check_openable(files.plan.num_shards)
-        task = Task(open_dataset, path, files.plan.num_shards, settings)
-        _run(executor, task, files, most_failures(error_budget, files.plan.num_samples), shown=progress)
-    return join(path, error_budget=error_budget)
+        settings = {"codec": build.codec, "quality": build.quality, "on_error": build.on_error}
+        _run(executor, Task(open_dataset, path, files.plan.num_shards, settings), files, build)
+    return join(path, error_budget=build.error_budget)
 
 
-def _run(executor: Executor, task: Task, files: Unfinished, most: int, *, shown: bool) -> None:
-    """Build the missing shards, while at most so many samples are left out."""
+def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
+    """Build the missing shards."""
     plan = files.plan
+    most = most_failures(build.error_budget, plan.num_samples)
     failed: dict[int, str] = {}
     found = {shard: files.finished(shard) for shard in range(plan.num_shards)}
     # A finished shard that leaves samples out is an error without "skip", and its task says so.
-    may_leave_out = task.settings["on_error"] == "skip"
     finished = {
         shard: len(left_out)
         for shard, left_out in found.items()
-        if left_out is not None and (not left_out or may_leave_out)
+        if left_out is not None and (not left_out or build.on_error == "skip")
     }
     num_left_out = sum(finished.values())
     done = sum(len(plan.indices_of(shard)) for shard in finished)
     try:
         futures = {executor.submit(task, shard): shard for shard in found if shard not in finished}
-        with BuildProgress(f"building {task.path}", plan.num_samples, shown=shown, done=done) as progress:
+        with BuildProgress(
+            f"building {task.path}", plan.num_samples, shown=build.progress, done=done
+        ) as progress:
             for future in as_completed(futures):
                 try:
                     built = future.result()

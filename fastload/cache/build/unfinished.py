@@ -43,8 +43,7 @@ from fastload.cache.lmdb.description import (
     runs_of,
     why_different,
 )
-from fastload.cache.lmdb.files import shard_name
-from fastload.cache.lmdb.format import read_description
+from fastload.cache.lmdb.files import open_file, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
 
@@ -95,7 +94,7 @@ class Unfinished:
                 "and was not changed: move it away, or give the cache another path"
             )
         try:
-            with writing(self.path), contextlib.suppress(FileNotFoundError):
+            with writing(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 fields = parse_json(Path(self.path, PLAN_NAME).read_bytes())
                 check_version(fields)
                 self.plan = parse_plan(fields.get("plan"))
@@ -175,7 +174,7 @@ class Unfinished:
         """The samples that a finished shard leaves out; None if the shard is not finished."""
         path = self.path_of(shard)
         try:
-            found = read_description(path)
+            found = open_file(path).description
         except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
             return None
         if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):

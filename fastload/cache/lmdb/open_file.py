@@ -123,8 +123,7 @@ class OpenFile:
     def _has_same_index(self) -> bool:
         try:
             found = read_stored(self._fd, self.path)
-            if found.text == self._read.text:
-                check_tree(self._fd, self.path, found.place)
+            check_tree(self._fd, self.path, found.place)
         except (CacheCorruptError, CacheMismatchError):
             return False
         return found.text == self._read.text
