@@ -742,11 +742,13 @@ def test_drops_and_truncated_bodies_are_tried_again() -> None:
     assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
 
 
-def test_a_body_with_other_bytes_is_downloaded_again() -> None:
+def test_a_body_with_other_bytes_is_downloaded_when_the_cache_is_opened_again() -> None:
     """Of the right length, but not of the right digest."""
     build()
     FaultyFileSystem.faults[SHARDS[1]] = [lambda data: bytes(len(data))]
 
+    with pytest.raises(CacheCorruptError, match=r"its digest is .* open the cache again"):
+        LMDBCache(URL)
     assert_same_samples(list(fastload.CachedDataset.from_cache(URL)), list(Images(20)))
 
 
@@ -765,9 +767,9 @@ def missing_shard() -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (broken_shard, f"{SHARDS[1]} is missing or damaged: its digest is"),
-        (shorter_shard, f"{SHARDS[1]} is missing or damaged: .* bytes arrived"),
-        (missing_shard, f"{SHARDS[1]} is missing or damaged: there is no file"),
+        (broken_shard, f"{SHARDS[1]} is damaged: its digest is"),
+        (shorter_shard, f"{SHARDS[1]}: .* bytes arrived"),
+        (missing_shard, f"there is no file at .*{SHARDS[1]}"),
     ],
 )
 def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[], None], said: str) -> None:

@@ -295,6 +295,8 @@ class Build:
             self.check_may_leave_out(shard, left_out)
             self.left_out += left_out
             completed(shard, left_out)
+        if not missing:
+            return self.left_out[first:]
         total = sum(len(plan.indices_of(shard)) for shard in shards)
         spans = [plan.indices_of(shard) for shard in missing]
         num_left = sum(map(len, spans))
@@ -363,10 +365,9 @@ class Build:
                     self.check_budget(files.plan)
                 writer.finish(Description(files.plan, shard, runs_of([one.index for one in left_out])))
                 files.complete(shard, own, left_out)
-            except CacheError as error:
-                if os.path.isdir(files.path) and not isinstance(error.__cause__, FileNotFoundError):
-                    raise
-                raise files.removed() from error.__cause__
+            except CacheError:
+                files.check_followed()
+                raise
             finally:
                 writer.close()
                 with contextlib.suppress(FileNotFoundError):

@@ -125,8 +125,8 @@ class Unfinished:
             with writing(self.path):
                 os.makedirs(self.path, exist_ok=True)
                 self._make_plan(json.dumps(fields).encode())
-            if not self.open():
-                raise self.removed()
+            self.plan = plan
+            self.open()
         why = why_different(self.plan, plan)
         if why is not None:
             raise CacheMismatchError(
@@ -199,12 +199,18 @@ class Unfinished:
             os.rename(own, path)
             sync_directory(self.path)
 
-    def removed(self) -> CacheError:
-        """The error that another process removed the directory."""
-        return CacheError(
-            f"{self.path} was removed while a shard was built in it, for example by 'fastload cache rm': "
-            "build again"
-        )
+    def check_followed(self) -> None:
+        """Check that the directory still has the plan that this process follows.
+
+        Raises:
+            CacheError: Another process removed the directory.
+        """
+        now = Unfinished(self._destination)
+        if not now.open() or now.plan.build_id != self.plan.build_id:
+            raise CacheError(
+                f"{self.path} was removed while a shard was built in it, for example by 'fastload cache rm': "
+                "build again"
+            )
 
     # --- the end ------------------------------------------------------------------------------------------
 
