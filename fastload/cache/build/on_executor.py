@@ -29,7 +29,7 @@ from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.files import check_openable
 from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import refuse_random
-from fastload.errors import CacheError, ErrorBudgetError
+from fastload.errors import CacheBusyError, CacheError, ErrorBudgetError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +77,7 @@ class Task:
                 return build_shard(source, self.path, shard, self.num_shards, **options)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code; the driver reports it
             failure = f"on {socket.gethostname()}: {_in_one_line(error)}"
-            if type(error) is CacheError:  # the file system has refused
+            if type(error) in (CacheError, CacheBusyError):  # refused, or not ended
                 raise TransientTaskError(failure) from None
             return failure
 
