@@ -52,7 +52,7 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
         files = sorted(
             (open_file(one, is_copy=is_copy) for one in paths), key=lambda file: file.indices.start
         )
-    except OSError as error:  # CacheError is an OSError
+    except (OSError, CacheError) as error:
         cause = error.__cause__ or error
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
             raise CacheError(f"{path} cannot be opened: {_too_many(len(paths))}") from cause
