@@ -134,7 +134,7 @@ class TestPaths:
         result = run("ls", tmp_path / "file")
 
         assert result.exit_code == 2
-        assert "is not a directory: give the directory" in complaint(result)
+        assert "there is no directory at" in complaint(result)
 
     @pytest.mark.parametrize("command", ["info", "verify"])
     def test_a_directory_that_is_no_cache_leads_to_ls(self, command: str, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ class TestPaths:
             result = run(*COMMANDS[command], tmp_path / "locked" / "cache")
 
         assert result.exit_code == 1
-        assert f"{tmp_path}/locked/cache: Permission denied" in complaint(result)
+        assert re.search(rf"{tmp_path}/locked/cache.*: Permission denied", complaint(result))
 
     @pytest.mark.usefixtures("ordinary_user")
     def test_ls_passes_over_what_may_not_be_read(self, tmp_path: Path) -> None:
@@ -177,18 +177,18 @@ class TestPaths:
 
         assert result.exit_code == 0
         assert [item["path"] for item in json.loads(result.stdout)["caches"]] == [f"{tmp_path}/one"]
-        assert "2 files or directories may not be read by this user" in result.stderr
 
     @pytest.mark.usefixtures("ordinary_user")
     def test_rm_in_a_closed_directory_removes_nothing(self, tmp_path: Path) -> None:
-        """The line says so before a question is asked."""
+        """The lock cannot be made there."""
         (tmp_path / "folder").mkdir()
         dest = built(tmp_path / "folder" / "cache")
         with closed(tmp_path / "folder", 0o500):
-            result = run("rm", dest)
+            result = run("rm", dest, "--yes")
 
         assert result.exit_code == 1
-        assert f"{dest} was not removed: files in {tmp_path}/folder may not be removed" in complaint(result)
+        assert "Permission denied" in complaint(result)
+        assert dest.exists()
 
 
 class TestDest:

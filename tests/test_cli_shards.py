@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastload.cache.build import build as builds
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from tests.cli_zoo import NUM_SAMPLES
 from tests.test_cli import run
@@ -119,18 +118,18 @@ def test_join_is_told(tmp_path: Path) -> None:
     assert first.stdout.startswith(f"{tmp_path}/cache: joined: {NUM_SAMPLES} of {NUM_SAMPLES} samples, ")
     told = json.loads(second.stdout)
     assert (told["was_joined"], told["num_shards"], second.exit_code) == (False, 2, 0)
-    assert "joined already, and the cache matches" in shard("1/2", tmp_path / "cache").stdout
+    assert "joined already: the cache matches" in shard("1/2", tmp_path / "cache").stdout
 
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_join_without_all_shards_fails(tmp_path: Path) -> None:
-    """One line names the commands."""
+    """One line names a command."""
     shard("2/3", tmp_path / "cache")
     result = run("join", tmp_path / "cache")
 
     assert result.exit_code == 1
     assert re.match(
-        r"shards 1, 3 of 3 are missing: .*build-shard SOURCE .* 1/3', .* 3/3'; then", complaint(result)
+        r"2 of 3 shards are missing or damaged: 1, 3\. .*build-shard SOURCE .* 1/3', then", complaint(result)
     )
 
 
@@ -140,7 +139,7 @@ def test_join_without_all_shards_fails(tmp_path: Path) -> None:
         ("0/4", "K from 1 to N"),
         ("5/4", "K from 1 to N"),
         ("1/0", "K from 1 to N"),
-        ("3", "should be K/N, such as 3/64"),
+        ("3", "such as 3/64"),
         ("a/b", "should be K/N"),
         ("1/2/3", "should be K/N"),
     ],
@@ -157,7 +156,7 @@ def test_a_shard_that_does_not_exist_is_wrong_usage(text: str, said: str, tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--workers", "2", "--ray", "auto"], "--workers is for builds on one machine"),
+        (["--workers", "2", "--ray", "auto"], "omit --workers"),
     ],
 )
 def test_options_that_exclude_each_other(options: Sequence[str], said: str, tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     result = run("build", ZOO, tmp_path / "cache", "--ray", "auto")
 
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert complaint(result).endswith('not installed: pip install "fastload-torch[ray]"')
 
 
@@ -187,18 +186,3 @@ def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
     assert joined.exit_code == 1
     assert "error budget allows 0" in complaint(joined)
     assert run("join", tmp_path / "cache").exit_code == 3
-
-
-@pytest.mark.usefixtures("needs_lmdb")
-def test_an_interrupt_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All samples that were decoded, those of unfinished shards too."""
-    shard("1/2", tmp_path / "cache")
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(builds, "build_shard", interrupted)
-    result = shard("2/2", tmp_path / "cache")
-
-    assert result.exit_code == 130
-    assert "interrupted: the decoded samples are kept" in result.stderr

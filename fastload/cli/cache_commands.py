@@ -88,7 +88,7 @@ def build(
         typer.Argument(
             parser=place("DEST", is_new=True),
             metavar="DEST",
-            help="The cache: a file, or with --shards a directory; or a URL such as "
+            help="The cache: a file, or with several shards a directory; or a URL such as "
             "s3://bucket/caches/train, to which shards are uploaded as they are finished.",
         ),
     ],
@@ -104,8 +104,8 @@ def build(
         int | None,
         typer.Option(
             min=1,
-            help="Number of files of the cache; default: 1, with --ray a few for each CPU, for a URL so many "
-            "that a file has about 1 GiB.",
+            help="Number of files of the cache; default: so many that a file has about 1 GiB, with --ray a "
+            "few for each CPU. An interrupted build loses the file that it writes.",
         ),
     ] = None,
     ray: Annotated[
@@ -129,55 +129,40 @@ def build(
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:
         raise CommandError("DEST is a URL, and so is --out: give one of them")
-    if ray is not None and url is not None:
+    if ray is not None and (url is not None or workers is not None):
         raise CommandError(
-            "--ray builds in a directory that all machines see: give a DEST there, and upload the cache "
-            "with 'fastload cache build SOURCE DEST --out URL'"
+            "--ray builds in a directory that all machines see, by a task for each CPU: give a DEST there, "
+            "omit --workers, and upload the cache with 'fastload cache build SOURCE DEST --out URL'"
         )
-    if ray is not None and workers is not None:
-        raise CommandError("--workers is for builds on one machine: with --ray, a task for each CPU decodes")
     was_built = path is not None and not os.path.exists(path)
     started_s = time.monotonic()
-    with _interruptible(path, url):
-        cache: LMDBCache | Manifest
-        if ray is not None:
-            cache = _build_on_ray(SourceElsewhere(source, size, os.getcwd()), dest, ray, options)
-        else:
-            from fastload.cache.build.build import build_lmdb
-            from fastload.cache.build.upload import build_at_url
+    cache: LMDBCache | Manifest
+    if ray is not None:
+        from fastload.integrations import ray_build
 
-            with _opened(source, size, codec) as (dataset, fingerprint):
-                options |= {"num_workers": workers, "fingerprint": fingerprint}
-                if url is not None:
-                    cache, was_built = build_at_url(dataset, url, path=path, **options)
-                else:
-                    cache = build_lmdb(dataset, dest, **options)
+        with users_code(source):
+            elsewhere = SourceElsewhere(source, size, os.getcwd())
+            cache = ray_build.build(elsewhere, dest, address=ray, **options)
+    else:
+        from fastload.cache.build.build import build_lmdb
+        from fastload.cache.build.upload import build_at_url
+
+        with _opened(source, size, codec) as (dataset, fingerprint):
+            options |= {"num_workers": workers, "fingerprint": fingerprint}
+            if url is not None:
+                cache, was_built = build_at_url(dataset, url, path=path, **options)
+            else:
+                cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
     return _finished(cache, done, was_built=was_built, elapsed_s=round(elapsed_s, 3))
 
 
-def _build_on_ray(source: SourceElsewhere, path: str, address: str, options: dict[str, Any]) -> LMDBCache:
-    from fastload.integrations import ray_build
-
-    try:
-        ray_build.imported()
-    except ImportError as error:
-        raise CommandError(f"--ray: {error}") from error
-    with users_code(source.source):
-        return ray_build.build(source, path, address=address, **options)
-
-
 def _shard(text: str) -> tuple[int, int]:
     """The shard of K/N, from 0, and the number of shards."""
     number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal()):
-        raise CommandError(f"the shard should be K/N, such as 3/64, but got {text!r}")
-    if not 1 <= int(number) <= int(count):
-        raise CommandError(
-            f"the shard should be K/N with K from 1 to N, but got {text!r}: shards count from 1, and "
-            "the last of 64 is 64/64"
-        )
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise CommandError(f"the shard should be K/N with K from 1 to N, such as 3/64, but got {text!r}")
     return int(number) - 1, int(count)
 
 
@@ -217,26 +202,22 @@ def build_shard(
     numbers = _shard(shard)
     options = _options(codec, quality, on_error, error_budget)
     started_s = time.monotonic()
-    with _interruptible(dest, None), _opened(source, size, codec) as (dataset, fingerprint):
+    with _opened(source, size, codec) as (dataset, fingerprint):
         built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
     elapsed_s = time.monotonic() - started_s
     result = {"path": dest, **asdict(built), "shard": built.shard + 1, "elapsed_s": round(elapsed_s, 3)}
-    result["num_skipped"] = len(result.pop("left_out"))
-    named = f"{dest}: shard {built.shard + 1} of {built.num_shards}"
-    if not built.num_samples:
-        return Answer(
-            result, [f"{named}: nothing to build, because the dataset has fewer samples than shards"]
-        )
-    if built.is_joined and not built.was_built:
-        return Answer(result, [f"{named}: the shards are joined already, and the cache matches"])
+    result["num_skipped"] = result.pop("num_left_out")
     done = f"built in {elapsed_s:,.1f} s" if built.was_built else "was built before"
-    lines = [f"{named}: {done}: {built.num_samples:,} samples, {readable_size(built.nbytes)}"]
+    held = f"{built.num_samples:,} samples, {readable_size(built.nbytes)}"
+    if built.is_joined:
+        done, held = "joined already", "the cache matches"
+    lines = [f"{dest}: shard {built.shard + 1} of {built.num_shards}: {done}: {held}"]
     if built.num_left_out:
         lines.append(
-            f"{built.num_left_out:,} of {built.num_samples:,} samples could not be read: 'fastload cache "
-            "join' writes the report"
+            f"{built.num_left_out:,} samples could not be read: 'fastload cache join' writes the report"
         )
-    lines.append(f"when all shards are built, run 'fastload cache join {shlex.quote(dest)}'")
+    if not built.is_joined:
+        lines.append(f"when all shards are built, run 'fastload cache join {shlex.quote(dest)}'")
     return Answer(result, lines, ExitCode.SKIPPED if built.num_left_out else ExitCode.FINE)
 
 
@@ -269,24 +250,6 @@ def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, An
         dataset = open_source(source, size)
         refuse_random(dataset)
         yield source_of_build(dataset, codec)
-
-
-@contextlib.contextmanager
-def _interruptible(path: str | None, url: str | None) -> Iterator[None]:
-    """Say after Ctrl-C what a build has kept."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if url is not None:
-            said = f"interrupted: uploaded shards are kept at {url}. Run the same command again to continue"
-        elif not os.path.exists(f"{path}.partial"):
-            said = "interrupted before anything was written"
-        else:
-            said = (
-                f"interrupted: the decoded samples are kept in {path}.partial. Run the same command again to "
-                f"continue, or 'fastload cache rm {shlex.quote(path or '')}' to remove them"
-            )
-        raise CommandError(said, ExitCode.INTERRUPTED) from error
 
 
 @answers(app)
@@ -374,14 +337,11 @@ def verify(path: CachePlace) -> Answer:
     from fastload.cache.build import inventory
 
     url = inventory.url_of_copy(cache.path)
-    cure = "Remove the cache and build it again"
-    if url is not None:
-        remove = f"Remove this copy with 'fastload cache rm {shlex.quote(cache.path)}'"
-        cure = f"{remove}, and open {url} again, which downloads it again"
+    anew = "build it again" if url is None else f"open {url} again, which downloads it again"
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
     lines = [
-        f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged",
-        f"indices of their samples: {shown}. {cure}",
+        f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged, of samples {shown}",
+        f"remove it with 'fastload cache rm {shlex.quote(cache.path)}', and {anew}",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])
 
@@ -409,15 +369,11 @@ def _on_disk(directory: str) -> Answer:
 
     rows, result = [], []
     for item in inventory.list_caches(directory):
-        if item.cache is not None:
-            found = _facts(item.cache)
-            said = _held(found) + ("" if item.url is None else f", a copy of {item.url}")
-        else:
-            found = {"path": item.path, "problem": item.problem}
-            said = f"run the build again to continue with {item.path}{inventory.PARTIAL}"
-            said = item.problem or ("a build is running" if item.state == "building" else said)
-        url = {} if item.url is None else {"url": item.url}
-        result.append({**found, "state": item.state, "nbytes": item.nbytes, **url})
+        found = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
+        said = item.problem or _held(found)
+        if item.url is not None:
+            found, said = {**found, "url": item.url}, f"{said}, a copy of {item.url}"
+        result.append({**found, "state": item.state, "nbytes": item.nbytes})
         rows.append([item.path, item.state, readable_size(item.nbytes), said])
     return Answer({"caches": result}, table(rows) if rows else [f"no caches in {directory}"])
 
@@ -469,7 +425,7 @@ def rm(
     """
     from fastload.cache.build import inventory
 
-    nbytes = inventory.removable_bytes(path)
+    nbytes = inventory.size_of(inventory.files_of(path))
     if not yes:
         if not sys.stdin.isatty():
             raise CommandError(
@@ -504,28 +460,19 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     """The `--json` output about a cache on disk or at a URL."""
     from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
 
-    plan, num_shapes = cache.plan, None
     if isinstance(cache, Manifest):
         path, report = cache.url, f"{cache.url}/{REMOTE_REPORT_NAME}"
         num_skipped, has_report = cache.num_left_out, cache.num_left_out > 0
     else:
         path, report = cache.path, f"{cache.path}.errors.jsonl"
         num_skipped, has_report = cache.num_samples - cache.num_cached, os.path.exists(report)
-        num_shapes = cache.num_shapes
     return {
         "path": path,
-        "num_samples": plan.num_samples,
-        "num_cached": plan.num_samples - num_skipped,
+        **asdict(cache.plan),
+        "num_cached": cache.plan.num_samples - num_skipped,
         "num_skipped": num_skipped,
         "report": report if has_report else None,
         "nbytes": cache.nbytes,
-        "codec": plan.codec,
-        "quality": plan.quality,
-        "num_shards": plan.num_shards,
-        "num_shapes": num_shapes,
-        "classes": plan.classes,
-        "parts": None if plan.parts is None else dict(plan.parts),
-        "created_s": plan.created_s,
     }
 
 
@@ -555,14 +502,10 @@ def _skipped(found: dict[str, Any]) -> list[str]:
 
 def _training(found: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
-    path = found["path"]
-    if found["num_samples"] and not found["num_cached"]:
-        remove = "remove its files" if is_url(path) else f"'fastload cache rm {shlex.quote(path)}'"
-        return f"the cache is empty: look at the reasons, then {remove}"
-    transform = "; a random transform is its second argument"
-    if found["num_cached"] == found["num_samples"]:
-        return f"train from it with fastload.CachedDataset.from_cache({path!r}){transform}"
+    code = f"train from it with fastload.CachedDataset.from_cache({found['path']!r})"
+    if not found["num_skipped"]:
+        return f"{code}; a random transform is its second argument"
     return (
-        f"train from it with fastload.CachedDataset.from_cache({path!r}), which leaves these samples out"
-        f"{transform}; CachedDataset(dataset, ...) would read them from the dataset again and fail"
+        f"{code}, which leaves these samples out; CachedDataset(dataset, ...) would read them from the "
+        "dataset again and fail"
     )

@@ -177,7 +177,11 @@ def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer
                 _logs_shown(logging.ERROR if quiet else logging.INFO),
                 _stdout_diverted() if as_json else contextlib.nullcontext(),
             ):
-                answer = function(**arguments)
+                try:
+                    answer = function(**arguments)
+                except KeyboardInterrupt as error:
+                    text = "; ".join(["interrupted", *getattr(error, "__notes__", [])])
+                    raise CommandError(text, ExitCode.INTERRUPTED) from error
                 if answer.complaint and (as_json or quiet):
                     log.error("%s", answer.complaint)
             if as_json:

@@ -6,7 +6,8 @@ there is no such code here. The rest of the driver is in `cache.build.on_executo
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future, wait
+from concurrent import futures
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.build.on_executor import TransientTaskError, build_on
@@ -14,6 +15,7 @@ from fastload.cache.build.on_executor import TransientTaskError, build_on
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
@@ -66,7 +68,13 @@ def build(
         CacheMismatchError: The cache or the unfinished build at ``path`` is of other samples or settings.
         ErrorBudgetError: More samples than the budget could not be read; finished shards are kept.
     """
-    ray = imported()
+    try:
+        import ray
+        import ray.exceptions
+    except ImportError as error:
+        raise ImportError(
+            'a build on a cluster needs Ray, which is not installed: pip install "fastload-torch[ray]"'
+        ) from error
     is_own = not ray.is_initialized()
     if is_own:
         try:
@@ -93,22 +101,6 @@ def build(
     finally:
         if is_own:
             ray.shutdown()
-
-
-def imported() -> Any:
-    """Ray.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise ImportError(
-            'a build on a cluster needs Ray, which is not installed: pip install "fastload-torch[ray]"'
-        ) from error
-    return ray
 
 
 class RayExecutor(Executor):
@@ -145,11 +137,7 @@ class RayExecutor(Executor):
                 if not future.done():
                     self._ray.cancel(future.object_ref)
         if wait:
-            _wait(self._futures, _CANCEL_S if cancel_futures else None)
-
-
-def _wait(futures: list[Future[Any]], timeout_s: float | None) -> None:
-    wait(futures, timeout_s)
+            futures.wait(self._futures, _CANCEL_S if cancel_futures else None)
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache.build import inventory, unfinished
+from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -236,18 +236,3 @@ def test_a_finished_cache_is_listed_beside_a_foreign_partial_file(tmp_path: Path
         ("cache", "finished"),
         ("other", "finished"),
     ]
-
-
-def test_a_finished_cache_opens_although_remains_of_its_build_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They may belong to another user."""
-
-    def refused(*_: Any) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-    (tmp_path / "cache.partial").mkdir()
-    monkeypatch.setattr(unfinished.shutil, "rmtree", refused)
-
-    assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).num_cached == 3

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.lmdb.format import read_description, write_description
+from fastload.cache.lmdb.files import open_file
+from fastload.cache.lmdb.format import write_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError
 from tests.cache.zoo import Images
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def rewrite(path: Path, change: Any) -> None:
     """Change the environment in place, as only a test may."""
-    description = read_description(str(path))
+    description = open_file(str(path)).description
     environment = lmdb.open(str(path), subdir=False, lock=False)
     with environment, environment.begin(write=True) as transaction:
         change(transaction)

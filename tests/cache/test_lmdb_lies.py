@@ -224,12 +224,12 @@ def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
         forgery.fields["missing"] = [[20, 1]]
 
     forge(shard, change)
-    with pytest.raises(CacheCorruptError, match="descriptions of it differ"):
+    with pytest.raises(CacheMismatchError, match="shards of two caches"):
         LMDBCache(path)
 
 
 def test_millions_of_lost_shards_are_not_listed(tmp_path: Path) -> None:
-    """An error names the first lost shards, however many a file claims there to be."""
+    """An error names the first lost shard, however many a file claims there to be."""
     (tmp_path / "cache").mkdir()
     shard = tmp_path / "cache" / "0.lmdb"
     build_lmdb(Images(20), shard, num_workers=0).close()
@@ -238,7 +238,7 @@ def test_millions_of_lost_shards_are_not_listed(tmp_path: Path) -> None:
         forgery.fields["plan"].update(num_samples=20 * 10**9, num_shards=10**9)
 
     forge(shard, change)
-    with pytest.raises(CacheMismatchError, match=r"of 1000000000 shards, number 1, 2, .*, 10, \.\.\. "):
+    with pytest.raises(CacheMismatchError, match=r"has 1 of the 1,000,000,000 shards"):
         LMDBCache(tmp_path / "cache")
 
 

@@ -72,16 +72,16 @@ class LMDBStates(RuleBasedStateMachine):
         samples=st.lists(st.none() | _SAMPLES, max_size=12),
         codec=st.sampled_from(["raw", "png"]),
         shards=st.integers(1, 4),
-        commit_records=st.integers(1, 4),
+        commit_bytes=st.integers(1, 9000),
     )
-    def begin(self, samples: list[Any], codec: str, shards: int, commit_records: int) -> None:
+    def begin(self, samples: list[Any], codec: str, shards: int, commit_bytes: int) -> None:
         self.model = dict(enumerate(samples))
         self.settings = {"codec": codec, "shards": shards, "on_error": "skip", "num_workers": 0}
-        self.commit_records = commit_records
+        self.commit_bytes = commit_bytes
 
     def build(self, source: Source) -> LMDBCache:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lmdb_writer, "_COMMIT_RECORDS", self.commit_records)
+            patch.setattr(lmdb_writer, "_COMMIT_BYTES", self.commit_bytes)
             patch.setattr("time.time", lambda: 1e9)  # the same bytes at every run: damage hits the same
             patch.setattr("os.urandom", bytes)
             return build_lmdb(source, self.path, progress=False, **self.settings)

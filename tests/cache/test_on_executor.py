@@ -21,7 +21,6 @@ import pytest
 from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
-from fastload.cache.build.unfinished import Unfinished
 from fastload.errors import (
     CacheError,
     CacheMismatchError,
@@ -118,19 +117,20 @@ def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
 
 
 def test_a_large_cluster_gets_shards_that_a_process_can_open(
-    executors: Callable[..., OneByOne], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """Each open shard takes two descriptors, of which a process may have 1024."""
+    submitted = []
 
-    def stop(_: int) -> None:
-        raise KeyboardInterrupt
+    class Counting(OneByOne):
+        def submit(self, task: Any, /, *_: Any, **__: Any) -> Future[Any]:
+            submitted.append(task.num_shards)
+            raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        build_on(executors(before=stop), images(2000), tmp_path / "cache", num_cpus=4096, progress=False)
+    with Counting() as executor, pytest.raises(KeyboardInterrupt):
+        build_on(executor, images(2000), tmp_path / "cache", num_cpus=4096, progress=False)
 
-    with contextlib.closing(Unfinished(os.fspath(tmp_path / "cache"))) as files:
-        assert files.open()
-        assert files.plan.num_shards == 128
+    assert submitted == [128]
 
 
 def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> 
         os.chdir(tmp_path / "elsewhere")
         return Elsewhere(8)
 
-    task = Task(opened, os.fspath(tmp_path / "cache"), 1, None, None, "raise", 1.0)
-    assert task(0).failure is None
+    settings = {"codec": None, "quality": None, "on_error": "raise"}
+    assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), 1, settings)(0), str)
 
     assert set(during) == {os.fspath(tmp_path / "elsewhere")}
     assert os.getcwd() == before
@@ -159,7 +159,7 @@ def test_a_finished_cache_is_opened(executors: Callable[..., OneByOne], tmp_path
     build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3)
     executor = executors()
 
-    assert "matches the dataset" in build_on(executor, images(), tmp_path / "cache", num_cpus=2).explain()
+    assert "match the dataset" in build_on(executor, images(), tmp_path / "cache", num_cpus=2).explain()
     assert executor.ran == []
     with pytest.raises(CacheMismatchError, match="number of samples"):
         build_on(executor, images(41), tmp_path / "cache", num_cpus=2)
@@ -180,7 +180,7 @@ def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_
     second = executors()
     cache = build_on(second, images(), tmp_path / "cache", num_cpus=2)
 
-    assert "build again to build the others" in caught.value.__notes__[-1]
+    assert "build again to resume" in caught.value.__notes__[-1]
     assert first.is_ended.is_set()
     assert second.ran in ([2, 3, 4], [2, 4])  # the task in progress may have finished
     assert cache.verify() == []
@@ -199,7 +199,7 @@ def test_failures_are_told_together_and_the_rest_is_kept(
     host = os.uname().nodename
     assert told.startswith(f"2 of 4 shards were not built: shard 1/4 on {host}: ImageReadError: ")
     assert "; in sample 7 of the dataset; shard 4/4 on " in told
-    assert f"The finished part is kept at {tmp_path}/cache.partial" in told
+    assert f"Finished shards are kept at {tmp_path}/cache.partial" in caught.value.__notes__[-1]
     assert sorted(executor.ran) == [0, 3]
     assert cache.num_cached == 40
 
@@ -270,21 +270,21 @@ def test_a_disk_that_is_full_once_is_tried_again(
     executors: Callable[..., OneByOne], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The executor repeats such a task; if it never passes, the error says so."""
-    real = os.link
+    real = os.rename
     refused = []
 
     def refuse_once(*args: Any, **options: Any) -> None:
-        if "00001-of" in str(args[0]) and (not refused or always):
+        if "00001-of" in str(args[1]) and (not refused or always):
             refused.append(args[0])
             raise OSError(28, os.strerror(28))
         real(*args, **options)
 
     always = False
-    monkeypatch.setattr(os, "link", refuse_once)
+    monkeypatch.setattr(os, "rename", refuse_once)
     assert build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3).verify() == []
     assert len(refused) == 1
     always = True
-    with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3: on .*No space left"):
+    with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3 on .*No space left"):
         build_on(executors(), images(), tmp_path / "other", num_cpus=2, shards=3)
 
 

@@ -179,7 +179,7 @@ def local_twin(folder: Path, **options: Any) -> Path:
     partial.mkdir()
     from dataclasses import asdict
 
-    fields = {"version": 1, "plan": asdict(plan), "boot_id": "", "skips": True}
+    fields = {"version": 1, "plan": asdict(plan), "error_budget": 1.0}
     (partial / "plan.json").write_text(json.dumps(fields))
     bad = options.pop("bad", ())
     build_lmdb(
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
     run(FULL_EVERYWHERE, tmp_path, "torch", limit_s=LIMIT_S).check_end()
     said = (tmp_path / "error").read_text()
 
-    assert said.startswith("2 of 2 shards were not built: shard 1/2: on ")
+    assert said.startswith("2 of 2 shards were not built: shard 1/2 on ")
     assert said.count("cannot write the cache") == said.count("(2 attempts)") == 2
 
 
@@ -233,7 +233,7 @@ if __name__ == "__main__":
     try:
         ray_build.build(images, FOLDER / "cache", shards=4)
     except KeyboardInterrupt as error:
-        assert "build again to build the others" in error.__notes__[-1], error.__notes__
+        assert "build again to resume" in error.__notes__[-1], error.__notes__
         (FOLDER / "interrupted").touch()
         left = [name for name in os.listdir(FOLDER / "cache.partial") if name.startswith(".")]
         assert left == [], left

@@ -343,11 +343,11 @@ def test_ctrl_c_says_that_uploaded_shards_are_kept(host: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(upload, "build_shard", interrupted)
+        patch.setattr(upload.Build, "write", interrupted)
         result = CliRunner().invoke(app, command)
 
     assert result.exit_code == 130
-    assert "uploaded shards are kept at s3://photos/caches/stopped" in result.output
+    assert "Finished shards are kept at s3://photos/caches/stopped" in result.output
     assert run(*command)["was_built"]
 
 

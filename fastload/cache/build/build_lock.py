@@ -1,7 +1,7 @@
-"""The lock that allows one builder per destination.
+"""The lock that allows one builder per destination, and per shard.
 
-`build` and `inventory` take it in the parent; a build of single shards takes none. It ends with the process
-that holds it, and forked workers do not hold it.
+Builds of whole caches, of shards, and removals take it in the parent. It ends with the process that holds it,
+and forked workers do not hold it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,40 @@ _building: dict[tuple[int, str], object] = {}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
+_END = ".fastload-lock"
+
+
+def locked_by(name: str) -> str | None:
+    """The name of the file whose lock file has this name; None if it is no lock file."""
+    return name[1 : -len(_END)] if name.endswith(_END) else None
+
+
 def lock_name(path: str) -> str:
     """The path of the lock file of a destination; no other program gives a file this name."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}.fastload-lock")
+    return os.path.join(directory, f".{name}{_END}")
 
 
 @contextlib.contextmanager
-def only_builder(path: str) -> Iterator[None]:
-    """Hold the lock on a destination; never waits.
+def only_builder(path: str, title: str | None = None) -> Iterator[None]:
+    """Hold the lock on a destination, or on a shard; never waits.
 
     On a file system without locks nothing is locked, and a log line says so: the files of a build are safe
     without a lock (see `unfinished`).
+
+    Args:
+        path: The path of the cache or of the shard.
+        title: Its name in messages; None for its path.
 
     Raises:
         CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
-    name, key, own = lock_name(path), (os.getpid(), os.path.realpath(path)), object()
+    name, key, own = lock_name(path), _key(path), object()
+    title = title or path
     with contextlib.ExitStack() as stack:
         if _building.setdefault(key, own) is not own:
-            raise CacheBusyError(f"{path} is being built by another thread: wait until it has finished")
+            raise CacheBusyError(f"{title} is being built by another thread: wait until it has finished")
         stack.callback(_building.pop, key)
         with writing(path):
             try:
@@ -58,13 +71,17 @@ def only_builder(path: str) -> Iterator[None]:
                 log.info("%s: not locked, because this file system does not have locks", path)
                 is_ours = True
         if not is_ours:
-            raise CacheBusyError(f"{path} is being built by {_holder(name)}: wait until it has finished")
+            raise CacheBusyError(f"{title} is being built by {_holder(name)}: wait until it has finished")
         yield
 
 
 def is_being_built(path: str) -> bool:
-    """Whether a builder, in another process, holds the lock on a destination now."""
-    return is_held(lock_name(path))
+    """Whether a builder holds the lock on a destination or on a shard now."""
+    return _key(path) in _building or is_held(lock_name(path))
+
+
+def _key(path: str) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(path)
 
 
 def _holder(name: str) -> str:

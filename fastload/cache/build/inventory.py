@@ -6,8 +6,8 @@ Rules:
    `build_lock`).
 2. A file is ours if it ends as fastload's caches do. A directory is ours if all names in it are names that a
    build gives. Other files are never removed, and nothing is removed if a foreign file is among ours.
-3. Removing files requires the builder's lock. Processes that build single shards have no lock: files are not
-   removed while such a process works on this machine. A process on another machine then fails, and says why.
+3. Nothing is removed while a builder of this machine is at work. A builder on another machine then fails, and
+   says why.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import os
 import shlex
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.names import NAMES, foreign_part, is_written_here
-from fastload.cache.build.unfinished import Unfinished
+from fastload.cache.build.build_lock import is_being_built, locked_by, only_builder
+from fastload.cache.build.names import NAMES, foreign_part
+from fastload.cache.build.unfinished import REPORT, Unfinished
 from fastload.cache.lmdb.copies import manifest_of_copy
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
-from fastload.system.logs import log
 
-PARTIAL, REPORT = ".partial", ".errors.jsonl"
+_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Found:
         state: `"finished"`, `"damaged"`, `"unfinished"`, or `"building"` while a builder is at work.
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
-        problem: The reason why a damaged cache is damaged, or what a build of shards lacks.
+        problem: Why a damaged cache is damaged, or what an unfinished one lacks.
         url: The URL of which the cache is a local copy; None if it is not a copy.
     """
 
@@ -54,11 +53,10 @@ def list_caches(directory: str) -> list[Found]:
     """The caches and unfinished builds in a directory, but not in its subdirectories, sorted by path.
 
     A directory of shards is listed as one cache. Files and directories that this user may not read are
-    skipped, and a log line gives their number.
+    skipped.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        NotADirectoryError: The path is not a directory.
         PermissionError: It may not be read.
     """
     directory = os.path.abspath(directory)
@@ -66,29 +64,13 @@ def list_caches(directory: str) -> list[Found]:
         return [_look(directory)]
     try:
         names = os.listdir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no directory at {directory}") from None
-    except NotADirectoryError:
-        raise NotADirectoryError(
-            f"{directory} is not a directory: give the directory in which to look for caches"
-        ) from None
-    paths = {os.path.join(directory, name.removesuffix(PARTIAL)) for name in names}
-    found, closed = [], []
-    for path in sorted(paths):
-        try:
-            if _is_finished(path) or _is_partial(path + PARTIAL):
+    found = []
+    for path in sorted({os.path.join(directory, name.removesuffix(_PARTIAL)) for name in names}):
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # it may have been removed just now
+            if _is_finished(path) or _is_partial(path + _PARTIAL):
                 found.append(_look(path))
-        except PermissionError:
-            closed.append(path)
-        except FileNotFoundError:
-            continue  # it was removed after the directory was listed
-    if closed:
-        log.warning(
-            "%s: %d files or directories may not be read by this user and are not listed, such as %s",
-            directory,
-            len(closed),
-            closed[0],
-        )
     return found
 
 
@@ -101,39 +83,21 @@ def files_of(path: str) -> list[str]:
         PermissionError: A directory may not be entered.
     """
     found = []
-    for place, is_ours in ((path, _is_finished), (path + PARTIAL, _is_partial)):
-        try:
-            os.lstat(place)
-        except (FileNotFoundError, NotADirectoryError):
+    for place, is_ours in ((path, _is_finished), (path + _PARTIAL, _is_partial)):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(place)  # raises if the directory may not be entered
+        if not os.path.lexists(place):
             continue
         if not is_ours(place):
             raise CacheMismatchError(
                 f"{place} is not a cache of fastload, or holds other files too: nothing was removed. "
                 "If it is a truncated cache, delete it by hand"
             )
-        found += _files_at(place)
+        inside = sorted(os.listdir(place)) if os.path.isdir(place) else []
+        found += [*(os.path.join(place, name) for name in inside), place]
     if not found:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
-    return found + [path + suffix for suffix in (REPORT,) if os.path.isfile(path + suffix)]
-
-
-def _files_at(place: str) -> list[str]:
-    inside = sorted(os.listdir(place)) if os.path.isdir(place) else []
-    return [*(os.path.join(place, name) for name in inside), place]
-
-
-def removable_bytes(path: str) -> int:
-    """The size of all files that `remove` would remove.
-
-    Raises:
-        FileNotFoundError: There is neither a cache nor an unfinished build.
-        CacheMismatchError: There is something else at the path.
-        CacheError: This user may not change the directory.
-    """
-    files, directory = files_of(path), os.path.dirname(path)
-    if not os.access(directory, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
-        raise CacheError(f"{path} was not removed: files in {directory} may not be removed by this user")
-    return size_of(files)
+    return found + [path + REPORT] * os.path.isfile(path + REPORT)
 
 
 def remove(path: str) -> tuple[list[str], int]:
@@ -151,10 +115,8 @@ def remove(path: str) -> tuple[list[str], int]:
     files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
     with only_builder(path):
         files = files_of(path)
-        if _builds_shards_here(path):
-            raise CacheBusyError(
-                f"shards of {path} are being built on this machine: wait until they are finished"
-            )
+        if _builds_shards(path):
+            raise CacheBusyError(f"shards of {path} are being built: wait until they are finished")
         nbytes = size_of(files)
         for file in files:
             if os.path.isdir(file):
@@ -170,51 +132,47 @@ def size_of(files: list[str]) -> int:
     nbytes = 0
     for file in files:
         with contextlib.suppress(FileNotFoundError):  # a process that builds a shard removed its own file
-            if not os.path.isdir(file):
-                nbytes += os.lstat(file).st_size
+            nbytes += 0 if os.path.isdir(file) else os.lstat(file).st_size
     return nbytes
 
 
-def _builds_shards_here(path: str) -> bool:
+def _builds_shards(path: str) -> bool:
     """Whether a process of this machine builds a shard of the cache at `path`."""
-    try:
-        return any(map(is_written_here, os.listdir(path + PARTIAL)))
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    partial = path + _PARTIAL
+    names = os.listdir(partial) if os.path.isdir(partial) else []
+    locked = filter(None, map(locked_by, names))
+    return any(is_being_built(os.path.join(partial, name)) for name in locked)
 
 
 def _look(path: str) -> Found:
+    is_finished = _is_finished(path)
     try:
         nbytes = size_of(files_of(path))
     except CacheMismatchError:  # another program's file beside it ends in .partial
-        nbytes = size_of(_files_at(path))
-    if not _is_finished(path):
-        state = "building" if is_being_built(path) or _builds_shards_here(path) else "unfinished"
-        return Found(path, state, nbytes, problem=_what_shards_lack(path))
+        nbytes = size_of([path])
+    if not is_finished:
+        state = "building" if is_being_built(path) or _builds_shards(path) else "unfinished"
+        return Found(path, state, nbytes, problem=_what_is_missing(path))
     try:
         return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_copy(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return Found(path, "damaged", nbytes, problem=str(error))
 
 
-def _what_shards_lack(path: str) -> str | None:
-    """What is left to do in a build of shards, or in a download; None if it is a build by one process."""
-    url = url_of_copy(path + PARTIAL)
+def _what_is_missing(path: str) -> str:
+    """What is left to do in a build or in a download."""
+    url = url_of_copy(path + _PARTIAL)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
-    with contextlib.closing(Unfinished(path)) as files:
-        try:
-            if not files.open() or not files.is_shared:
-                return None
-            missing = len(files.missing())
-        except CacheError as error:
-            return str(error)
-        if not missing:
-            return (
-                f"all {files.plan.num_shards} shards are built: run 'fastload cache join {shlex.quote(path)}'"
-            )
-        build = "build them with 'fastload cache build-shard', then join"
-        return f"{missing} of {files.plan.num_shards} shards are missing: {build}"
+    files = Unfinished(path)
+    try:
+        num_shards = files.plan.num_shards if files.open() else 0
+        missing = [shard for shard in range(num_shards) if files.finished(shard) is None]
+    except CacheError as error:
+        return str(error)
+    if num_shards and not missing:
+        return f"all {num_shards} shards are built: run 'fastload cache join {shlex.quote(path)}'"
+    return f"{len(missing)} of {num_shards} shards are missing: run the build again to continue"
 
 
 def url_of_copy(directory: str) -> str | None:

@@ -16,69 +16,46 @@ See `lmdb.manifest` for the files at the URL. Rules:
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import math
 import os
-import shlex
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import check_left_out
-from fastload.cache.build.build import build_lmdb, build_shard
-from fastload.cache.build.differences import why_different
-from fastload.cache.build.plan import as_stored, check_arguments, make_plan
-from fastload.cache.build.reports import parse_report, read_report, report_text
-from fastload.cache.build.unfinished import Unfinished
+from fastload.cache.build.build import Build, build_lmdb
+from fastload.cache.build.build_lock import only_builder
+from fastload.cache.build.unfinished import REPORT, Unfinished, parse_report, read_report, report_text
 from fastload.cache.build.writer import writing
-from fastload.cache.codecs import SOURCE
 from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, digest_of_url, own_directory
+from fastload.cache.lmdb.description import why_different
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import (
     REMOTE_PLAN_NAME,
     REMOTE_REPORT_NAME,
     Manifest,
-    ShardFile,
     manifest_text,
     read_manifest,
     remote_files,
     shard_file,
 )
-from fastload.cache.locks import held
-from fastload.cache.record import record_parts
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, RemoteFolderError, add_note
-from fastload.nested.spec import flatten
+from fastload.errors import CacheError, CacheMismatchError, RemoteFolderError, add_note
 from fastload.system.disk import make_private_directory
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from concurrent.futures import Future
 
     from fastload.batch.failed_sample import FailedSample
-    from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
     from fastload.files.remote import RemoteFolder
 
-SHARD_BYTES = 1 << 30  # of a shard, about, unless the user gives a number of shards
-_REMOVE = "remove all files at that URL with your store's own tool"
+_REMOVE = "give another URL, or remove all files at that URL with your store's own tool"
 
 
 def build_at_url(
-    dataset: Any,
-    url: str,
-    *,
-    path: str | None = None,
-    num_workers: int | None = None,
-    progress: bool = True,
-    codec: str | None = None,
-    quality: int | None = None,
-    shards: int | None = None,
-    on_error: str = "raise",
-    error_budget: int | float = 1.0,
-    fingerprint: Fingerprint | None = None,
+    dataset: Any, url: str, *, path: str | None = None, shards: int | None = None, **options: Any
 ) -> tuple[Manifest, bool]:
     """The cache of a dataset at a URL: built and uploaded, unless it is there already.
 
@@ -86,16 +63,9 @@ def build_at_url(
         dataset: Map-style and deterministic.
         url: Any URL of fsspec to which files can be written.
         path: Where the cache is built and kept on the local disk, too; None to keep no shard that was
-            uploaded. A cache or an unfinished build of shards at the path is used.
-        num_workers: As in `build_lmdb`.
-        progress: As in `build_lmdb`.
-        codec: As in `build_lmdb`.
-        quality: As in `build_lmdb`.
-        shards: Number of files of the cache; None for that of an earlier build at the URL, or else so many
-            that a file has about 1 GiB, by the size of sample 0.
-        on_error: As in `build_lmdb`; the report is `errors.jsonl` below the URL.
-        error_budget: As in `build_lmdb`. The build ends after the shard that exceeds it.
-        fingerprint: As in `build_lmdb`.
+            uploaded.
+        shards: As in `build_lmdb`.
+        **options: See `Build`. The report about samples that are left out is `errors.jsonl` below the URL.
 
     Returns:
         The manifest, and whether this call has written it.
@@ -108,259 +78,158 @@ def build_at_url(
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
         ErrorBudgetError: More samples than the budget could not be read; all finished shards are kept.
         ImportError: A package for the URL is missing.
-        ValueError: An argument has none of the forms above, or the URL has an unknown protocol.
+        ValueError: An argument is invalid, or the URL has an unknown protocol.
     """
-    check_arguments(codec, quality, shards, on_error, error_budget)
     files = remote_files(url)
     scratch = os.path.join(own_directory("builds"), digest_of_url(files.url))
-    with _explained(is_scratch=path is None), contextlib.ExitStack() as stack:
-        with writing(scratch):
-            make_private_directory(os.path.dirname(scratch))
-            is_ours = stack.enter_context(held(f"{scratch}.lock", by_process=True))
-        if not is_ours:
-            raise CacheBusyError(
-                f"another process on this machine builds {files.url}: wait until it has finished"
-            )
-        options: dict[str, Any] = {
-            "codec": codec,
-            "quality": quality,
-            "num_workers": num_workers,
-            "progress": progress,
-            "probed": {},
-            "on_error": on_error,
-            "error_budget": error_budget,
-            "fingerprint": fingerprint,
-        }
-        local = None if path is None else os.path.abspath(path)
-        job = _Job(dataset, files, scratch, local, shards, options)
-        return job.run()
-
-
-@contextlib.contextmanager
-def _explained(*, is_scratch: bool) -> Iterator[None]:
-    """Say how to go on after an error of the store, and how to build elsewhere after one of the disk."""
+    build = Build(dataset, path or scratch, shards, kept=files.url, **options)
     try:
-        yield
+        with contextlib.ExitStack() as stack:
+            with writing(scratch):
+                make_private_directory(os.path.dirname(scratch))
+            stack.enter_context(only_builder(scratch, files.url))
+            finished = _read(files, MANIFEST_NAME)
+            found = finished or _read(files, REMOTE_PLAN_NAME)
+            if path is not None:
+                _check_one_build(files.url, found, path)
+                with contextlib.closing(build_lmdb(dataset, path, shards=shards, **options)) as cache:
+                    return finished or _upload_cache(_Upload(files, found, cache.plan), cache), not finished
+            plan = build.plan(None if found is None else found.plan)
+            if found is not None and (why := why_different(found.plan, plan)) is not None:
+                state = "an unfinished build" if finished is None else "a finished cache"
+                raise CacheMismatchError(
+                    f"{files.url} has {state} of other samples or settings: {why} (here: this command, "
+                    f"there: the URL). Nothing was changed: build with its samples and settings, {_REMOVE}"
+                )
+            manifest = finished or _build(build, _Upload(files, found, plan))
+            shutil.rmtree(f"{scratch}.partial", ignore_errors=True)
+            return manifest, not finished
     except RemoteFolderError as error:
-        raise CacheError(
-            f"{error}. Shards that were uploaded or finished are kept: build again to resume"
-        ) from error
+        raise CacheError(f"{error}. {build.kept}: build again to resume") from error
     except CacheError as error:
-        cause = error.__cause__
-        is_of_disk = type(error) is CacheError and not isinstance(cause, RemoteFolderError | None)
-        if is_scratch and is_of_disk:
+        if scratch in str(error):
             add_note(error, f"The environment variable {DIRECTORY_VARIABLE} names the directory for builds")
         raise
 
 
-@dataclass
-class _Job:
-    """A build for a URL.
+def _read(files: RemoteFolder, name: str) -> Manifest | None:
+    try:
+        return read_manifest(files, name)
+    except FileNotFoundError:
+        return None
+
+
+def _check_one_build(url: str, found: Manifest | None, path: str) -> None:
+    """Check that a local cache is of the build whose files are at the URL."""
+    if found is None:
+        return
+    if not os.path.lexists(path) or LMDBCache(path).plan.build_id != found.plan.build_id:
+        raise CacheMismatchError(f"{url} has another build than {path}: omit the local DEST, {_REMOVE}")
+
+
+def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
+    """Upload the shards of a cache on the disk."""
+    report = read_report(cache.path + REPORT)
+    for shard in upload.missing():
+        name, indices = shard_name(cache.plan, shard), cache.plan.indices_of(shard)
+        file = cache.path if os.path.isfile(cache.path) else os.path.join(cache.path, name)
+        upload.put(shard, file, [sample for sample in report if sample.index in indices])
+    return upload.finish()
+
+
+def _build(build: Build, upload: _Upload) -> Manifest:
+    """Build the shards that are not at the URL; each is removed from the disk when it is there."""
+    plan, local = upload.manifest.plan, Unfinished(build.path)
+    uploads: list[Future[None]] = []
+    for shard, left_out in upload.left_out.items():
+        build.check_may_leave_out(shard, left_out)
+        build.left_out += left_out
+    with contextlib.suppress(CacheMismatchError):
+        if not local.open() or local.plan.build_id != plan.build_id:
+            shutil.rmtree(local.path, ignore_errors=True)
+    local.begin(plan, build.error_budget)
+
+    def put(shard: int, left_out: list[FailedSample]) -> None:
+        upload.put(shard, local.path_of(shard), left_out)
+        os.unlink(local.path_of(shard))
+
+    def completed(shard: int, left_out: list[FailedSample]) -> None:
+        for earlier in uploads:
+            earlier.result()  # waits for room on the disk, and raises the error of an upload
+        uploads.append(thread.submit(put, shard, left_out))
+
+    try:
+        build.check_budget(plan)
+        with ThreadPoolExecutor(1, "fastload-upload") as thread:
+            build.write(local, upload.missing(), f"building {upload.manifest.url}", completed)
+            for future in uploads:
+                future.result()
+    except BaseException as error:
+        add_note(error, f"{build.kept}: build again to resume")
+        raise
+    return upload.finish()
+
+
+class _Upload:
+    """Uploads the shards of a cache.
+
+    Args:
+        files: The files at the URL.
+        found: What is there; None for nothing.
+        plan: The plan of the cache, if nothing is there.
 
     Attributes:
-        dataset: As in `build_at_url`.
-        files: The files at the URL.
-        scratch: How the paths of its files on the disk begin, where they are not kept.
-        path: Where they are kept; None for nowhere.
-        shards: As in `build_at_url`.
-        options: Arguments of `build_lmdb` and `build_shard`.
+        manifest: The plan, and the shards that are there.
+        left_out: By shard, the samples that it leaves out.
     """
 
-    dataset: Any
-    files: RemoteFolder
-    scratch: str
-    path: str | None
-    shards: int | None
-    options: dict[str, Any]
+    def __init__(self, files: RemoteFolder, found: Manifest | None, plan: Plan) -> None:
+        self.manifest = found or Manifest(files.url, plan, ())
+        self.left_out: dict[int, list[FailedSample]] = {}
+        self._files = files
+        if found is None:
+            self._write_plan()
+        elif found.num_left_out:
+            report = parse_report(files.load(REMOTE_REPORT_NAME).decode(errors="replace"))
+            for shard in range(found.plan.num_shards):
+                indices = found.plan.indices_of(shard)
+                self.left_out[shard] = [sample for sample in report if sample.index in indices]
 
-    def run(self) -> tuple[Manifest, bool]:
-        """Build and upload what is missing."""
-        finished = self._read(MANIFEST_NAME)
-        found = finished or self._read(REMOTE_PLAN_NAME)
-        plan = self._wanted(None if found is None else found.plan)
-        if found is not None and (why := why_different(found.plan, plan)) is not None:
-            state = "an unfinished build" if finished is None else "a finished cache"
-            raise CacheMismatchError(
-                f"{self.files.url} has {state} of other samples or settings: {why} (here: this command, "
-                f"there: the URL). Nothing was changed: build with its samples and settings, give another "
-                f"URL, or {_REMOVE}"
-            )
-        plan = plan if found is None else found.plan
-        if self.path is not None:
-            plan = self._build_local(self.path, plan, is_there=found is not None)
-        manifest = finished or self._upload_all(found or Manifest(self.files.url, plan, ()))
-        self._remove_scratch()  # also that of a build that was killed at its end
-        return manifest, finished is None
+    def missing(self) -> list[int]:
+        """The shards that are not there."""
+        names, plan = {shard.name for shard in self.manifest.shards}, self.manifest.plan
+        return [shard for shard in range(plan.num_shards) if shard_name(plan, shard) not in names]
 
-    def _read(self, name: str) -> Manifest | None:
-        try:
-            return read_manifest(self.files, name)
-        except FileNotFoundError:
-            return None
-
-    def _wanted(self, found: Plan | None) -> Plan:
-        """The plan of these samples and settings; where the user has none, the settings are those there."""
-        options = self.options
-        codec = options["codec"] = options["codec"] or ("raw" if found is None else found.codec)
-        if options["quality"] is None and found is not None and codec == found.codec:
-            options["quality"] = found.quality
-        quality = check_arguments(codec, options["quality"], None, "raise", 1.0)
-        source, fingerprint = as_stored(self.dataset, options["fingerprint"], codec)
-        probed = options["probed"]
-        plan = make_plan(
-            source,
-            probed,
-            codec=codec,
-            quality=quality,
-            shards=1,
-            skips=options["on_error"] == "skip",
-            fingerprint=fingerprint,
-        )
-        num_shards = self.shards or (None if found is None else found.num_shards)
-        if num_shards is None and 0 in probed:
-            parts, _ = record_parts(*flatten(probed[0]), "raw" if codec == SOURCE else codec, quality)
-            num_shards = math.ceil(sum(map(len, parts)) * plan.num_samples / SHARD_BYTES)
-        return replace(plan, num_shards=max(1, min(num_shards or 1, plan.num_samples)))
-
-    # --- on the disk --------------------------------------------------------------------------------------
-
-    def _remove_scratch(self, kept: str | None = None) -> None:
-        """Remove what was built for this URL, except by the plan with this id."""
-        root, name = os.path.split(self.scratch)
-        for other in os.listdir(root):
-            if other.startswith(f"{name}-") and other != f"{name}-{kept}.partial":
-                shutil.rmtree(os.path.join(root, other))
-
-    def _build_local(self, path: str, plan: Plan, *, is_there: bool) -> Plan:
-        """Build the cache that is kept on the disk, by the plan at the URL if there is one."""
-        num_shards = self.shards
-        if not os.path.lexists(path):
-            num_shards = plan.num_shards
-            if is_there:
-                self._follow(path, plan)
-        cache = build_lmdb(self.dataset, path, shards=num_shards, **self.options)
-        cache.close()
-        if is_there:
-            self._check_one_build(path, plan, cache.plan)
-        return cache.plan
-
-    def _follow(self, path: str, plan: Plan) -> None:
-        """Have the cache at a path built by a plan."""
-        with contextlib.closing(Unfinished(path)) as files:
-            files.begin(plan, self.options["error_budget"], is_shared=True)
-            self._check_one_build(path, plan, files.plan)
-
-    def _check_one_build(self, path: str, plan: Plan, local: Plan) -> None:
-        if plan.build_id != local.build_id:
-            raise CacheMismatchError(
-                f"{path} and {self.files.url} are of the same samples, but of two builds: omit the "
-                f"local DEST, remove it with 'fastload cache rm {shlex.quote(path)}', or {_REMOVE}"
-            )
-
-    def _built(self, plan: Plan, shards: list[int]) -> Iterator[tuple[int, str, list[FailedSample]]]:
-        """Shards, each with its file on the disk and the samples that it leaves out."""
-        if self.path is not None:
-            left_out = _by_shard(plan, read_report(f"{self.path}.errors.jsonl"))
-            is_one = os.path.isfile(self.path)
-            for shard in shards:
-                file = self.path if is_one else os.path.join(self.path, shard_name(plan, shard))
-                yield shard, file, left_out[shard]
-            return
-        scratch = f"{self.scratch}-{plan.build_id}"
-        self._remove_scratch(kept=plan.build_id)
-        self._follow(scratch, plan)
-        for shard in shards:
-            built = build_shard(
-                self.dataset, scratch, shard, plan.num_shards, name=self.files.url, **self.options
-            )
-            yield shard, os.path.join(f"{scratch}.partial", shard_name(plan, shard)), list(built.left_out)
-
-    # --- at the URL ---------------------------------------------------------------------------------------
-
-    def _upload_all(self, found: Manifest) -> Manifest:
-        """Build the shards that are not at the URL, upload them, and write the manifest."""
-        url, plan = found.url, found.plan
-        report = b""
-        if found.num_left_out:
-            with contextlib.suppress(FileNotFoundError):  # then its shards are built again
-                report = self.files.load(REMOTE_REPORT_NAME)
-        left_out = _by_shard(plan, parse_report(report.decode(errors="replace")))
-        listed = {shard.name: shard for shard in found.shards}
-        there = {}
-        for number in range(plan.num_shards):
-            shard = listed.get(shard_name(plan, number))
-            if shard is not None and shard.num_left_out == len(left_out[number]):
-                there[number] = shard
-            else:
-                left_out[number] = []
-        if any(left_out) and self.options["on_error"] == "raise":
-            raise CacheMismatchError(
-                f'shards at {url} were built before with on_error="skip", and leave out '
-                f'{sum(map(len, left_out)):,} samples: build with on_error="skip" too, or {_REMOVE}'
-            )
-        if there:
-            log.info("%s: %d of %d shards are there already", url, len(there), plan.num_shards)
-        else:
-            self.files.write(REMOTE_PLAN_NAME, manifest_text(found))
-        missing = [number for number in range(plan.num_shards) if number not in there]
-        with ThreadPoolExecutor(1, "fastload-upload") as thread:
-            uploads: list[Future[None]] = []
-            for number, file, left_out[number] in self._built(plan, missing):
-                for upload in uploads:
-                    upload.result()  # waits for room on the disk, and raises the error of an upload
-                uploads.append(thread.submit(self._upload, plan, number, file, there, left_out))
-                check_left_out(
-                    [sample for samples in left_out for sample in samples],
-                    self.options["error_budget"],
-                    plan.num_samples,
-                    f"Finished shards are kept at {url}: raise the budget, and build again to resume, or "
-                    f"repair the files, {_REMOVE}, and build again",
-                )
-            for upload in uploads:
-                upload.result()
-        if any(left_out):
-            log.warning(
-                "%s: %d of %d samples could not be read and are left out: see %s/%s",
-                *(url, sum(map(len, left_out)), plan.num_samples, url, REMOTE_REPORT_NAME),
-            )
-        manifest = Manifest(url, plan, tuple(there[number] for number in range(plan.num_shards)))
-        self.files.write(MANIFEST_NAME, manifest_text(manifest))
-        return manifest
-
-    def _upload(
-        self,
-        plan: Plan,
-        number: int,
-        file: str,
-        there: dict[int, ShardFile],
-        left_out: list[list[FailedSample]],
-    ) -> None:
+    def put(self, shard: int, path: str, left_out: list[FailedSample]) -> None:
         """Upload a shard, and note in the plan that it is there."""
-        url = self.files.url
-        followed = self._read(REMOTE_PLAN_NAME)
-        if followed is None or followed.plan.build_id != plan.build_id:
+        plan = self.manifest.plan
+        found = _read(self._files, REMOTE_PLAN_NAME)
+        if found is None or found.plan.build_id != plan.build_id:
             raise CacheError(
-                f"{url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, for example by "
-                "a build on another machine: run one build, and build again"
+                f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
+                "for example by a build on another machine: run one build, and build again"
             )
-        shard = shard_file(file, shard_name(plan, number), len(left_out[number]))
-        self.files.put(shard.name, file)
-        there[number] = shard
-        report = report_text(sample for done in sorted(there) for sample in left_out[done])
-        if report:
-            self.files.write(REMOTE_REPORT_NAME, report.encode())
-        shards = tuple(there[done] for done in sorted(there))
-        self.files.write(REMOTE_PLAN_NAME, manifest_text(Manifest(url, plan, shards)))
-        if self.path is None:
-            os.unlink(file)
-        size = readable_size(shard.nbytes)
-        log.info("%s: shard %d of %d is uploaded, %s", url, number + 1, plan.num_shards, size)
+        file = shard_file(path, shard_name(plan, shard), len(left_out))
+        self._files.put(file.name, path)
+        self.left_out[shard] = left_out
+        if left_out:
+            lines = report_text(one for number in sorted(self.left_out) for one in self.left_out[number])
+            self._files.write(REMOTE_REPORT_NAME, lines.encode())
+        shards = sorted([*self.manifest.shards, file], key=lambda one: one.name)
+        self.manifest = replace(self.manifest, shards=tuple(shards))
+        self._write_plan()
+        log.info("%s: %d of %d shards are uploaded", self._files.url, len(shards), plan.num_shards)
 
+    def _write_plan(self) -> None:
+        self._files.write(REMOTE_PLAN_NAME, manifest_text(self.manifest))
 
-def _by_shard(plan: Plan, report: list[FailedSample]) -> list[list[FailedSample]]:
-    """The samples that each shard leaves out."""
-    firsts = [plan.indices_of(number).start for number in range(plan.num_shards)]
-    found: list[list[FailedSample]] = [[] for _ in firsts]
-    for sample in report:
-        found[bisect.bisect_right(firsts, sample.index) - 1].append(sample)
-    return found
+    def finish(self) -> Manifest:
+        """Write the manifest."""
+        num_left_out, url = self.manifest.num_left_out, self._files.url
+        if num_left_out:
+            log.warning(
+                "%d of %d samples could not be read and are left out: see %s/%s",
+                *(num_left_out, self.manifest.plan.num_samples, url, REMOTE_REPORT_NAME),
+            )
+        self._files.write(MANIFEST_NAME, manifest_text(self.manifest))
+        return self.manifest

@@ -65,7 +65,6 @@ BYTES_VARIABLE = "FASTLOAD_CACHE_BYTES"
 
 _AT_ONCE = 8  # shards
 _PART_BYTES = 16 << 20  # of a shard, that one request reads
-_ATTEMPTS = 2  # to get a shard with the right digest
 _PARTIAL = ".partial"
 _NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{1,32}}({re.escape(_PARTIAL)})?")
 
@@ -205,14 +204,15 @@ def _sizes(directory: str) -> dict[str, int]:
 
 def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
     """Download a copy, or wait while another process downloads it; returns when it is complete."""
-    while not _is_complete(path, manifest):
-        with held(f"{path}.lock") as is_ours:
-            if is_ours and not _is_complete(path, manifest):
-                _download(files, manifest, path, shown)
-        if not is_ours:
-            log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
-            with held(f"{path}.lock", waits=True):
-                pass
+    if _is_complete(path, manifest):
+        return
+    with held(f"{path}.lock") as is_free:
+        pass
+    if not is_free:
+        log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
+    with held(f"{path}.lock", waits=True):
+        if not _is_complete(path, manifest):
+            _download(files, manifest, path, shown)
 
 
 def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
@@ -224,7 +224,7 @@ def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -
                 "the copy is downloaded again",
                 foreign,
             )
-            _remove_tree(place)
+            os.unlink(place) if os.path.islink(place) else shutil.rmtree(place)
     partial = _unnamed(path)
     found = manifest_of_copy(partial)
     if found is None or found.shards != manifest.shards:
@@ -255,13 +255,6 @@ def _unnamed(path: str) -> str:
     return partial
 
 
-def _remove_tree(path: str) -> None:
-    if os.path.islink(path):
-        os.unlink(path)
-    else:
-        shutil.rmtree(path)
-
-
 def _fetch(
     files: RemoteFolder,
     directory: str,
@@ -271,49 +264,36 @@ def _fetch(
     num_samples: int,
 ) -> None:
     """Download a shard, check it, and give it its lasting name."""
-    path = os.path.join(directory, shard.name)
-    part = f"{path}.part"
-    for _ in range(_ATTEMPTS):
-        digest = new_digest()
-        with new_file(part) as file:
-            for start in range(0, shard.nbytes, _PART_BYTES):
-                if is_stopped.is_set():
-                    return
-                data = _load(files, shard, start, directory)
-                file.write(data)
-                digest.update(data)
-                progress.advance(len(data), 0)
-            file.flush()
-            os.fsync(file.fileno())
-        if digest.hexdigest() == shard.blake2b:
-            os.rename(part, path)
-            progress.advance(0, num_samples)
-            return
-        log.info("%s/%s arrived with another digest than the manifest says", files.url, shard.name)
-    os.unlink(part)
-    found = digest.hexdigest()
-    raise _damaged(
-        files, shard, f"its digest is {found:.16}..., and the manifest says {shard.blake2b:.16}..."
-    )
+    path, digest = os.path.join(directory, shard.name), new_digest()
+    with new_file(f"{path}.part") as file:
+        for start in range(0, shard.nbytes, _PART_BYTES):
+            if is_stopped.is_set():
+                return
+            try:
+                data = files.load(shard.name, start, min(start + _PART_BYTES, shard.nbytes))
+            except OSError as error:
+                is_damaged = isinstance(error.__cause__, FileNotFoundError | OtherLengthError)
+                kind = CacheCorruptError if is_damaged else CacheError
+                raise kind(f"{error}. {_open_again(directory)}") from error
+            file.write(data)
+            digest.update(data)
+            progress.advance(len(data), 0)
+        file.flush()
+        os.fsync(file.fileno())
+    if digest.hexdigest() != shard.blake2b:
+        os.unlink(f"{path}.part")
+        raise CacheCorruptError(
+            f"{files.url}/{shard.name} is damaged: its digest is {digest.hexdigest():.16}..., and the "
+            f"manifest says {shard.blake2b:.16}.... {_open_again(directory)}"
+        )
+    os.rename(f"{path}.part", path)
+    progress.advance(0, num_samples)
 
 
-def _load(files: RemoteFolder, shard: ShardFile, start: int, directory: str) -> bytes:
-    """A part of a shard."""
-    try:
-        return files.load(shard.name, start, min(start + _PART_BYTES, shard.nbytes))
-    except OSError as error:
-        if isinstance(error.__cause__, FileNotFoundError | OtherLengthError):
-            raise _damaged(files, shard, str(error)) from error
-        raise CacheError(
-            f"{error}. The shards that were downloaded are kept in {directory}: open the cache again to "
-            "continue"
-        ) from error
-
-
-def _damaged(files: RemoteFolder, shard: ShardFile, why: str) -> CacheCorruptError:
-    return CacheCorruptError(
-        f"{files.url}/{shard.name} is missing or damaged: {why}. Open the cache again; if the error stays, "
-        "remove all files at that URL, and build the cache again"
+def _open_again(directory: str) -> str:
+    return (
+        f"The shards that were downloaded are kept in {directory}: open the cache again to continue. If the "
+        "error stays, remove all files at that URL, and build the cache again"
     )
 
 

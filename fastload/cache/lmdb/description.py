@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.codecs import BEST_QUALITY, CACHE_CODECS
+from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 FORMAT_VERSION = 1
 MOST_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
@@ -28,6 +29,14 @@ _MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still r
 _PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
 _NUM_META_PAGES = 2
 _32_BITS = 1 << 32
+_COMPARED = {
+    "num_samples": "number of samples",
+    "num_shards": "number of shards",
+    "codec": "codec",
+    "quality": "quality",
+    "spec": "structure of sample 0",
+    "crc32": "content of sample 0",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,26 @@ class Plan:
         """The indices of a shard; shards follow one another, and their sizes differ by at most one sample."""
         first, stop = (n * self.num_samples // self.num_shards for n in (shard, shard + 1))
         return range(first, stop)
+
+
+def why_different(found: Plan, plan: Plan) -> str | None:
+    """The differences that prevent a build from continuing another build; None if it can continue.
+
+    Samples are compared by both fingerprints, or else by sample 0.
+
+    Args:
+        found: The plan of the files that are there.
+        plan: The plan of this build.
+    """
+    names, differences = list(_COMPARED), []
+    if found.parts is not None and plan.parts is not None:
+        differences = Fingerprint(plan.parts).differences(Fingerprint(found.parts))
+        names = names[:-2]
+    for name in names:
+        here, there = getattr(plan, name), getattr(found, name)
+        if here != there:
+            differences.append(f"the {_COMPARED[name]} is {here} here and {there} there")
+    return "; ".join(differences) or None
 
 
 @dataclass(frozen=True)
@@ -141,21 +170,17 @@ def parse_description(text: bytes, content_bytes: int) -> tuple[Description, Tre
     """
     fields = parse_json(text)
     check_version(fields)
-    names = ("version", "plan", "shard", "missing", "page_bytes", "tree_runs", "tree_crc32")
-    _check_names(fields, names, "the description")
+    _check_fields(fields, _DESCRIPTION_FIELDS, "the description")
     plan = parse_plan(fields["plan"])
-    shard = _int(fields, "shard", 0, plan.num_shards)
+    shard, page_bytes = fields["shard"], fields["page_bytes"]
+    if shard >= plan.num_shards:
+        raise ValueError(f"shard is {shard:,} of {plan.num_shards:,}, from 0")
     indices = plan.indices_of(shard)
-    page_bytes = _one_of(fields, "page_bytes", _PAGE_BYTES)
     num_pages, rest = divmod(content_bytes, page_bytes)
     if rest or num_pages < _NUM_META_PAGES:
         raise ValueError(f"{content_bytes:,} bytes are not two or more whole pages of {page_bytes:,} bytes")
-    place = TreePlace(
-        page_bytes=page_bytes,
-        num_pages=num_pages,
-        runs=_runs(fields, "tree_runs", 0, num_pages),
-        crc32=_int(fields, "tree_crc32", 0, _32_BITS),
-    )
+    runs = _runs(fields, "tree_runs", 0, num_pages)
+    place = TreePlace(page_bytes=page_bytes, num_pages=num_pages, runs=runs, crc32=fields["tree_crc32"])
     return Description(plan, shard, _runs(fields, "missing", indices.start, indices.stop)), place
 
 
@@ -165,21 +190,11 @@ def parse_plan(fields: Any) -> Plan:
     Raises:
         ValueError: It is not a plan; the error gives the reason.
     """
-    _check_names(fields, tuple(Plan.__dataclass_fields__), "the plan")
-    num_samples = _int(fields, "num_samples", 0, _MOST_SAMPLES)
-    return Plan(
-        build_id=_typed(fields, "build_id", str),
-        num_samples=num_samples,
-        num_shards=_int(fields, "num_shards", 1, max(1, num_samples) + 1),
-        spec=None if fields["spec"] is None else _typed(fields, "spec", str),
-        crc32=None if fields["crc32"] is None else _int(fields, "crc32", 0, _32_BITS),
-        codec=_one_of(fields, "codec", CACHE_CODECS),
-        quality=None if fields["quality"] is None else _int(fields, "quality", 1, BEST_QUALITY + 1),
-        parts=None if fields["parts"] is None else _texts_by_name(fields, "parts"),
-        classes=None if fields["classes"] is None else _texts(fields, "classes"),
-        libraries=_texts_by_name(fields, "libraries"),
-        created_s=_seconds(fields, "created_s"),
-    )
+    _check_fields(fields, _PLAN_FIELDS, "the plan")
+    plan = Plan(**fields)
+    if plan.num_shards > max(1, plan.num_samples):
+        raise ValueError(f"num_shards is {plan.num_shards:,}, for {plan.num_samples:,} samples")
+    return plan
 
 
 def parse_json(text: bytes | str) -> Any:
@@ -211,62 +226,67 @@ def check_version(fields: Any) -> None:
 # --- fields ----------------------------------------------------------------------------------------------
 
 
-def _check_names(fields: Any, names: tuple[str, ...], owner: str) -> None:
-    if not isinstance(fields, dict) or set(fields) != set(names):
-        found = sorted(fields) if isinstance(fields, dict) else fields
-        raise ValueError(f"{owner} should have the fields {', '.join(names)}, but has {reprlib.repr(found)}")
+def _int(first: int, stop: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and first <= value < stop  # a bool does not count as a number
 
 
-def _refusal(fields: dict[str, Any], name: str, expected: str) -> ValueError:
-    return ValueError(f"{name} should be {expected}, but is {reprlib.repr(fields[name])}")
+def _one_of(values: tuple[Any, ...]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is type(values[0]) and value in values
 
 
-def _int(fields: dict[str, Any], name: str, least: int, stop: int) -> int:
-    value = fields[name]
-    if type(value) is not int or not least <= value < stop:  # a bool does not count as a number
-        raise _refusal(fields, name, f"an int from {least:,} to {stop - 1:,}")
-    return value
+def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
 
 
-def _typed(fields: dict[str, Any], name: str, kind: type) -> Any:
-    if type(fields[name]) is not kind:
-        raise _refusal(fields, name, f"a {kind.__name__}")
-    return fields[name]
+def _is_text(value: Any) -> bool:
+    return type(value) is str
 
 
-def _one_of(fields: dict[str, Any], name: str, values: tuple[Any, ...]) -> Any:
-    value = fields[name]
-    if type(value) is not type(values[0]) or value not in values:
-        raise _refusal(fields, name, f"one of {', '.join(map(str, values))}")
-    return value
+def _are_texts(value: Any) -> bool:
+    return type(value) is list and all(map(_is_text, value))
 
 
-def _texts(fields: dict[str, Any], name: str) -> list[str]:
-    value: list[str] = _typed(fields, name, list)
-    if not all(type(text) is str for text in value):
-        raise _refusal(fields, name, "a list of texts")
-    return value
+def _are_texts_by_name(value: Any) -> bool:
+    return type(value) is dict and all(map(_is_text, value.values()))
 
 
-def _texts_by_name(fields: dict[str, Any], name: str) -> dict[str, str]:
-    value: dict[str, str] = _typed(fields, name, dict)
-    if not all(type(text) is str for text in value.values()):
-        raise _refusal(fields, name, "a dict of texts")
-    return value
+_PLAN_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "build_id": _is_text,
+    "num_samples": _int(0, _MOST_SAMPLES),
+    "num_shards": _int(1, _MOST_SAMPLES),
+    "spec": _or_none(_is_text),
+    "crc32": _or_none(_int(0, _32_BITS)),
+    "codec": _one_of(CACHE_CODECS),
+    "quality": _or_none(_int(1, BEST_QUALITY + 1)),
+    "parts": _or_none(_are_texts_by_name),
+    "classes": _or_none(_are_texts),
+    "libraries": _are_texts_by_name,
+    "created_s": lambda value: type(value) in (int, float) and 0 <= value < _MOST_SECONDS,  # not NaN
+}
+_DESCRIPTION_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "version": _int(FORMAT_VERSION, FORMAT_VERSION + 1),
+    "plan": lambda value: type(value) is dict,
+    "shard": _int(0, _MOST_SAMPLES),
+    "missing": lambda value: type(value) is list,
+    "page_bytes": _one_of(_PAGE_BYTES),
+    "tree_runs": lambda value: type(value) is list,
+    "tree_crc32": _int(0, _32_BITS),
+}
 
 
-def _seconds(fields: dict[str, Any], name: str) -> float:
-    value = fields[name]
-    if type(value) not in (int, float) or not 0 <= value < _MOST_SECONDS:  # NaN is not in the range
-        raise _refusal(fields, name, "seconds since 1970")
-    return float(value)
+def _check_fields(fields: Any, known: dict[str, Callable[[Any], bool]], owner: str) -> None:
+    if not isinstance(fields, dict) or set(fields) != set(known):
+        raise ValueError(f"{owner} should have the fields {', '.join(known)}, but is {reprlib.repr(fields)}")
+    for name, fits in known.items():
+        if not fits(fields[name]):
+            raise ValueError(f"{name} of {owner} cannot be {reprlib.repr(fields[name])}")
 
 
 def _runs(fields: dict[str, Any], name: str, first: int, stop: int) -> list[tuple[int, int]]:
     """Runs of numbers in `first <= number < stop`; no run is empty, and they ascend without overlap."""
     found = []
     end = first
-    for run in _typed(fields, name, list):
+    for run in fields[name]:
         is_pair = type(run) is list and len(run) == 2 and type(run[0]) is int and type(run[1]) is int
         if not is_pair or run[0] < end or run[1] < 1 or run[0] + run[1] > stop:
             raise ValueError(

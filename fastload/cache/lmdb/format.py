@@ -174,22 +174,6 @@ def check_tree(fd: int, path: str, place: TreePlace) -> None:
         raise CacheCorruptError(f"{path}: its index is damaged: delete the file and build it again")
 
 
-def read_description(path: str) -> Description:
-    """Read a file's description, after its tree was compared with its checksum.
-
-    Raises:
-        CacheCorruptError: The file is damaged, cut short, or not a cache.
-        CacheMismatchError: It has another format version.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        stored = read_stored(fd, path)
-        check_tree(fd, path, stored.place)
-        return stored.description
-    finally:
-        os.close(fd)
-
-
 def _tree_runs(fd: int, num_pages: int, page_bytes: int) -> Iterator[tuple[int, int]]:
     """Runs of pages that are not overflow pages: first page and number of pages."""
     page = start = 0

@@ -21,7 +21,7 @@ from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
 from fastload.cache.progress import BuildProgress
-from fastload.cache.record import decode
+from fastload.cache.record import decode, spec_text
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.remote import is_url
@@ -50,8 +50,6 @@ class LMDBCache(BaseCache):
     Attributes:
         path: The absolute path, on this machine.
         reason: The reason why this cache is in use.
-        num_shapes: The number of shapes of the array whose shape varies most between samples, up to a
-            thousand; None unless this process built the cache.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -63,7 +61,6 @@ class LMDBCache(BaseCache):
     """
 
     layout = "lmdb"
-    num_shapes: int | None = None
 
     def __init__(
         self,
@@ -225,6 +222,17 @@ class LMDBCache(BaseCache):
             return None
         try:
             return decode(record)
+        except CacheCorruptError as error:
+            raise damaged(file.path, index, error) from error
+
+    def structure(self, index: int) -> Spec | None:
+        """The structure of a stored sample, without reading all of its record; None if it was left out."""
+        file = self._file_of(index)
+        record = file.glance(index)
+        if record is None:
+            return None
+        try:
+            return Spec.parse(spec_text(record))
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,14 +106,7 @@ def shard_file(path: str, name: str, num_left_out: int) -> ShardFile:
 
 def manifest_text(manifest: Manifest) -> bytes:
     """The content of `cache.json`, or of `plan.json` while shards are missing."""
-    shards = {shard.name: asdict(shard) for shard in manifest.shards}
-    names = (shard_name(manifest.plan, shard) for shard in range(manifest.plan.num_shards))
-    fields = {
-        "version": FORMAT_VERSION,
-        "url": manifest.url,
-        "plan": asdict(manifest.plan),
-        "shards": [shards.get(name) for name in names],
-    }
+    fields = {"version": FORMAT_VERSION, **asdict(manifest)}
     return json.dumps(fields, indent=1).encode("ascii")
 
 
@@ -133,24 +127,28 @@ def parse_manifest(text: bytes, *, is_finished: bool = True) -> Manifest:
     if not _BUILD_ID.fullmatch(plan.build_id):
         raise ValueError(f"build_id should be hexadecimal digits, but is {plan.build_id[:40]!r}")
     entries, url = fields.get("shards"), fields.get("url")
-    if not isinstance(entries, list) or len(entries) != plan.num_shards or not isinstance(url, str):
-        raise ValueError(f"it should have a url and a list of {plan.num_shards} shards")
-    shards = (
-        _parse_shard(entry, shard_name(plan, number))
-        for number, entry in enumerate(entries)
-        if is_finished or entry is not None
-    )
-    return Manifest(url, plan, tuple(shards))
+    if not isinstance(entries, list) or not isinstance(url, str):
+        raise ValueError("it should have a url and a list of shards")
+    shards = tuple(_parse_shard(entry, plan) for entry in entries)
+    names = [shard.name for shard in shards]
+    if names != sorted(set(names)) or (is_finished and len(names) != plan.num_shards):
+        raise ValueError(f"it should list {plan.num_shards:,} shards in their order")
+    return Manifest(url, plan, shards)
 
 
-def _parse_shard(fields: Any, name: str) -> ShardFile:
-    if not isinstance(fields, dict) or fields.get("name") != name:
-        raise ValueError(f"a shard should have the name {name}")
-    nbytes, num_left_out, digest = (fields.get(key) for key in ("nbytes", "num_left_out", "blake2b"))
-    numbers_fit = all(type(number) is int and 0 <= number < _MOST_BYTES for number in (nbytes, num_left_out))
-    if not numbers_fit or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise ValueError(f"the length, the number of missing samples or the digest of {name} is not valid")
-    return ShardFile(name, nbytes, digest, num_left_out)  # type: ignore[arg-type]  # checked above
+def _parse_shard(fields: Any, plan: Plan) -> ShardFile:
+    try:
+        found = ShardFile(**fields)
+        number = int(found.name.partition("-")[0])
+        numbers = (found.nbytes, found.num_left_out)
+        is_valid = found.name == shard_name(plan, number) and number < plan.num_shards
+        is_valid &= all(type(one) is int and 0 <= one < _MOST_BYTES for one in numbers)
+        is_valid &= _DIGEST.fullmatch(found.blake2b) is not None
+    except (TypeError, ValueError, AttributeError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"a shard of it is not valid: {reprlib.repr(fields)}")
+    return found
 
 
 def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
