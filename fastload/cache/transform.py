@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from fastload.cache.zero_copy import keeps_read_only
 from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
+from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
 from fastload.rng.sample_rng import rewind
 
 if TYPE_CHECKING:
@@ -149,11 +150,8 @@ class TransformCaller:
                 if not _is_refusal(error):
                     raise
             else:
-                if owns_its_memory(output):
-                    return output
-                if is_seen_through(output):
-                    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
-                    return detached(output, arrays)
+                with contextlib.suppress(HiddenMemoryError):
+                    return detached(output, sample)
             self.needs_copies = True
             rewind()  # this call drew random numbers; the next call starts from the same random state
         sample = fetch(index)
