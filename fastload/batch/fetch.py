@@ -13,7 +13,7 @@ import operator
 import pickle
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Subset
 
@@ -60,21 +60,6 @@ class FetchSettings:
     replacements: Sequence[Any] = ()
 
 
-class CachedSamples(Protocol):
-    """The interface that a fetcher needs of a CachedDataset, which is in a layer above this one."""
-
-    transform: Any
-
-    def __getitem__(self, index: int) -> Any:
-        """The sample, transformed."""
-
-    def lend(self, index: int) -> Any:
-        """The sample before the transform, with decoded images, read-only."""
-
-    def gather(self, indices: Any, allocate: Any) -> Any | None:
-        """The whole batch in one call, or None."""
-
-
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
@@ -108,7 +93,7 @@ class Fetcher:
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
-        self._samples: Iterator[Any] | None = None
+        self._samples: Any = None  # the iterator of an iterable dataset
         if settings.is_iterable:
             self._samples = _iterator_at(dataset, dataset_state)
         elif dataset_state is not None and dataset_state.data:
@@ -281,23 +266,16 @@ class Fetcher:
                 return
         if type(indices) is not list:
             indices = list(indices)
+        self._read(self._getter(indices, origin), indices, indices)
+
+    def _read(
+        self, get: Callable[[Any], Any], indices: list[Any], positions: list[Any], *, is_lent: bool = False
+    ) -> None:
+        """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
-        rows = self._rows
-        rows.begin(len(indices), keeps=not self._writes_rows)
-        self._indices, self._left = indices, iter(indices)
-        left = self._left
-        if origin is None and self.replacer is None:
-            if not rows.keeps:
-                for index in left:
-                    rows.add(dataset[index])
-                    if rows.keeps:
-                        break
-            if rows.keeps:
-                rows.kept += [dataset[index] for index in left]
-        else:
-            get = self._getter(indices, origin)
-            for index in left:
-                rows.add(get(index))
+        self._rows.begin(len(indices), keeps=not self._writes_rows, is_lent=is_lent)
+        self._indices, self._left = indices, iter(positions)
+        self._rows.read(get, self._left)
         self._indices = ()
 
     def _getter(self, indices: Any, origin: StreamOrigin | None) -> Callable[[Any], Any]:
@@ -312,7 +290,7 @@ class Fetcher:
             self._sample_rng.begin(origin, index, occurrence)
         return self._get(index)
 
-    def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
+    def _fetch_cached(self, dataset: Any, indices: list[Any], origin: StreamOrigin | None) -> Any:
         positions = _positions(self._dataset, indices)
         self.num_samples = len(positions)
         batch = dataset.gather(positions, self._allocate)
@@ -321,16 +299,10 @@ class Fetcher:
         self.gathered_bytes = 0
         if self.replacer is not None:
             self._read_samples(indices, origin)
-            return self._collated()
-        get: Callable[[Any], Any] = dataset.lend
-        if dataset.transform is not None:
-            get = self._seeded(dataset.__getitem__, indices, origin)
-        rows = self._rows
-        rows.begin(len(positions), is_lent=dataset.transform is None)
-        self._indices, self._left = indices, iter(positions)
-        for position in self._left:
-            rows.add(get(position))
-        self._indices = ()
+        elif dataset.transform is None:
+            self._read(dataset.lend, indices, positions, is_lent=True)
+        else:
+            self._read(self._seeded(dataset.__getitem__, indices, origin), indices, positions)
         return self._collated()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
@@ -341,13 +313,8 @@ class Fetcher:
             return self._stacked(lambda: self._collate_fn(next(samples)))
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
-        if not rows.keeps:
-            for sample in _take(samples, size):
-                rows.add(sample)
-                if rows.keeps:
-                    break
-        if rows.keeps:
-            rows.kept.extend(_take(samples, size - len(rows)))
+        with contextlib.suppress(StopIteration):
+            rows.read(next, itertools.repeat(samples, size))
         self.num_samples = len(rows)
         self._has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and self._has_ended):
@@ -364,7 +331,8 @@ class Fetcher:
         size = len(index) if self._auto_collation else 1
         for number in range(count):
             try:
-                samples = list(_take(self._samples, size)) if self._samples is not None else []
+                # islice would call iter() first: a stream that is its own iterator may go back to its start.
+                samples = list(map(next, itertools.repeat(self._samples, size)))
             except Exception:  # noqa: BLE001  # the caller got this error in place of the batch
                 continue
             if not samples or (self._drop_last and len(samples) < size):
@@ -381,15 +349,6 @@ class Fetcher:
         array = self._arena.array(shape, dtype)
         self.gathered_bytes += array.nbytes
         return array
-
-
-def _take(samples: Iterator[Any], count: int) -> Iterator[Any]:
-    """The next ``count`` samples, or as many as there are.
-
-    `itertools.islice` would call `iter` on the iterator first, and a dataset that is its own iterator may go
-    back to its beginning then.
-    """
-    return map(next, itertools.repeat(samples, count))
 
 
 def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
@@ -430,11 +389,19 @@ def _is_at(dataset: Any, state: IterableState) -> bool:
         return False
 
 
-def _find_cache(dataset: Any) -> CachedSamples | None:
-    """The cached dataset, also inside torch's Subset, if batches may be read directly from its cache."""
+def _find_cache(dataset: Any) -> Any | None:
+    """The CachedDataset, also inside torch's Subset, if no subclass and no attribute replaces its methods."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return dataset if _reads_as_ours(dataset) else None
+    # Importing it here would load Pillow and every cache into processes that use neither.
+    ours = getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)
+    if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
+        return None
+    replaced = (name for name in _READING if getattr(type(dataset), name) is not getattr(ours, name))
+    return None if any(replaced) or _READING.intersection(vars(dataset)) else dataset
+
+
+_READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
 
 
 def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
@@ -443,28 +410,3 @@ def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset
     return indices
-
-
-def _reads_as_ours(dataset: Any) -> bool:
-    """Whether this is a CachedDataset whose reading methods no subclass or attribute replaces."""
-    ours = _cached_dataset_class()
-    if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
-        return False
-    kind: Any = type(dataset)
-    return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
-
-
-_READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
-
-
-@functools.lru_cache(maxsize=256)
-def _replaces_no_method(kind: Any, ours: Any) -> bool:
-    return all(getattr(kind, name) is getattr(ours, name) for name in _READING)
-
-
-def _cached_dataset_class() -> Any:
-    """CachedDataset, or None if it was never imported: then no dataset can be one.
-
-    Importing it here would load Pillow and every cache into processes that use neither.
-    """
-    return getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)
