@@ -95,8 +95,11 @@ def describe(value: Any) -> tuple[Leaf, Any]:
     raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {advice(value)}")
 
 
-_PLAIN_LEAVES = {kind: Leaf(kind.__name__) for kind in (int, float, bool, str, bytes, np.str_, np.bytes_)}
-_PLAIN_LEAVES |= {type(None): Leaf("none"), EncodedImage: Leaf(IMAGE)}
+_PLAIN_LEAVES: dict[type, Leaf] = {
+    **{kind: Leaf(kind.__name__) for kind in (int, float, bool, str, bytes, np.str_, np.bytes_)},
+    type(None): Leaf("none"),
+    EncodedImage: Leaf(IMAGE),
+}
 
 
 def _dtype_name(value: Any) -> str:
