@@ -114,7 +114,7 @@ class Fetcher:
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = StackingInto(arena) if in_worker else None
+        self._stacking = StackingInto(arena if in_worker else None)
         self._cache = _find_cache(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -217,7 +217,7 @@ class Fetcher:
     def _fetch_whole(self, index: Any, origin: StreamOrigin | None) -> Any:
         self._indices, self._left = (index,), iter(())
         self.num_samples = 1
-        return self._collate_fn(self._getter((index,), origin)(index))
+        return self._collate_fn(self._getter(self._get, (index,), origin)(index))
 
     def _collated(self) -> Any:
         """Collate the samples that were read."""
@@ -233,18 +233,8 @@ class Fetcher:
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
         """Call ``collate``; in a worker, default_collate within it stacks into the slot."""
-        if self._stacking is None:
-            return collate(*args)
         with self._stacking:
             return collate(*args)
-
-    def _seeded(
-        self, get: Callable[[Any], Any], indices: Any, origin: StreamOrigin | None
-    ) -> Callable[[Any], Any]:
-        """``get``; with an origin, a function that sets the generators and then calls ``get``."""
-        if origin is None or self._sample_rng is None:
-            return get
-        return self._sample_rng.seeded(get, indices, origin)
 
     def _read_samples(self, indices: Any, origin: StreamOrigin | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
@@ -266,7 +256,7 @@ class Fetcher:
                 return
         if type(indices) is not list:
             indices = list(indices)
-        self._read(self._getter(indices, origin), indices, indices)
+        self._read(self._getter(self._get, indices, origin), indices, indices)
 
     def _read(
         self, get: Callable[[Any], Any], indices: list[Any], positions: list[Any], *, is_lent: bool = False
@@ -278,12 +268,15 @@ class Fetcher:
         self._rows.read(get, self._left)
         self._indices = ()
 
-    def _getter(self, indices: Any, origin: StreamOrigin | None) -> Callable[[Any], Any]:
-        """A function that gets the samples of ``indices`` in order, and replaces unreadable ones."""
-        get = self._seeded(self._get, indices, origin)
-        if self.replacer is None:
-            return get
-        return self.replacer.replacing(get, functools.partial(self._read_at, origin))
+    def _getter(
+        self, get: Callable[[Any], Any], indices: Any, origin: StreamOrigin | None
+    ) -> Callable[[Any], Any]:
+        """``get`` for the samples of ``indices`` in order; sets generators, and replaces unreadable ones."""
+        if origin is not None and self._sample_rng is not None:
+            get = self._sample_rng.seeded(get, indices, origin)
+        if self.replacer is not None:
+            get = self.replacer.replacing(get, functools.partial(self._read_at, origin))
+        return get
 
     def _read_at(self, origin: StreamOrigin | None, index: Any, occurrence: int) -> Any:
         if origin is not None and self._sample_rng is not None:
@@ -297,12 +290,11 @@ class Fetcher:
         if batch is not None:
             return batch
         self.gathered_bytes = 0
-        if self.replacer is not None:
-            self._read_samples(indices, origin)
-        elif dataset.transform is None:
-            self._read(dataset.lend, indices, positions, is_lent=True)
-        else:
-            self._read(self._seeded(dataset.__getitem__, indices, origin), indices, positions)
+        is_lent = dataset.transform is None
+        get = dataset.lend if is_lent else dataset.__getitem__
+        self._read(
+            self._getter(get, indices, None if is_lent else origin), indices, positions, is_lent=is_lent
+        )
         return self._collated()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:

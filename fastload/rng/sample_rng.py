@@ -37,8 +37,6 @@ class _Current(threading.local):
     """The sample that this thread is fetching."""
 
     rng: SampleRng | None = None
-    stream_bytes: bytes = b""
-    generator: np.random.Generator | None = None
 
 
 _current = _Current()
@@ -81,14 +79,20 @@ class SampleRng:
         self._shared = [*(LIBRARY_GENERATORS if with_globals else ()), *(held[0] for held in self._held)]
         self._transforms = parts_of(pipelines)
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
-        self._is_guest = is_guest
         self._with_globals = with_globals
         self._bits = np.random.PCG64(0)
         self._pair = (np.random.Generator(self._bits), random.Random(0))
         self._state = np.random.RandomState(0)
+        self._stream_bytes = b""
+        self._generator: np.random.Generator | None = (
+            None  # once it was asked for
+        )
+        self._outer: SampleRng | None = None
         self._takeover: Takeover | None = None
-        self._outer: tuple[SampleRng | None, bytes, np.random.Generator | None] = (None, b"", None)
-        if not is_guest:
+        if is_guest:
+            owners = self._transforms + self._randomizables
+            self._takeover = Takeover(lambda: saved_generators(self._shared, owners), self._take_over)
+        else:
             self._take_over()
 
     def seeded(
@@ -106,28 +110,25 @@ class SampleRng:
 
     def begin(self, origin: StreamOrigin, index: Any, occurrence: int) -> None:
         """Set all generators for the sample of this index."""
-        if self._is_guest and self._takeover is None:
-            owners = self._transforms + self._randomizables
-            self._takeover = Takeover(lambda: saved_generators(self._shared, owners), self._take_over)
+        if self._takeover is not None and not self._takeover.is_open:
+            self._takeover.__enter__()
         if _current.rng is not self:
             # A dataset that is being read for a sample may itself iterate over a loader.
-            self._outer = _current.rng, _current.stream_bytes, _current.generator
-        _current.rng = self
-        _current.stream_bytes = stream_bytes(origin, index, occurrence)
+            self._outer, _current.rng = _current.rng, self
+        self._stream_bytes = stream_bytes(origin, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.rng is self:
-            _current.rng, _current.stream_bytes, _current.generator = self._outer
+            _current.rng = self._outer
         if self._takeover is not None:
-            takeover, self._takeover = self._takeover, None
-            takeover.end()
+            self._takeover.__exit__()
 
     def set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
-        seeds = _current.stream_bytes
-        _current.generator = None
+        seeds = self._stream_bytes
+        self._generator = None
         if self._with_globals:
             random.seed(number(seeds[:8]))
             np.random.seed(number(seeds[8:12]))
@@ -144,12 +145,12 @@ class SampleRng:
 
     def mark(self) -> Callable[[], None]:
         """See the function `mark`."""
-        own = _current.generator
+        own = self._generator
         generators = [*self._shared, *self._pair, self._state, *([] if own is None else [own])]
         restores = list(map(put_back, generators))
 
         def restore() -> None:
-            _current.generator = own
+            self._generator = own
             for put in restores:
                 put()
 
@@ -157,10 +158,10 @@ class SampleRng:
 
     def sample_generator(self) -> np.random.Generator:
         """See the function `sample_generator`."""
-        if _current.generator is None:
-            words = np.frombuffer(_current.stream_bytes, np.uint32)
-            _current.generator = np.random.Generator(np.random.PCG64(words))
-        return _current.generator
+        if self._generator is None:
+            words = np.frombuffer(self._stream_bytes, np.uint32)
+            self._generator = np.random.Generator(np.random.PCG64(words))
+        return self._generator
 
     def _take_over(self) -> None:
         for transform in self._transforms:

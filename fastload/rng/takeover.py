@@ -34,31 +34,36 @@ if TYPE_CHECKING:
 Restores = dict[int, "Callable[[], object]"]
 
 
-class Takeover:
-    """One takeover, from now on until `end`.
+class Takeover(contextlib.AbstractContextManager[None]):
+    """A block in which generators draw from other random streams; it may be entered again.
 
     Args:
         saved: Returns the functions that restore the current state.
-        take: Sets the generators.
-
-    Raises:
-        Exception: The error of ``take``; then everything is as it was.
+        take: Sets the generators. After an error of it, everything is as it was.
     """
 
-    def __init__(self, saved: Callable[[], Restores], take: Callable[[], None]) -> None:
-        self.thread = threading.get_ident()
+    def __init__(self, saved: Callable[[], Restores], take: Callable[[], object]) -> None:
+        self.thread = 0
+        self.is_open = False
+        self._saved = saved
+        self._take = take
+        self._restores: Restores = {}
+
+    def __enter__(self) -> None:
         with _lock:
-            self._restores = saved()
+            self._restores = self._saved()
+            self.thread, self.is_open = threading.get_ident(), True
             _open.append(self)
             try:
-                take()
+                self._take()
             except BaseException:
-                self.end()
+                self.__exit__()
                 raise
 
-    def end(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Restore everything that no later takeover has."""
         with _lock:
+            self.is_open = False
             later: list[Takeover] = []
             if self in _open:  # False in a child that was forked in the middle
                 position = _open.index(self)
@@ -70,6 +75,7 @@ class Takeover:
                     restore()
                 else:
                     heir._restores[key] = restore
+            self._restores = {}
 
 
 _lock = threading.RLock()
@@ -111,27 +117,6 @@ def _put_back_attributes(owner: Any, own: dict[str, Any]) -> None:
     vars(owner).update(own)
 
 
-class _LocalPipelines(contextlib.AbstractContextManager[None]):
-    """A block in which pipelines draw from random streams, which continue from block to block."""
-
-    def __init__(self, streams: list[Any]) -> None:
-        self._streams = streams
-        transforms = [transform for stream in streams for transform in stream.transforms]
-        self._saved = functools.partial(saved_generators, (), transforms)
-        self._takeover: Takeover | None = None
-
-    def __enter__(self) -> None:
-        self._takeover = Takeover(self._saved, self._take)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._takeover is not None:
-            self._takeover.end()
-
-    def _take(self) -> None:
-        for stream in self._streams:
-            stream.take_over()
-
-
 def local_pipelines(dataset: Any, base_seed: int, collate_fn: Any) -> contextlib.AbstractContextManager[None]:
     """The block in which to read and collate a batch without workers, with `rng="worker"`.
 
@@ -148,4 +133,8 @@ def local_pipelines(dataset: Any, base_seed: int, collate_fn: Any) -> contextlib
     if get_worker_info() is not None or any(takeover.thread == thread for takeover in list(_open)):
         return contextlib.nullcontext()
     streams = pipeline_streams(dataset, base_seed, collate_fn)
-    return _LocalPipelines(streams) if streams else contextlib.nullcontext()
+    if not streams:
+        return contextlib.nullcontext()
+    transforms = [transform for stream in streams for transform in stream.transforms]
+    saved = functools.partial(saved_generators, (), transforms)
+    return Takeover(saved, lambda: [stream.take_over() for stream in streams])

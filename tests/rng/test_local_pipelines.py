@@ -16,7 +16,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.rng import takeover
+from fastload.rng import takeover as module
 from fastload.rng.takeover import Takeover
 from tests.rng import pipelines_zoo as zoo
 from tests.rng.draws_zoo import Kept, Pictures, SharedState
@@ -225,7 +225,7 @@ class TestTheUsersOwn:
         is_held, may_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with takeover._lock:
+            with module._lock:
                 is_held.set()
                 may_go.wait(30)
 
@@ -235,7 +235,8 @@ class TestTheUsersOwn:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
-            Takeover(dict, lambda: None).end()
+            with Takeover(dict, lambda: None):
+                pass
             os._exit(0)
         may_go.set()
         thread.join(30)
@@ -273,7 +274,7 @@ class TestCost:
             searches.append(seed)
             return []
 
-        monkeypatch.setattr(takeover, "pipeline_streams", count)
+        monkeypatch.setattr(module, "pipeline_streams", count)
         loader = DataLoader(zoo.Draws(), 1)
         iterator = iter(loader)
 
@@ -314,12 +315,12 @@ def test_takeovers_in_any_order(data: Any) -> None:
         if isinstance(step, set):
             is_open.append((f"number {number}", "".join(step), _taken(values, step, f"number {number}")))
         elif step < len(is_open):
-            is_open.pop(step)[2].end()
+            is_open.pop(step)[2].__exit__()
         for thing in THINGS:
             names = [name for name, things, _ in is_open if thing in things]
             assert values[thing] == (names[-1] if names else "own")
     for _, _, last in is_open:
-        last.end()
+        last.__exit__()
 
     assert values == dict.fromkeys(THINGS, "own")
 
@@ -331,4 +332,6 @@ def _taken(values: dict[str, str], things: set[str], name: str) -> Takeover:
             for thing in things
         }
 
-    return Takeover(find, lambda: values.update(dict.fromkeys(things, name)))
+    takeover = Takeover(find, lambda: values.update(dict.fromkeys(things, name)))
+    takeover.__enter__()
+    return takeover
