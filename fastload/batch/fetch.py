@@ -15,13 +15,11 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Subset
-
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.failed_sample import path_of
 from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.read_ahead import inside_subsets, read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import StackingInto, is_torch_default
 from fastload.errors import ResumeError, short_repr
@@ -259,7 +257,12 @@ class Fetcher:
         self._read(self._getter(self._get, indices, origin), indices, indices)
 
     def _read(
-        self, get: Callable[[Any], Any], indices: list[Any], positions: list[Any], *, is_lent: bool = False
+        self,
+        get: Callable[[Any], Any],
+        indices: list[Any],
+        positions: Sequence[Any],
+        *,
+        is_lent: bool = False,
     ) -> None:
         """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
@@ -284,7 +287,7 @@ class Fetcher:
         return self._get(index)
 
     def _fetch_cached(self, dataset: Any, indices: list[Any], origin: StreamOrigin | None) -> Any:
-        positions = _positions(self._dataset, indices)
+        _, positions = inside_subsets(self._dataset, indices)
         self.num_samples = len(positions)
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
@@ -383,8 +386,7 @@ def _is_at(dataset: Any, state: IterableState) -> bool:
 
 def _find_cache(dataset: Any) -> Any | None:
     """The CachedDataset, also inside torch's Subset, if no subclass and no attribute replaces its methods."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+    dataset, _ = inside_subsets(dataset)
     # Importing it here would load Pillow and every cache into processes that use neither.
     ours = getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)
     if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
@@ -394,11 +396,3 @@ def _find_cache(dataset: Any) -> Any | None:
 
 
 _READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
-
-
-def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
-    """The indices of these samples in the cached dataset inside torch's Subset."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    return indices

@@ -106,13 +106,7 @@ def leaves(nest: Any) -> list[Any]:
         nest = nest.values()
     elif not isinstance(nest, (list, tuple)):
         return [nest]
-    found = []
-    for value in nest:
-        if isinstance(value, (dict, list, tuple)):
-            found += leaves(value)
-        else:
-            found.append(value)
-    return found
+    return [leaf for value in nest for leaf in leaves(value)]
 
 
 def private_copy(sample: Any) -> Any:

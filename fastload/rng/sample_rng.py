@@ -84,9 +84,7 @@ class SampleRng:
         self._pair = (np.random.Generator(self._bits), random.Random(0))
         self._state = np.random.RandomState(0)
         self._stream_bytes = b""
-        self._generator: np.random.Generator | None = (
-            None  # once it was asked for
-        )
+        self._generator: np.random.Generator | None = None  # once it was asked for
         self._outer: SampleRng | None = None
         self._takeover: Takeover | None = None
         if is_guest:

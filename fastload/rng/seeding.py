@@ -93,14 +93,16 @@ def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
     """
     search = Search(dataset, collate_fn)
     streams = _streams(search, seed)
-    taken = _not_self_seeding(streams) if torch_worker_info() is not None else streams
-    for stream in taken:
+    if torch_worker_info() is not None:
+        streams = [stream for stream in streams if not seeds_itself(stream.transforms[0])]
+    for stream in streams:
         stream.take_over()
     randomizables = search.of_collate.randomizables
     if randomizables:
-        sequence = np.random.SeedSequence([*_words(seed), len(streams)])
+        num_pipelines = len(search.of_dataset.pipelines) + len(search.of_collate.pipelines)
+        sequence = np.random.SeedSequence([*_words(seed), num_pipelines])
         give_state(randomizables, np.random.RandomState(np.random.MT19937(sequence)))
-    return len(taken)
+    return len(streams)
 
 
 def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
@@ -141,10 +143,7 @@ def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[Pi
     Returns:
         The streams, in the order in which they should take over.
     """
-    return _not_self_seeding(_streams(Search(dataset, collate_fn), seed))
-
-
-def _not_self_seeding(streams: list[PipelineStream]) -> list[PipelineStream]:
+    streams = _streams(Search(dataset, collate_fn), seed)
     return [stream for stream in streams if not seeds_itself(stream.transforms[0])]
 
 
