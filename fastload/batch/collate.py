@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +51,6 @@ THREADS_PAY_BYTES = 128 * 1024
 # A batch of at least this size is stacked in reused memory: malloc may map fresh pages for it, and the first
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
-
-_dtype_of = operator.attrgetter("dtype")
 
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
@@ -92,17 +89,13 @@ def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
-    if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+    # With out=, torch.stack would cast tensors of another dtype without a word.
+    are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
+    if are_alike and is_plain(first) and first.is_contiguous():
         rows = rows_for(arena, tensors)
         with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-
-
-def _are_alike(tensors: Any) -> bool:
-    """Whether all are plain tensors of one dtype, so that torch.stack with ``out`` gives the same result."""
-    # Sets of mapped values: a loop in Python takes as long as stacking small tensors.
-    return set(map(type, tensors)) == {torch.Tensor} and len(set(map(_dtype_of, tensors))) == 1
 
 
 def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:

@@ -96,10 +96,11 @@ class Fetcher:
             self._samples = _iterator_at(dataset, dataset_state)
         elif dataset_state is not None and dataset_state.data:
             dataset.load_state_dict(dataset_state.load())
-        self._dataset_keeps_state = dataset_state is not None and keeps_state(dataset)
-        self._iterator_keeps_state = (
-            dataset_state is not None and self._samples is not dataset and keeps_state(self._samples)
-        )
+        # The dataset and its iterator, if they have a state that is asked for.
+        owners = (dataset, None if self._samples is dataset else self._samples)
+        self._owners = [
+            owner if dataset_state is not None and keeps_state(owner) else None for owner in owners
+        ]
         self._has_ended = dataset_state == ENDED
         self._num_batches = 0 if dataset_state is None else dataset_state.num_batches
         self._num_to_read_again = 0
@@ -127,12 +128,9 @@ class Fetcher:
         """The current state of an iterable dataset, or of a map-style dataset that has a state_dict()."""
         if self._has_ended:
             return ENDED
-        data = iterator = b""
-        if self._dataset_keeps_state:
-            data = pickle.dumps(self._dataset.state_dict())
-        samples: Any = self._samples
-        if self._iterator_keeps_state:
-            iterator = pickle.dumps(samples.state_dict())
+        data, iterator = (
+            b"" if owner is None else pickle.dumps(owner.state_dict()) for owner in self._owners
+        )
         return IterableState("begun", data, None, iterator, self._num_batches)
 
     @property
@@ -142,10 +140,9 @@ class Fetcher:
         The state of a stream that makes an iterator without a state is not requested: it may not be valid
         before the first sample was read, and a new iterator starts at the same place.
         """
+        dataset, iterator = self._owners
         is_own_iterator = self._samples is None or self._samples is self._dataset
-        return not self._has_ended and (
-            (is_own_iterator and self._dataset_keeps_state) or self._iterator_keeps_state
-        )
+        return not self._has_ended and (iterator is not None or (is_own_iterator and dataset is not None))
 
     def fetch(self, index: Any, origin: StreamOrigin | None = None, batch_id: BatchId | None = None) -> Any:
         """Fetch the batch of ``index``.

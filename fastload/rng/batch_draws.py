@@ -35,14 +35,13 @@ if TYPE_CHECKING:
     from fastload.rng.sample_streams import StreamOrigin
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
-_OF_SAMPLES, _OF_BATCH, _OF_CALL = range(3)  # the first word of a key, so that the three kinds differ
 
 
 class BatchStreams:
     """The random streams of the images of one batch.
 
     Args:
-        words: Integers that the keys of all images follow from.
+        words: Integers that the keys of all images follow from; each kind below has another number of them.
         indices: The sampler's indices of the samples; None if keys follow from positions only.
         occurrences: How often each index came before in the epoch; None: 0 for all of them.
     """
@@ -61,17 +60,17 @@ class BatchStreams:
     @classmethod
     def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any]) -> BatchStreams:
         """Streams that follow from the samples: for ``rng="sample"``."""
-        return cls((_OF_SAMPLES, origin.seed, origin.epoch), indices, origin.occurrences)
+        return cls((origin.seed, origin.epoch), indices, origin.occurrences)
 
     @classmethod
     def of_batch(cls, base_seed: int, epoch: int, rank: int, number: int) -> BatchStreams:
         """Streams that follow from the batch's number in its epoch: for ``rng="worker"``."""
-        return cls((_OF_BATCH, base_seed, epoch, rank, number))
+        return cls((base_seed, epoch, rank, number))
 
     @classmethod
     def of_call(cls) -> BatchStreams:
         """Streams for one call outside a loader, seeded by a draw from torch's default generator."""
-        return cls((_OF_CALL, int(torch.empty((), dtype=torch.int64).random_().item())))
+        return cls((int(torch.empty((), dtype=torch.int64).random_().item()),))
 
     def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
         """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.

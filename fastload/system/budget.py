@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.system.cgroups import count, groups, kilobytes, read_text
+from fastload.system.cgroups import figure, groups, read_text
 from fastload.system.posix import resource
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
 
 
 def _system_free(root: Path) -> int:
-    available = kilobytes(read_text(root / "proc/meminfo"), "MemAvailable")
+    available = figure(read_text(root / "proc/meminfo"), "MemAvailable")
     if available is not None:
         return available
     try:
@@ -144,7 +144,7 @@ def _group_limit(directory: Path, files: _Files) -> int:
 
 def _group_free(directory: Path, files: _Files) -> int:
     used = _number(read_text(directory / files.used))
-    reclaimable = count(read_text(directory / "memory.stat"), files.reclaimable) or 0
+    reclaimable = figure(read_text(directory / "memory.stat"), files.reclaimable) or 0
     if used >= _NO_LIMIT:
         return _NO_LIMIT
     return _group_limit(directory, files) - used + min(reclaimable, used)
