@@ -33,13 +33,13 @@ class HeldGenerator(NamedTuple):
     Attributes:
         generator: The generator.
         stream: Bytes that differ between the generators of one job, and are the same in every process.
-        seed: Seeds it from 64 bytes; None: it cannot be seeded.
+        seed: A function that seeds it from 64 bytes; None: it cannot be seeded.
         fixed_by: A function, class or set that holds it, so that threads cannot get their own; or None.
     """
 
     generator: Any
     stream: bytes
-    seed: Callable[[bytes], object] | None
+    seed: Any
     fixed_by: Any
 
 

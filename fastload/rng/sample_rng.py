@@ -72,11 +72,14 @@ class SampleRng:
         pipelines = [pipeline for part in found for pipeline in part.pipelines]
         self._randomizables = [randomizable for part in found for randomizable in part.randomizables]
         self._held = [
-            (held.generator, held.stream, held.seed)
+            held
             for held in held_generators(search)
             if held.seed is not None and (with_globals or held.fixed_by is None)
         ]
-        self._shared = [*(LIBRARY_GENERATORS if with_globals else ()), *(held[0] for held in self._held)]
+        self._shared = [
+            *(LIBRARY_GENERATORS if with_globals else ()),
+            *(held.generator for held in self._held),
+        ]
         self._transforms = parts_of(pipelines)
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
         self._with_globals = with_globals
@@ -133,8 +136,8 @@ class SampleRng:
             torch.default_generator.manual_seed(number(seeds[12:20]))
         if self._randomizables:
             self._state.seed(number(seeds[20:24]))
-        for _, stream, seed in self._held:
-            seed(hashlib.blake2b(seeds + stream, digest_size=STREAM_BYTES).digest())
+        for held in self._held:
+            held.seed(hashlib.blake2b(seeds + held.stream, digest_size=STREAM_BYTES).digest())
         if self._transforms:
             if self._salt:
                 seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()

@@ -19,7 +19,7 @@ def read_text(path: Path) -> str:
 
 
 def figure(text: str, name: str) -> int | None:
-    """The number of a line such as ``inactive_file 64`` or ``MemAvailable:  64 kB``; None without the line."""
+    """The number of a line such as ``inactive_file 64`` or ``MemAvailable:  64 kB``; None without it."""
     match = re.search(rf"^{name}:?[ \t]+(\d+)( kB)?$", text, re.MULTILINE)
     return int(match[1]) * (1024 if match[2] else 1) if match else None
 
