@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,8 @@ from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from fastload.images.layout import Layout
     from fastload.memory.lease import Arena
 
@@ -51,8 +52,6 @@ THREADS_PAY_BYTES = 128 * 1024
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
 
-_dtype_of = operator.attrgetter("dtype")
-
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
 
@@ -61,19 +60,21 @@ class _MismatchError(Exception):
 
 
 class _Batch:
-    """The settings that all leaves of one batch share: the source of the rows, and their number."""
+    """What all leaves of one batch share."""
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self.arena = arena
         self.in_worker = in_worker
-        self.channels_last = channels_last
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
         self.is_lent = False
+        self._channels_last = channels_last
         self._stack = functools.partial(_stack, arena)
 
     def collate(self, values: Any) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
+        if self.is_lent:
+            values = private_copy(values)
         rules = torch_collate.default_collate_fn_map
         if self.in_worker or rules.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
             return default_collate(values)  # in a worker, torch's own table contains a rule of fastload's
@@ -81,33 +82,20 @@ class _Batch:
 
     def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> Layout | None:
         """The layout of a leaf of a sample whose batch gets channels-last strides; None for other leaves."""
-        return _layout(tuple(leaf.shape), leaf.dtype) if self.channels_last else None
-
-    def rows(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], layout: Layout | None
-    ) -> np.ndarray[Any, Any]:
-        """Writable rows for the whole batch: ``(count, *shape)``."""
-        if layout == "CHW":
-            channels, height, width = shape
-            return self.arena.array((self.count, height, width, channels), dtype).transpose(0, 3, 1, 2)
-        return self.arena.array((self.count, *shape), dtype)
+        return _layout(tuple(leaf.shape), leaf.dtype) if self._channels_last else None
 
 
 def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
-    if is_large and is_plain(first) and first.is_contiguous() and _are_alike(tensors):
+    # With out=, torch.stack would cast tensors of another dtype without a word.
+    are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
+    if are_alike and is_plain(first) and first.is_contiguous():
         rows = rows_for(arena, tensors)
         with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
-
-
-def _are_alike(tensors: Any) -> bool:
-    """Whether all are plain tensors of one dtype, so that torch.stack with ``out`` gives the same result."""
-    # Sets of mapped values: a loop in Python takes as long as stacking small tensors.
-    return set(map(type, tensors)) == {torch.Tensor} and len(set(map(_dtype_of, tensors))) == 1
 
 
 def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:
@@ -116,12 +104,14 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layou
     return image_layout(shape, is_pixels=dtype == np.uint8 or dtype.kind == "f")
 
 
-class _ArrayRows:
-    """A leaf that is the same kind of numpy array in every sample."""
+class _Rows:
+    """A leaf that is the same kind of array or plain tensor in every sample; written to rows of the batch."""
 
-    def __init__(self, batch: _Batch, first: np.ndarray[Any, Any]) -> None:
+    def __init__(self, batch: _Batch, first: Any) -> None:
         self._batch = batch
-        self._shape = first.shape
+        self._kind = type(first)
+        self._is_tensor = self._kind is torch.Tensor
+        self._shape = tuple(first.shape)
         self._dtype = first.dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
@@ -129,55 +119,32 @@ class _ArrayRows:
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        self._rows = self._batch.rows(self._shape, self._dtype, self._layout)
+        dtype = tensor_array(torch.empty(0, dtype=self._dtype)).dtype if self._is_tensor else self._dtype
+        count, arena = self._batch.count, self._batch.arena
+        if self._layout == "CHW":
+            channels, height, width = self._shape
+            self._rows = arena.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+        else:
+            self._rows = arena.array((count, *self._shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
-        if type(value) is not np.ndarray or value.shape != self._shape or value.dtype != self._dtype:
+        if type(value) is not self._kind or value.shape != self._shape or value.dtype != self._dtype:
             raise _MismatchError
-        if not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
+        if self._is_tensor:
+            if not (is_plain(value) and (self._any_strides or value.is_contiguous())):
+                raise _MismatchError
+            value = tensor_array(value)
+        elif not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
             raise _MismatchError  # torch refuses negative strides
         self._rows[row] = value
 
     def restore(self, row: int) -> Any:
-        return np.array(self._rows[row], order="C")
+        array = np.array(self._rows[row], order="C")
+        return tensor_over(array, self._dtype) if self._is_tensor else array
 
     def result(self, count: int) -> Any:
-        rows, self._rows = self._rows, _NO_ROWS  # else this plan would keep the slot leased
-        return torch.from_numpy(rows[:count])
-
-
-class _TensorRows:
-    """A leaf that is the same kind of plain tensor in every sample."""
-
-    def __init__(self, batch: _Batch, first: torch.Tensor) -> None:
-        self._batch = batch
-        self._shape = tuple(first.shape)
-        self._dtype = first.dtype
-        self._layout = batch.layout(first)
-        self._any_strides = batch.in_worker or self._layout is not None
-        self._rows = _NO_ROWS
-
-    def begin(self) -> None:
-        dtype = tensor_array(torch.empty(0, dtype=self._dtype)).dtype
-        self._rows = self._batch.rows(self._shape, dtype, self._layout)
-
-    def write(self, value: Any, row: int) -> None:
-        if (
-            type(value) is not torch.Tensor
-            or value.dtype is not self._dtype
-            or value.shape != self._shape
-            or not is_plain(value)
-            or not (self._any_strides or value.is_contiguous())
-        ):
-            raise _MismatchError
-        self._rows[row] = tensor_array(value)
-
-    def restore(self, row: int) -> Any:
-        return tensor_over(np.array(self._rows[row], order="C"), self._dtype)
-
-    def result(self, count: int) -> Any:
-        rows, self._rows = self._rows, _NO_ROWS
-        return tensor_over(rows[:count], self._dtype)
+        rows, self._rows = self._rows[:count], _NO_ROWS  # else this plan would keep the slot leased
+        return tensor_over(rows, self._dtype) if self._is_tensor else torch.from_numpy(rows)
 
 
 class _Kept:
@@ -204,57 +171,50 @@ class _Kept:
         return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path)
 
 
-class _DictNode:
-    def __init__(self, children: dict[Any, Any]) -> None:
-        self._children = children
+class _Container:
+    """A dict, list, tuple or namedtuple of other nodes."""
 
-    def begin(self) -> None:
-        for child in self._children.values():
-            child.begin()
-
-    def write(self, value: Any, row: int) -> None:
-        # torch's batch has the keys of its first sample, in that order; later samples may have more.
-        if type(value) is not dict or (row == 0 and list(value) != list(self._children)):
-            raise _MismatchError
-        for key, child in self._children.items():
-            if key not in value:
-                raise _MismatchError
-            child.write(value[key], row)
-
-    def restore(self, row: int) -> Any:
-        return {key: child.restore(row) for key, child in self._children.items()}
-
-    def result(self, count: int) -> Any:
-        return {key: child.result(count) for key, child in self._children.items()}
-
-
-class _SequenceNode:
-    def __init__(self, kind: type[Any], children: list[Any]) -> None:
+    def __init__(self, kind: type[Any], children: list[Any], keys: list[Any] | None) -> None:
         self._kind = kind
         self._children = children
-        self._is_named = hasattr(kind, "_fields")
+        self._by_key = None if keys is None else dict(zip(keys, children, strict=True))
 
     def begin(self) -> None:
         for child in self._children:
             child.begin()
 
     def write(self, value: Any, row: int) -> None:
-        if type(value) is not self._kind or len(value) != len(self._children):
+        if type(value) is not self._kind:
+            raise _MismatchError
+        if self._by_key is not None:
+            # torch's batch has the keys of its first sample, in that order; later samples may have more.
+            if row == 0 and list(value) != list(self._by_key):
+                raise _MismatchError
+            for key, child in self._by_key.items():
+                if key not in value:
+                    raise _MismatchError
+                child.write(value[key], row)
+            return
+        if len(value) != len(self._children):
             raise _MismatchError
         for child, part in zip(self._children, value, strict=True):
             child.write(part, row)
 
     def restore(self, row: int) -> Any:
-        parts = [child.restore(row) for child in self._children]
-        return self._kind(*parts) if self._is_named else self._kind(parts)
+        return self._made([child.restore(row) for child in self._children], self._kind)
 
     def result(self, count: int) -> Any:
-        parts = [child.result(count) for child in self._children]
-        return self._kind(*parts) if self._is_named else parts  # tuples become lists, as torch has it
+        # tuples become lists, as torch has it
+        return self._made([child.result(count) for child in self._children], list)
+
+    def _made(self, parts: list[Any], sequence: type[Any]) -> Any:
+        if self._by_key is not None:
+            return dict(zip(self._by_key, parts, strict=True))
+        return self._kind(*parts) if hasattr(self._kind, "_fields") else sequence(parts)
 
 
 class RowCollate:
-    """Collates one batch after another: ``begin(count)``, ``add(sample)`` each, ``finish()``.
+    """Collates one batch after another: ``begin(count)``, ``read(...)`` or ``add_all(...)``, ``finish()``.
 
     ``len()`` of it is the number of samples that were added to the batch so far.
 
@@ -262,18 +222,14 @@ class RowCollate:
         arena: Where rows are laid out.
         in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
         channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
-
-    Attributes:
-        keeps: Whether the samples of this batch are kept; the first sample decides this.
-        kept: The kept samples; while `keeps`, callers may append to it instead of calling `add`.
     """
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
         self._root: Any = None
         self._num_rows = 0
-        self.keeps = False
-        self.kept: Any = []
+        self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
+        self._kept: Any = []
 
     def begin(self, count: int, *, keeps: bool = False, is_lent: bool = False) -> None:
         """Start a batch of at most ``count`` samples.
@@ -287,28 +243,22 @@ class RowCollate:
         self._batch.count = count
         self._batch.is_lent = is_lent
         self._num_rows = 0
-        self.keeps = keeps
-        self.kept = []
+        self._keeps = keeps
+        self._kept = []
 
     def __len__(self) -> int:
-        return len(self.kept) if self.keeps else self._num_rows
+        return len(self._kept) if self._keeps else self._num_rows
 
-    def add(self, sample: Any) -> None:
-        """Take the next sample; the caller may drop it afterwards."""
-        if self.keeps:
-            self.kept.append(sample)
-            return
-        row = self._num_rows
-        if row == 0:
-            self._add_first(sample)
-            return
-        try:
-            self._root.write(sample, row)
-            self._num_rows = row + 1
-        except _MismatchError:
-            self.kept = [*map(self._root.restore, range(row)), sample]
-            self.keeps = True
-            self._root = None
+    def read(self, get: Callable[[Any], Any], indices: Iterator[Any]) -> None:
+        """Add ``get(index)`` for each index; each sample may be dropped afterwards."""
+        if not self._keeps:
+            for index in indices:
+                self._add(get(index))
+                if self._keeps:
+                    break
+        if self._keeps:
+            for index in indices:
+                self._kept.append(get(index))
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
         """Take the samples of a whole batch, which the dataset read together.
@@ -320,30 +270,42 @@ class RowCollate:
         is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
         if is_written and _has_row(samples[0], self._batch):
             self.begin(len(samples))
-            for sample in samples:
-                self.add(sample)
+            self.read(lambda sample: sample, iter(samples))
         else:
-            self.keeps, self.kept = True, samples
+            self._keeps, self._kept = True, samples
 
     def finish(self) -> Any:
         """The batch of the samples that were added."""
-        if self._num_rows and not self.keeps:
+        if self._num_rows and not self._keeps:
             return self._root.result(self._num_rows)
         return _collate(self._batch, self.take(), "$")
 
     def take(self) -> Any:
         """Return the kept samples, for another collate function."""
-        samples, self.kept = self.kept, []
+        samples, self._kept = self._kept, []
         return samples
 
     def forget(self) -> None:
         """After an error: release samples, rows and plan."""
         self._root = None
-        self.kept = []
+        self._kept = []
+
+    def _add(self, sample: Any) -> None:
+        row = self._num_rows
+        if row == 0:
+            self._add_first(sample)
+            return
+        try:
+            self._root.write(sample, row)
+            self._num_rows = row + 1
+        except _MismatchError:
+            self._kept = [*map(self._root.restore, range(row)), sample]
+            self._keeps = True
+            self._root = None
 
     def _add_first(self, sample: Any) -> None:
         if not _has_row(sample, self._batch):
-            self.keeps, self.kept = True, [sample]
+            self._keeps, self._kept = True, [sample]
             return
         if self._root is not None:
             try:
@@ -369,7 +331,7 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
         path: The place of the values in a sample.
     """
     try:
-        return batch.collate(private_copy(values) if batch.is_lent else values)
+        return batch.collate(values)
     except Exception as error:
         explain(values, path, error)
         raise
@@ -397,14 +359,12 @@ def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool =
     kind = type(sample)
     if not _has_row(sample, batch):
         return _Kept(batch, path, in_sequence=in_sequence)
-    if kind is np.ndarray:
-        return _ArrayRows(batch, sample)
-    if kind is torch.Tensor:
-        return _TensorRows(batch, sample)
-    if kind is dict:
-        return _DictNode({key: _compile(value, batch, f"{path}[{key!r}]") for key, value in sample.items()})
-    parts = [_compile(part, batch, f"{path}[{place}]", in_sequence=True) for place, part in enumerate(sample)]
-    return _SequenceNode(kind, parts)
+    if kind is np.ndarray or kind is torch.Tensor:
+        return _Rows(batch, sample)
+    is_dict = kind is dict
+    keys = list(sample) if is_dict else range(len(sample))
+    parts = [_compile(sample[key], batch, f"{path}[{key!r}]", in_sequence=not is_dict) for key in keys]
+    return _Container(kind, parts, list(keys) if is_dict else None)
 
 
 def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:

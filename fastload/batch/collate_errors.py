@@ -20,6 +20,11 @@ from fastload.nested.tree import outline
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _TORCHS_RULES = tuple(torch_collate.default_collate_fn_map)
+_ONE_TYPE = "return values of one type and one length, and the same keys, for all samples"
+_ONE_SHAPE = (
+    "resize or crop all samples to one size, for example with albumentations.RandomCrop(224, 224) or "
+    "fastload.ImageFolder(..., size=(256, 256))"
+)
 _BATCHED = "return arrays, tensors, numbers, str or bytes in dicts, lists and tuples"
 
 
@@ -51,92 +56,59 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
     first = values[0]
     if isinstance(first, (str, bytes)) or _has_users_rule(first):
         return None
-    if isinstance(first, (Mapping, Sequence)):
-        return _cause_in_container(values, path)
     if isinstance(first, EncodedImage):
         return (
             f"{path} is an EncodedImage, which a CachedDataset decodes: give the loader "
             "fastload.CachedDataset(dataset, transform, cache=None), which stores nothing, or return "
             "image.decode() from the dataset"
         )
-    is_array = isinstance(first, (np.ndarray, torch.Tensor))
-    if not (is_array or isinstance(first, _NUMBERS)) or _has_objects(first):
-        return _unsupported(first, path)
+    is_container = isinstance(first, (Mapping, Sequence))
+    if not is_container and not _is_numeric(first):
+        kind = type(first)
+        text = outline(first) if kind is np.ndarray else f"of type {kind.__module__}.{kind.__qualname__}"
+        cure = "return arrays of numbers" if kind is np.ndarray else advice(first, _BATCHED)
+        return (
+            f"{path} is {text}, which default_collate cannot batch: {cure}. Change it in the dataset, or in "
+            "its transform"
+        )
     for number, other in enumerate(values):
         if not _fits(first, other):
+            is_shape = _is_array(first) and _is_array(other) and tuple(first.shape) != tuple(other.shape)
             return (
                 f"{path} is {outline(first)} in the first sample of the batch and {outline(other)} in sample "
-                f"{number} of the batch: return values of one type"
+                f"{number} of the batch: {_ONE_SHAPE if is_shape else _ONE_TYPE}"
             )
-        shape, other_shape = _shape(first), _shape(other)
-        if is_array and None not in (shape, other_shape) and shape != other_shape:
-            return (
-                f"the samples of one batch differ in shape: {path} is {shape} in the first sample of the "
-                f"batch and {other_shape} in sample {number} of the batch. Resize or crop all samples to one "
-                "size, for example with albumentations.RandomCrop(224, 224) or "
-                "fastload.ImageFolder(..., size=(256, 256))"
-            )
-    return None
-
-
-def _cause_in_container(values: Sequence[Any], path: str) -> str | None:
-    first = values[0]
-    is_mapping = isinstance(first, Mapping)
-    keys = list(first) if is_mapping else range(len(first))
-    for number, other in enumerate(values):
-        if not isinstance(other, Mapping if is_mapping else Sequence):
-            return (
-                f"{path} is {outline(first)} in the first sample of the batch and {outline(other)} in sample "
-                f"{number} of the batch: return values of one type"
-            )
-        missing = [key for key in keys if key not in other] if is_mapping else []
-        if missing:
-            return (
-                f"{path} has the key {missing[0]!r:.80} in the first sample of the batch and not in sample "
-                f"{number} of the batch: return the same keys for all samples"
-            )
-        if not is_mapping and len(other) != len(first):
-            return (
-                f"{path} has {len(first)} elements in the first sample of the batch and {len(other)} in "
-                f"sample {number} of the batch: pad all samples to one length"
-            )
+    if not is_container:
+        return None
+    keys = list(first) if isinstance(first, Mapping) else range(len(first))
     parts = ((f"{path}[{key!r}]", [value[key] for value in values]) for key in keys)
     return next((cause for place, part in parts if (cause := _cause(part, place)) is not None), None)
 
 
-def _unsupported(value: Any, path: str) -> str:
-    kind = type(value)
-    if value is None:
-        text, cure = "None", "return a value"
-    elif isinstance(value, np.ndarray):
-        text, cure = outline(value), "return arrays of numbers"
-    else:
-        text, cure = f"of type {kind.__module__}.{kind.__qualname__}", advice(value, _BATCHED)
-    return (
-        f"{path} is {text}, which default_collate cannot batch: {cure}. Change it in the dataset, or in "
-        "its transform"
-    )
+def _fits(first: Any, other: Any) -> bool:
+    """Whether default_collate takes ``other`` in a batch that begins with ``first``."""
+    if isinstance(first, Mapping):
+        return isinstance(other, Mapping) and all(key in other for key in first)
+    if isinstance(first, Sequence):
+        return isinstance(other, Sequence) and len(other) == len(first)
+    if isinstance(first, torch.Tensor) and not isinstance(other, torch.Tensor):
+        return False
+    are_arrays = _is_array(first) and _is_array(other)
+    return _is_numeric(other) and (not are_arrays or tuple(first.shape) == tuple(other.shape))
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc"
+    return isinstance(value, (torch.Tensor, *_NUMBERS))
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value has a shape."""
+    return isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested)
 
 
 def _has_users_rule(value: Any) -> bool:
     """Whether the user has added a rule for such values to torch's table."""
     rules = torch_collate.default_collate_fn_map
     return any(isinstance(value, kind) for kind in rules if kind not in _TORCHS_RULES)
-
-
-def _has_objects(value: Any) -> bool:
-    """Whether an array holds no numbers."""
-    return isinstance(value, np.ndarray) and value.dtype.kind not in "biufc"
-
-
-def _fits(first: Any, other: Any) -> bool:
-    """Whether default_collate takes ``other`` in a batch that begins with ``first``."""
-    if isinstance(first, torch.Tensor):
-        return isinstance(other, torch.Tensor)
-    return isinstance(other, (np.ndarray, torch.Tensor, *_NUMBERS)) and not _has_objects(other)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        return None
-    return tuple(value.shape) if isinstance(value, (np.ndarray, torch.Tensor)) else ()

@@ -29,6 +29,10 @@ class FailedSample:
     epoch: int = 0
     replaced_by: Any = None
 
+    def __str__(self) -> str:
+        where = "" if self.path is None else f" ({self.path})"
+        return f"{self.index!r:.50}{where}: {self.type}: {self.reason:.200}"
+
     @classmethod
     def of(cls, index: Any, error: BaseException, worker: int | None, **more: Any) -> FailedSample:
         """The record of a sample that could not be read because of ``error``."""

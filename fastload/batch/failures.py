@@ -32,14 +32,12 @@ def check_error_budget(error_budget: Any) -> None:
     Raises:
         ValueError: It is neither a number of samples nor a share of them.
     """
-    if isinstance(error_budget, float) and 0 < error_budget <= 1:
-        return
-    if isinstance(error_budget, int) and not isinstance(error_budget, bool) and error_budget >= 0:
-        return
-    raise ValueError(
-        "error_budget should be an int of at least 0 (a number of samples) or a float above 0 and up to 1 (a "
-        f"share of the epoch's samples), but got {error_budget!r}"
-    )
+    is_share = isinstance(error_budget, float) and 0 < error_budget <= 1
+    if not is_share and (type(error_budget) is not int or error_budget < 0):
+        raise ValueError(
+            "error_budget should be an int of at least 0 (a number of samples), or a float above 0 and up to "
+            f"1 (a share of the epoch's samples), but got {error_budget!r}"
+        )
 
 
 def most_failures(error_budget: int | float, num_samples: int) -> int:
@@ -63,7 +61,7 @@ def check_left_out(
 def budget_exceeded(
     num_failed: int, most: int, num_samples: int, last: FailedSample, what_to_do: str
 ) -> ErrorBudgetError:
-    """The error of a build that left out more samples than its budget allows.
+    """The error of an epoch or a build in which more samples failed than its budget allows.
 
     Args:
         num_failed: How many samples could not be read.
@@ -72,10 +70,9 @@ def budget_exceeded(
         last: The last sample that could not be read.
         what_to_do: What was kept, and what to change: sentences without the last full stop.
     """
-    where = "" if last.path is None else f" ({last.path})"
     return ErrorBudgetError(
-        f"{num_failed:,} samples could not be read, and the error budget allows {most:,} of "
-        f"{num_samples:,}. The last one is {last.index}{where}: {last.type}: {last.reason:.200}. {what_to_do}"
+        f"{num_failed:,} samples could not be read, and the error budget allows {most:,} of {num_samples:,}. "
+        f"The last one is {last}. {what_to_do}"
     )
 
 
@@ -108,7 +105,6 @@ class FailureCount:
 
     def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:
         self._report = report_of(loader)
-        self._budget = error_budget
         self._most = most_failures(error_budget, num_samples)
         self._num_samples = num_samples
         self._count = 0
@@ -123,20 +119,8 @@ class FailureCount:
             self._count += 1
             self._report.append(sample)
             if self._count <= _MOST_LOGGED:
-                log.warning("%s", _told(sample))
+                by = "on_error" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
+                log.warning("a sample could not be read, and %s replaced it: %s", by, sample)
         if failed and self._count > self._most:
-            shown = "; ".join(map(_told, self._report[-3:]))
-            raise ErrorBudgetError(
-                f"{self._count} samples of this epoch could not be read, and error_budget={self._budget} "
-                f"allows {self._most} of {self._num_samples:,}. The last ones: {shown}. "
-                "loader.failed_samples lists all; raise error_budget, or repair the files"
-            )
-
-
-def _told(sample: FailedSample) -> str:
-    path = "" if sample.path is None else f" ({sample.path})"
-    instead = "the result of on_error" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
-    return (
-        f"sample {sample.index!r:.50}{path} could not be read and {instead} took its place: "
-        f"{sample.type}: {sample.reason:.200}"
-    )
+            cure = "loader.failed_samples lists all; raise error_budget, or repair the files"
+            raise budget_exceeded(self._count, self._most, self._num_samples, failed[-1], cure)

@@ -13,15 +13,13 @@ import operator
 import pickle
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch.utils.data import Subset
+from typing import TYPE_CHECKING, Any
 
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.failed_sample import path_of
 from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.read_ahead import inside_subsets, read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import StackingInto, is_torch_default
 from fastload.errors import ResumeError, short_repr
@@ -60,21 +58,6 @@ class FetchSettings:
     replacements: Sequence[Any] = ()
 
 
-class CachedSamples(Protocol):
-    """The interface that a fetcher needs of a CachedDataset, which is in a layer above this one."""
-
-    transform: Any
-
-    def __getitem__(self, index: int) -> Any:
-        """The sample, transformed."""
-
-    def lend(self, index: int) -> Any:
-        """The sample before the transform, with decoded images, read-only."""
-
-    def gather(self, indices: Any, allocate: Any) -> Any | None:
-        """The whole batch in one call, or None."""
-
-
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
@@ -108,15 +91,16 @@ class Fetcher:
         self._dataset = dataset
         self._get = functools.partial(operator.getitem, dataset)
         self._sample_rng = sample_rng
-        self._samples: Iterator[Any] | None = None
+        self._samples: Any = None  # the iterator of an iterable dataset
         if settings.is_iterable:
             self._samples = _iterator_at(dataset, dataset_state)
         elif dataset_state is not None and dataset_state.data:
             dataset.load_state_dict(dataset_state.load())
-        self._dataset_keeps_state = dataset_state is not None and keeps_state(dataset)
-        self._iterator_keeps_state = (
-            dataset_state is not None and self._samples is not dataset and keeps_state(self._samples)
-        )
+        # The dataset and its iterator, if they have a state that is asked for.
+        owners = (dataset, None if self._samples is dataset else self._samples)
+        self._owners = [
+            owner if dataset_state is not None and keeps_state(owner) else None for owner in owners
+        ]
         self._has_ended = dataset_state == ENDED
         self._num_batches = 0 if dataset_state is None else dataset_state.num_batches
         self._num_to_read_again = 0
@@ -129,7 +113,7 @@ class Fetcher:
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = StackingInto(arena) if in_worker else None
+        self._stacking = StackingInto(arena if in_worker else None)
         self._cache = _find_cache(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -144,12 +128,9 @@ class Fetcher:
         """The current state of an iterable dataset, or of a map-style dataset that has a state_dict()."""
         if self._has_ended:
             return ENDED
-        data = iterator = b""
-        if self._dataset_keeps_state:
-            data = pickle.dumps(self._dataset.state_dict())
-        samples: Any = self._samples
-        if self._iterator_keeps_state:
-            iterator = pickle.dumps(samples.state_dict())
+        data, iterator = (
+            b"" if owner is None else pickle.dumps(owner.state_dict()) for owner in self._owners
+        )
         return IterableState("begun", data, None, iterator, self._num_batches)
 
     @property
@@ -159,10 +140,9 @@ class Fetcher:
         The state of a stream that makes an iterator without a state is not requested: it may not be valid
         before the first sample was read, and a new iterator starts at the same place.
         """
+        dataset, iterator = self._owners
         is_own_iterator = self._samples is None or self._samples is self._dataset
-        return not self._has_ended and (
-            (is_own_iterator and self._dataset_keeps_state) or self._iterator_keeps_state
-        )
+        return not self._has_ended and (iterator is not None or (is_own_iterator and dataset is not None))
 
     def fetch(self, index: Any, origin: StreamOrigin | None = None, batch_id: BatchId | None = None) -> Any:
         """Fetch the batch of ``index``.
@@ -232,7 +212,7 @@ class Fetcher:
     def _fetch_whole(self, index: Any, origin: StreamOrigin | None) -> Any:
         self._indices, self._left = (index,), iter(())
         self.num_samples = 1
-        return self._collate_fn(self._getter((index,), origin)(index))
+        return self._collate_fn(self._getter(self._get, (index,), origin)(index))
 
     def _collated(self) -> Any:
         """Collate the samples that were read."""
@@ -248,18 +228,8 @@ class Fetcher:
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
         """Call ``collate``; in a worker, default_collate within it stacks into the slot."""
-        if self._stacking is None:
-            return collate(*args)
         with self._stacking:
             return collate(*args)
-
-    def _seeded(
-        self, get: Callable[[Any], Any], indices: Any, origin: StreamOrigin | None
-    ) -> Callable[[Any], Any]:
-        """``get``; with an origin, a function that sets the generators and then calls ``get``."""
-        if origin is None or self._sample_rng is None:
-            return get
-        return self._sample_rng.seeded(get, indices, origin)
 
     def _read_samples(self, indices: Any, origin: StreamOrigin | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
@@ -281,56 +251,50 @@ class Fetcher:
                 return
         if type(indices) is not list:
             indices = list(indices)
+        self._read(self._getter(self._get, indices, origin), indices, indices)
+
+    def _read(
+        self,
+        get: Callable[[Any], Any],
+        indices: list[Any],
+        positions: Sequence[Any],
+        *,
+        is_lent: bool = False,
+    ) -> None:
+        """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
-        rows = self._rows
-        rows.begin(len(indices), keeps=not self._writes_rows)
-        self._indices, self._left = indices, iter(indices)
-        left = self._left
-        if origin is None and self.replacer is None:
-            if not rows.keeps:
-                for index in left:
-                    rows.add(dataset[index])
-                    if rows.keeps:
-                        break
-            if rows.keeps:
-                rows.kept += [dataset[index] for index in left]
-        else:
-            get = self._getter(indices, origin)
-            for index in left:
-                rows.add(get(index))
+        self._rows.begin(len(indices), keeps=not self._writes_rows, is_lent=is_lent)
+        self._indices, self._left = indices, iter(positions)
+        self._rows.read(get, self._left)
         self._indices = ()
 
-    def _getter(self, indices: Any, origin: StreamOrigin | None) -> Callable[[Any], Any]:
-        """A function that gets the samples of ``indices`` in order, and replaces unreadable ones."""
-        get = self._seeded(self._get, indices, origin)
-        if self.replacer is None:
-            return get
-        return self.replacer.replacing(get, functools.partial(self._read_at, origin))
+    def _getter(
+        self, get: Callable[[Any], Any], indices: Any, origin: StreamOrigin | None
+    ) -> Callable[[Any], Any]:
+        """``get`` for the samples of ``indices`` in order; sets generators, and replaces unreadable ones."""
+        if origin is not None and self._sample_rng is not None:
+            get = self._sample_rng.seeded(get, indices, origin)
+        if self.replacer is not None:
+            get = self.replacer.replacing(get, functools.partial(self._read_at, origin))
+        return get
 
     def _read_at(self, origin: StreamOrigin | None, index: Any, occurrence: int) -> Any:
         if origin is not None and self._sample_rng is not None:
             self._sample_rng.begin(origin, index, occurrence)
         return self._get(index)
 
-    def _fetch_cached(self, dataset: CachedSamples, indices: list[Any], origin: StreamOrigin | None) -> Any:
-        positions = _positions(self._dataset, indices)
+    def _fetch_cached(self, dataset: Any, indices: list[Any], origin: StreamOrigin | None) -> Any:
+        _, positions = inside_subsets(self._dataset, indices)
         self.num_samples = len(positions)
         batch = dataset.gather(positions, self._allocate)
         if batch is not None:
             return batch
         self.gathered_bytes = 0
-        if self.replacer is not None:
-            self._read_samples(indices, origin)
-            return self._collated()
-        get: Callable[[Any], Any] = dataset.lend
-        if dataset.transform is not None:
-            get = self._seeded(dataset.__getitem__, indices, origin)
-        rows = self._rows
-        rows.begin(len(positions), is_lent=dataset.transform is None)
-        self._indices, self._left = indices, iter(positions)
-        for position in self._left:
-            rows.add(get(position))
-        self._indices = ()
+        is_lent = dataset.transform is None
+        get = dataset.lend if is_lent else dataset.__getitem__
+        self._read(
+            self._getter(get, indices, None if is_lent else origin), indices, positions, is_lent=is_lent
+        )
         return self._collated()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:
@@ -341,13 +305,8 @@ class Fetcher:
             return self._stacked(lambda: self._collate_fn(next(samples)))
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
-        if not rows.keeps:
-            for sample in _take(samples, size):
-                rows.add(sample)
-                if rows.keeps:
-                    break
-        if rows.keeps:
-            rows.kept.extend(_take(samples, size - len(rows)))
+        with contextlib.suppress(StopIteration):
+            rows.read(next, itertools.repeat(samples, size))
         self.num_samples = len(rows)
         self._has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and self._has_ended):
@@ -364,7 +323,8 @@ class Fetcher:
         size = len(index) if self._auto_collation else 1
         for number in range(count):
             try:
-                samples = list(_take(self._samples, size)) if self._samples is not None else []
+                # islice would call iter() first: a stream that is its own iterator may go back to its start.
+                samples = list(map(next, itertools.repeat(self._samples, size)))
             except Exception:  # noqa: BLE001  # the caller got this error in place of the batch
                 continue
             if not samples or (self._drop_last and len(samples) < size):
@@ -381,15 +341,6 @@ class Fetcher:
         array = self._arena.array(shape, dtype)
         self.gathered_bytes += array.nbytes
         return array
-
-
-def _take(samples: Iterator[Any], count: int) -> Iterator[Any]:
-    """The next ``count`` samples, or as many as there are.
-
-    `itertools.islice` would call `iter` on the iterator first, and a dataset that is its own iterator may go
-    back to its beginning then.
-    """
-    return map(next, itertools.repeat(samples, count))
 
 
 def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
@@ -430,41 +381,15 @@ def _is_at(dataset: Any, state: IterableState) -> bool:
         return False
 
 
-def _find_cache(dataset: Any) -> CachedSamples | None:
-    """The cached dataset, also inside torch's Subset, if batches may be read directly from its cache."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return dataset if _reads_as_ours(dataset) else None
-
-
-def _positions(dataset: Any, indices: list[Any]) -> list[Any]:
-    """The indices of these samples in the cached dataset inside torch's Subset."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    return indices
-
-
-def _reads_as_ours(dataset: Any) -> bool:
-    """Whether this is a CachedDataset whose reading methods no subclass or attribute replaces."""
-    ours = _cached_dataset_class()
+def _find_cache(dataset: Any) -> Any | None:
+    """The CachedDataset, also inside torch's Subset, if no subclass and no attribute replaces its methods."""
+    dataset, _ = inside_subsets(dataset)
+    # Importing it here would load Pillow and every cache into processes that use neither.
+    ours = getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)
     if ours is None or not isinstance(dataset, ours) or getattr(dataset, "__getitems__", None):
-        return False
-    kind: Any = type(dataset)
-    return _replaces_no_method(kind, ours) and not _READING.intersection(vars(dataset))
+        return None
+    replaced = (name for name in _READING if getattr(type(dataset), name) is not getattr(ours, name))
+    return None if any(replaced) or _READING.intersection(vars(dataset)) else dataset
 
 
 _READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
-
-
-@functools.lru_cache(maxsize=256)
-def _replaces_no_method(kind: Any, ours: Any) -> bool:
-    return all(getattr(kind, name) is getattr(ours, name) for name in _READING)
-
-
-def _cached_dataset_class() -> Any:
-    """CachedDataset, or None if it was never imported: then no dataset can be one.
-
-    Importing it here would load Pillow and every cache into processes that use neither.
-    """
-    return getattr(sys.modules.get("fastload.cache.dataset"), "CachedDataset", None)

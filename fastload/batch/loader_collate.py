@@ -83,7 +83,8 @@ class LoaderCollate:
         return f"<collate_fn of a fastload.DataLoader: {self.__wrapped__!r}>"
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.__wrapped__, *self._fastload_note)
+        lost, channels_last = self._fastload_note
+        return functools.partial(LoaderCollate, channels_last=channels_last), (self.__wrapped__, lost)
 
 
 def own_collate(collate_fn: Any) -> Any:
@@ -106,10 +107,6 @@ def carried_settings(collate_fn: Any, dataset: Any) -> dict[str, Any]:
     settings, own = collate_fn._fastload_settings
     inner = getattr(dataset, "dataset", None) if isinstance(dataset, IterableDataset) else dataset
     return dict(settings) if own is dataset or own is inner else {}
-
-
-def _rebuilt(inner: Callable[[Any], Any], lost: tuple[str, ...], channels_last: bool) -> LoaderCollate:
-    return LoaderCollate(inner, lost, channels_last=channels_last)
 
 
 @functools.cache

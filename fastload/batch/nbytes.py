@@ -9,7 +9,6 @@ import torch
 
 _MOST_VALUES = 8  # of a container whose values are looked at; a tensor takes 0.1 us
 _MOST_DEPTH = 3
-_DENSE = torch.strided
 _WITHOUT = frozenset({str, bytes, int, float, bool, type(None)})  # neither tensors nor arrays are inside
 
 
@@ -20,27 +19,17 @@ def nbytes_of(batch: Any, depth: int = _MOST_DEPTH) -> int | None:
     nested or not. A longer list counts nothing if its first value is a string or a number.
     """
     kind = type(batch)
-    if kind is torch.Tensor or kind is np.ndarray:
-        try:
-            nbytes: int = batch.nbytes
-        except RuntimeError:  # a sparse tensor
-            return None
+    if kind is np.ndarray or (kind is torch.Tensor and batch.layout is torch.strided):
+        nbytes: int = batch.nbytes
         return nbytes
-    if kind is tuple or kind is list:
-        if len(batch) > _MOST_VALUES and type(batch[0]) in _WITHOUT:
-            return 0
-        values = batch
-    elif kind is dict:
-        values = batch.values()
-    else:
-        return 0 if kind in _WITHOUT else None
-    if len(values) > _MOST_VALUES or not depth:
+    if kind in _WITHOUT or (
+        kind in (tuple, list) and len(batch) > _MOST_VALUES and type(batch[0]) in _WITHOUT
+    ):
+        return 0
+    if kind not in (tuple, list, dict) or len(batch) > _MOST_VALUES or not depth:
         return None
     total = 0
-    for value in values:
-        if type(value) is torch.Tensor and value.layout is _DENSE:  # the usual case, without a call
-            total += value.nbytes
-            continue
+    for value in batch.values() if kind is dict else batch:
         found = nbytes_of(value, depth - 1)
         if found is None:
             return None

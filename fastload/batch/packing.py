@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,46 +21,26 @@ import torch
 from fastload.memory.lease import ALIGNMENT_BYTES, Arena
 from fastload.memory.segment import round_up
 
-
-class PackedLeaf(NamedTuple):
-    """Where one tensor or array lies in a slot."""
-
-    offset: int  # bytes from the start of the slot; meaningless when span is 0
-    span: int  # elements from the first to the last, gaps included
-    dtype: torch.dtype | np.dtype[Any]  # distinguishes tensors from arrays
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # elements for tensors, bytes for arrays
+# Where one tensor or array lies in a slot, as built-in types, which pickle in a sixth of the time:
+#   offset: bytes from the start of the slot; meaningless when the span is 0
+#   span: elements from the first to the last, gaps included
+#   dtype: as text, such as "torch.uint8" or "|u1"; itself if text cannot describe it
+#   shape, and strides: in elements for tensors, in bytes for arrays
+PackedLeaf = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
 
 
 class Packed(NamedTuple):
     """The part of a batch that is sent as a message; the bytes of its leaves are in the slot."""
 
     skeleton: bytes
-    leaves: tuple[PackedLeaf, ...]
+    leaves: list[PackedLeaf]
     used_bytes: int  # of the slot, from its start
     num_places: int  # how often a leaf occurs in the batch; the same leaf may occur several times
-
-    def to_plain(self) -> tuple[Any, ...]:
-        """This object as built-in types, which pickle in a sixth of the time; see `of_plain`."""
-        leaves = [
-            (leaf.offset, leaf.span, _code_of(leaf.dtype), leaf.shape, leaf.strides) for leaf in self.leaves
-        ]
-        return self.skeleton, leaves, self.used_bytes, self.num_places
-
-    @classmethod
-    def of_plain(cls, plain: tuple[Any, ...]) -> Packed:
-        """Undo `to_plain`."""
-        skeleton, leaves, used_bytes, num_places = plain
-        found = tuple(
-            PackedLeaf(offset, span, _dtype_of(code) if type(code) is str else code, shape, strides)
-            for offset, span, code, shape, strides in leaves
-        )
-        return cls(skeleton, found, used_bytes, num_places)
 
     @property
     def has_arrays(self) -> bool:
         """Whether the batch holds NumPy arrays."""
-        return any(isinstance(leaf.dtype, np.dtype) for leaf in self.leaves)
+        return not all(type(code) is str and code.startswith("torch.") for _, _, code, *_ in self.leaves)
 
 
 @functools.cache
@@ -68,15 +48,14 @@ def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
     """A dtype as text; the dtype itself if text cannot describe it completely (one with fields)."""
     if isinstance(dtype, torch.dtype):
         return str(dtype)
-    is_told = dtype.names is None and dtype.metadata is None and np.dtype(dtype.str) == dtype
-    return dtype.str if is_told else dtype
+    is_complete = dtype.names is None and dtype.metadata is None and np.dtype(dtype.str) == dtype
+    return dtype.str if is_complete else dtype
 
 
 @functools.cache
-def _dtype_of(code: str) -> torch.dtype | np.dtype[Any]:
+def _dtype_of(code: str) -> Any:
     if code.startswith("torch."):
-        dtype: torch.dtype = getattr(torch, code.removeprefix("torch."))
-        return dtype
+        return getattr(torch, code.removeprefix("torch."))
     return np.dtype(code)
 
 
@@ -155,9 +134,7 @@ def unpack(packed: Packed, lease: Any) -> Any:
     return _Unpacker(packed.skeleton, leaves).load()
 
 
-def _place(
-    batch_leaves: list[torch.Tensor | np.ndarray[Any, Any]], arena: Arena
-) -> tuple[PackedLeaf, ...] | None:
+def _place(batch_leaves: list[Any], arena: Arena) -> list[PackedLeaf] | None:
     """Copy leaves that are not in the arena into it; return all places, or None if they do not fit."""
     placed = []
     start = end = 0
@@ -165,68 +142,35 @@ def _place(
         start = np.frombuffer(arena.lease, np.uint8, 1).ctypes.data
         end = start + arena.memory.nbytes
     for value in batch_leaves:
-        if isinstance(value, np.ndarray):
-            leaf = _place_array(value, arena, start, end)
-        else:
-            leaf = _place_tensor(value, arena, start, end)
-        if leaf is None:
-            return None
-        placed.append(leaf)
-    return tuple(placed)
-
-
-def _place_tensor(value: torch.Tensor, arena: Arena, start: int, end: int) -> PackedLeaf | None:
-    span = _span(value)
-    offset = 0
-    if span:
-        address = value.data_ptr()
-        if start <= address < end:
-            offset = address - start
-        else:
-            # Copy all memory from the first to the last element, so that any strides stay the same.
-            stretch = torch.as_strided(value, (span,), (1,), value.storage_offset())
+        span = _span(value)
+        is_array = isinstance(value, np.ndarray)
+        strides = value.strides if is_array else value.stride()
+        address = (value.ctypes.data if is_array else value.data_ptr()) if span else start
+        is_dense = not is_array or value.flags.forc
+        offset = address - start
+        if span and not (is_dense and start <= address < end):
             place = arena.place(span * value.itemsize)
             if place is None:
                 return None
             offset = place
-            _flat_tensor(arena.lease, value.dtype, span, offset).copy_(stretch)
-    return PackedLeaf(offset, span, value.dtype, tuple(value.shape), value.stride())
-
-
-def _place_array(value: np.ndarray[Any, Any], arena: Arena, start: int, end: int) -> PackedLeaf | None:
-    # As in pickle: an array is restored as C-contiguous unless it is Fortran-contiguous.
-    order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-    offset = 0
-    if value.nbytes:
-        address = value.ctypes.data
-        if start <= address < end and (value.flags.c_contiguous or value.flags.f_contiguous):
-            offset = address - start
-        else:
-            place = arena.place(value.nbytes)
-            if place is None:
-                return None
-            offset = place
-            target: np.ndarray[Any, Any] = np.ndarray(
-                value.shape, value.dtype, arena.lease, offset, order=order
-            )
-            target[...] = value
-    strides = _dense_strides(value.shape, value.itemsize, order)
-    return PackedLeaf(offset, value.size, value.dtype, value.shape, strides)
-
-
-def _dense_strides(shape: tuple[int, ...], itemsize: int, order: str) -> tuple[int, ...]:
-    strides = []
-    step = itemsize
-    for size in shape if order == "F" else reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(strides if order == "F" else reversed(strides))
+            if is_array:
+                # As in pickle: an array is restored as C-contiguous unless it is Fortran-contiguous.
+                order: Any = "F" if value.flags.fnc else "C"
+                target: Any = np.ndarray(value.shape, value.dtype, arena.lease, offset, order=order)
+                target[...] = value
+                strides = target.strides
+            else:
+                # Copy all memory from the first to the last element, so that any strides stay the same.
+                stretch = torch.as_strided(value, (span,), (1,), value.storage_offset())
+                _flat_tensor(arena.lease, value.dtype, span, offset).copy_(stretch)
+        placed.append((offset, span, _code_of(value.dtype), tuple(value.shape), strides))
+    return placed
 
 
 def _span(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
     """Elements from the first to the last of a leaf, gaps included; 0 when it has none."""
     if isinstance(value, np.ndarray):
-        return value.size
+        return value.size if value.nbytes else 0
     if value.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -237,11 +181,10 @@ def _flat_tensor(lease: Any, dtype: torch.dtype, span: int, offset: int) -> torc
 
 
 def _view(leaf: PackedLeaf, lease: Any) -> Any:
-    if isinstance(leaf.dtype, torch.dtype):
-        if not leaf.span:  # torch.frombuffer does not accept a count of zero
-            return torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)
-        flat = _flat_tensor(lease, leaf.dtype, leaf.span, leaf.offset)
-        return flat.as_strided(leaf.shape, leaf.strides)
-    if not leaf.span:
-        return np.empty(leaf.shape, leaf.dtype)
-    return np.ndarray(leaf.shape, leaf.dtype, lease, leaf.offset, leaf.strides)
+    offset, span, code, shape, strides = leaf
+    dtype = _dtype_of(code) if type(code) is str else code
+    if isinstance(dtype, torch.dtype):
+        if not span:  # torch.frombuffer does not accept a count of zero
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        return _flat_tensor(lease, dtype, span, offset).as_strided(shape, strides)
+    return np.ndarray(shape, dtype, lease, offset, strides) if span else np.empty(shape, dtype)

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads at the same time
 
 
+def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
+    """The dataset inside torch's Subset, also several of them, and the indices of these samples there."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
 def reads_ahead(dataset: Any) -> bool:
     """Whether a dataset, or a dataset inside torch's Subset or ConcatDataset, has `read_ahead`."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    if type(dataset) is ConcatDataset:
-        return any(map(reads_ahead, dataset.datasets))
-    return _has_method(dataset)
+    return any(_has_method(part) for part, _ in _parts(dataset, ()))
 
 
 def _has_method(dataset: Any) -> bool:
@@ -35,24 +39,22 @@ def _has_method(dataset: Any) -> bool:
 
 def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
     """Announce the samples that are read next, in order; does nothing if the dataset has no `read_ahead`."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    if type(dataset) is ConcatDataset:
-        _read_parts_ahead(dataset, indices)
-    elif _has_method(dataset):
-        dataset.read_ahead(indices)
+    for part, numbers in _parts(dataset, indices):
+        if len(numbers) and _has_method(part):
+            part.read_ahead(numbers)
 
 
-def _read_parts_ahead(dataset: ConcatDataset[Any], indices: Sequence[Any]) -> None:
-    of_part: dict[int, list[int]] = {}
+def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
+    """The datasets inside torch's Subset and ConcatDataset, and the indices of these samples in each."""
+    dataset, indices = inside_subsets(dataset, indices)
+    if type(dataset) is not ConcatDataset:
+        return [(dataset, indices)]
+    of_part: list[list[int]] = [[] for _ in dataset.datasets]
     for index in indices:
         number = index + len(dataset) if index < 0 else index
         part = bisect_right(dataset.cumulative_sizes, number)
-        before = dataset.cumulative_sizes[part - 1] if part else 0
-        of_part.setdefault(part, []).append(number - before)
-    for part, numbers in of_part.items():
-        read_ahead(dataset.datasets[part], numbers)
+        of_part[part].append(number - (dataset.cumulative_sizes[part - 1] if part else 0))
+    return [found for pair in zip(dataset.datasets, of_part, strict=True) for found in _parts(*pair)]
 
 
 def read_tasks_ahead(

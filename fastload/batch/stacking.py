@@ -69,12 +69,12 @@ class StackingInto:
     This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
 
     Args:
-        arena: The memory for the stacked tensors.
+        arena: The memory for the stacked tensors; None: torch's own choice.
     """
 
     __slots__ = ("_arena", "_before")
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
         self._before: Arena | None = None
 

@@ -76,7 +76,7 @@ def _transforms(dataset: Any) -> list[Any]:
     """The transforms of albumentations that the dataset holds, with generators of their own."""
     return [
         transform
-        for transform in parts_of(find_pipelines(dataset)).values()
+        for transform in parts_of(find_pipelines(dataset))
         if hasattr(transform, "py_random") and hasattr(transform, "random_generator")
     ]
 

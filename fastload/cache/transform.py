@@ -23,7 +23,7 @@ from fastload.cache.zero_copy import keeps_read_only
 from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import detached, is_seen_through, leaves, outline, owns_its_memory, private_copy
+from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,11 +130,10 @@ class TransformCaller:
         if not self._keeps_read_only or not _is_uint8(sample):
             return self._call(sample, private_copy(sample), index)
         output = self._call(sample, sample, index)
-        if owns_its_memory(output):
-            return output
-        if not is_seen_through(output):
+        try:
+            return detached(output, sample)
+        except HiddenMemoryError:
             return copy.deepcopy(output)
-        return detached(output, [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)])
 
 
 def check_decode(decode: object) -> None:

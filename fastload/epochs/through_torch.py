@@ -23,8 +23,8 @@ from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import resume
 from fastload.epochs.stats import MeasuredIterator
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
-from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.seeding import SeedWorker
+from fastload.rng.takeover import local_pipelines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

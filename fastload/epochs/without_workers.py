@@ -22,8 +22,8 @@ from fastload.epochs.host_iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.rng.local_pipelines import local_pipelines
 from fastload.rng.sample_rng import SampleRng
+from fastload.rng.takeover import local_pipelines
 from fastload.system.budget import parse_ring_bytes
 from fastload.system.sent_error import SentError
 from fastload.workers.job import Job

@@ -30,7 +30,7 @@ def map_movable(
     """
 
     def is_found(part: Any) -> bool:
-        can_move = isinstance(part, torch.Tensor) or _moves_itself(type(part))
+        can_move = isinstance(part, torch.Tensor) or _moves(part.__class__)[0]
         return can_move or (is_leaf is not None and is_leaf(part))
 
     return map_leaves(value, lambda leaf: function(leaf) if is_found(leaf) else leaf, is_found)
@@ -38,32 +38,24 @@ def map_movable(
 
 def move_leaf(leaf: Any, device: torch.device) -> Any:
     """``leaf.to(device)``, with ``non_blocking=True`` if the leaf's ``to`` takes it."""
-    if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf)):
+    if isinstance(leaf, torch.Tensor) or _moves(leaf.__class__)[1]:
         return leaf.to(device, non_blocking=True)
     return leaf.to(device)
 
 
-def _moves_itself(cls: type) -> bool:
-    """Whether this class's ``to`` moves to a device; in many classes it converts units or formats.
-
-    A ``to`` that moves has a ``non_blocking`` argument, the signature ``(self, *args, **kwargs)`` (as in
-    torch's own classes), or a first argument ``device``.
-    """
-    parameters = _parameters_of_to(cls)
-    return _takes_non_blocking(cls) or (bool(parameters) and parameters[0].name == "device")
-
-
-def _takes_non_blocking(cls: type) -> bool:
-    parameters = _parameters_of_to(cls)
-    kinds = [parameter.kind for parameter in parameters]
-    return any(parameter.name == "non_blocking" for parameter in parameters) or kinds == [
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-    ]
-
-
 @functools.lru_cache(maxsize=1024)
-def _parameters_of_to(cls: type) -> list[inspect.Parameter]:
-    """The parameters of the class's method ``to`` after ``self``; empty if it has no such method."""
+def _moves(cls: type) -> tuple[bool, bool]:
+    """Whether a class's ``to`` moves to a device, and whether it takes ``non_blocking``.
+
+    In many classes ``to`` converts units or formats. One that moves has a ``non_blocking`` argument, the
+    signature ``(self, *args, **kwargs)`` (as in torch's own classes), or a first argument ``device``.
+    """
     method = inspect.getattr_static(cls, "to", None)
-    return list(inspect.signature(method).parameters.values())[1:] if inspect.isfunction(method) else []
+    if not inspect.isfunction(method):
+        return False, False
+    _, *parameters = inspect.signature(method).parameters.values()
+    kinds = [parameter.kind for parameter in parameters]
+    is_general = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    names = [parameter.name for parameter in parameters]
+    takes_non_blocking = is_general or "non_blocking" in names
+    return takes_non_blocking or names[:1] == ["device"], takes_non_blocking

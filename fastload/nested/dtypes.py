@@ -36,8 +36,6 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     Raises:
         ValueError: The dtype holds objects, has no fixed size, or differs after conversion to text and back.
     """
-    if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
-        raise ValueError(f"dtype {dtype} has no fixed size in bytes")
     name = dtype.str if dtype.names is None else repr(np.lib.format.dtype_to_descr(dtype))
     if numpy_dtype(name) != dtype:
         raise ValueError(f"dtype {dtype} is an extension of NumPy's own dtypes")

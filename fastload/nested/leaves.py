@@ -81,30 +81,32 @@ def describe(value: Any) -> tuple[Leaf, Any]:
         UnsupportedSampleError: Values of this type cannot be cached. The caller adds the path.
     """
     kind = type(value)
+    leaf = _PLAIN_LEAVES.get(kind)
+    if leaf is not None:
+        return leaf, value
     if kind is np.ndarray or kind is np.memmap:  # a memory map is restored as an array: its content is cached
-        try:
-            name = dtype_name(value.dtype)
-        except ValueError as error:
-            raise UnsupportedSampleError(f"{error}: return arrays of numbers") from None
-        return Leaf("array", name, value.shape), np.asarray(value, order="C")
-    if kind is int or kind is float or kind is bool or kind is str or kind is bytes:
-        return Leaf(kind.__name__), value
-    if value is None:
-        return Leaf("none"), value
-    if kind is EncodedImage:
-        return Leaf(IMAGE), value
-    if kind is np.str_ or kind is np.bytes_:
-        return Leaf(kind.__name__), value
+        return Leaf("array", _dtype_name(value), value.shape), np.asarray(value, order="C")
     torch: Any = sys.modules.get("torch")  # if torch is not imported, the value is not a tensor
     if torch is not None and kind is torch.Tensor:
         name, tensor = torch_side().describe_tensor(value)
         return Leaf("tensor", name, tuple(tensor.shape)), tensor
     if isinstance(value, np.generic):
-        try:
-            return Leaf("scalar", dtype_name(value.dtype)), value
-        except ValueError as error:
-            raise UnsupportedSampleError(f"{error}: return a plain number or str") from None
+        return Leaf("scalar", _dtype_name(value)), value
     raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {advice(value)}")
+
+
+_PLAIN_LEAVES: dict[type, Leaf] = {
+    **{kind: Leaf(kind.__name__) for kind in (int, float, bool, str, bytes, np.str_, np.bytes_)},
+    type(None): Leaf("none"),
+    EncodedImage: Leaf(IMAGE),
+}
+
+
+def _dtype_name(value: Any) -> str:
+    try:
+        return dtype_name(value.dtype)
+    except ValueError as error:
+        raise UnsupportedSampleError(f"{error}: return numbers, or arrays of numbers") from None
 
 
 # --- values to bytes and back ----------------------------------------------------------------------------
@@ -162,29 +164,26 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
         CacheCorruptError: The payload does not belong to this leaf.
     """
     kind = leaf.kind
-    if kind in TEXT_KINDS:
-        return text_value(kind, bytes(memory[offset : offset + nbytes]))
     try:
-        if kind == IMAGE:
-            return _image(memory[offset : offset + nbytes])
         if kind == "array":
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
         if kind == "tensor":
-            return torch_side().array_tensor(
-                view_array(storage_dtype(leaf), leaf.shape, memory, offset).copy(), leaf.dtype
-            )
+            array = view_array(storage_dtype(leaf), leaf.shape, memory, offset)
+            return torch_side().array_tensor(array.copy(), leaf.dtype)
         if kind == "scalar":
             return view_array(numpy_dtype(leaf.dtype), (), memory, offset).copy()[()]
+        if kind == IMAGE:
+            return _image(memory[offset : offset + nbytes])
         payload = bytes(memory[offset : offset + nbytes])
+        if kind in TEXT_KINDS:
+            return text_value(kind, payload)
         if kind == "int":
             return int.from_bytes(payload, "little", signed=True)
         if kind == "float":
             return _FLOAT.unpack(payload)[0]
-        if kind == "bool":
-            return payload != b"\x00"
+        return payload != b"\x00" if kind == "bool" else None
     except (ValueError, TypeError, OverflowError, MemoryError, struct.error) as error:
         raise CacheCorruptError(f"a record's {kind} of {nbytes:,} bytes cannot be read: {error}") from error
-    return None
 
 
 def _image(payload: memoryview) -> EncodedImage:

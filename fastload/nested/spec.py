@@ -47,7 +47,9 @@ class Spec:
         self.node = node
         is_flat = node[0] in ("tuple", "list") and not any(child[0] in _CONTAINERS for child in node[1])
         self._flat_type: Any = {"tuple": tuple, "list": list}[node[0]] if is_flat else None
-        self.leaves: tuple[Leaf, ...] = tuple(_leaves(node))
+        self.leaves: tuple[Leaf, ...] = tuple(
+            Leaf(*part) for _, part in _walk(node) if part[0] not in _CONTAINERS
+        )
         self.text = json.dumps(node, separators=(",", ":")).encode("ascii")
 
     @staticmethod
@@ -59,12 +61,13 @@ class Spec:
             CacheCorruptError: The text is not a spec.
         """
         try:
-            node = _parse_node(json.loads(text), 0)
-            for leaf in _leaves(node):
+            node = _parse_node(json.loads(text))
+            spec = _interned(node)
+            for leaf in spec.leaves:
                 fixed_nbytes(leaf)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
             raise CacheCorruptError(f"a record's description cannot be read: {error}") from error
-        return _interned(node)
+        return spec
 
     def build(self, values: Iterable[Any]) -> Any:
         """The sample with these values, one per leaf, in order.
@@ -78,10 +81,11 @@ class Spec:
 
     def paths(self) -> list[str]:
         """The path of every leaf, such as `$["image"]` or `$[1][0]`."""
-        return list(_paths(self.node, "$"))
+        return [path for path, part in _walk(self.node) if part[0] not in _CONTAINERS]
 
     def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes, tuple[type, ...]]]:
-        return _load, (self.text, tuple(_namedtuple_types(self.node)))
+        named = (part for _, part in _walk(self.node) if part[0] == "namedtuple")
+        return _load, (self.text, tuple(_namedtuple_type(*part[1:4]) for part in named))
 
     def __repr__(self) -> str:
         return f"Spec({self.text.decode()})"
@@ -176,17 +180,27 @@ def _class_name(kind: type, path: tuple[Any, ...]) -> tuple[str, str]:
 # --- from a spec to a sample -----------------------------------------------------------------------------
 
 
-def _build(node: Node, values: Iterator[Any]) -> Any:
+def build_batch(node: Node, values: Iterator[Any]) -> Any:
+    """The batch that torch's default_collate makes of such samples, from one batched value per leaf.
+
+    Like `Spec.build`, but tuples become lists, and texts in a sequence become a tuple.
+    """
+    return _build(node, values, is_batch=True)
+
+
+def _build(node: Node, values: Iterator[Any], *, is_batch: bool = False) -> Any:
     kind = node[0]
-    if kind == "tuple":
-        return tuple([_build(child, values) for child in node[1]])
+    if kind not in _CONTAINERS:
+        return next(values)
     if kind == "dict":
-        return {key: _build(child, values) for key, child in node[1]}
-    if kind == "list":
-        return [_build(child, values) for child in node[1]]
+        return {key: _build(child, values, is_batch=is_batch) for key, child in node[1]}
+    items = []
+    for _, child in _children(node):
+        item = _build(child, values, is_batch=is_batch)
+        items.append(tuple(item) if is_batch and child[0] in TEXT_KINDS else item)
     if kind == "namedtuple":
-        return _namedtuple_type(*node[1:4])(*[_build(child, values) for child in node[4]])
-    return next(values)
+        return _namedtuple_type(*node[1:4])(*items)
+    return tuple(items) if kind == "tuple" and not is_batch else items
 
 
 def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any:
@@ -207,29 +221,6 @@ def _find_class(module: str, qualname: str) -> Any:
     return found
 
 
-def build_batch(node: Node, values: Iterator[Any]) -> Any:
-    """The batch that torch's default_collate makes of such samples, from one batched value per leaf.
-
-    Like `Spec.build`, but tuples become lists, and texts in a sequence become a tuple.
-    """
-    kind = node[0]
-    if kind == "dict":
-        return {key: build_batch(child, values) for key, child in node[1]}
-    if kind in ("tuple", "list"):
-        return _batch_items(node[1], values)
-    if kind == "namedtuple":
-        return _namedtuple_type(*node[1:4])(*_batch_items(node[4], values))
-    return next(values)
-
-
-def _batch_items(nodes: Iterable[Node], values: Iterator[Any]) -> list[Any]:
-    items = []
-    for node in nodes:
-        item = build_batch(node, values)
-        items.append(tuple(item) if node[0] in TEXT_KINDS else item)
-    return items
-
-
 # --- walks -----------------------------------------------------------------------------------------------
 
 
@@ -240,73 +231,37 @@ def _children(node: Node) -> list[tuple[Any, Node]]:
     return list(enumerate(node[4] if node[0] == "namedtuple" else node[1]))
 
 
-def _leaves(node: Node) -> Iterator[Leaf]:
-    if node[0] not in _CONTAINERS:
-        yield Leaf(*node)
-        return
-    for _, child in _children(node):
-        yield from _leaves(child)
-
-
-def _paths(node: Node, path: str) -> Iterator[str]:
-    if node[0] not in _CONTAINERS:
-        yield path
-        return
-    for key, child in _children(node):
-        yield from _paths(child, f"{path}[{json.dumps(key)}]")
-
-
-def _namedtuple_types(node: Node) -> Iterator[type]:
-    if node[0] not in _CONTAINERS:
-        return
-    if node[0] == "namedtuple":
-        yield _namedtuple_type(*node[1:4])
-    for _, child in _children(node):
-        yield from _namedtuple_types(child)
+def _walk(node: Node, path: str = "$") -> Iterator[tuple[str, Node]]:
+    """The path of every node, and the node."""
+    yield path, node
+    if node[0] in _CONTAINERS:
+        for key, child in _children(node):
+            yield from _walk(child, f"{path}[{json.dumps(key)}]")
 
 
 # --- from JSON to a node ---------------------------------------------------------------------------------
 
 
-def _parse_node(data: Any, depth: int) -> Node:
+def _parse_node(data: Any, depth: int = 0) -> Node:
     """A node from JSON: lists become tuples; every kind and type is checked, as a file may hold anything."""
-    if not isinstance(data, list) or not data or depth > MAX_DEPTH:
-        raise ValueError("a node is neither a container nor a leaf")
-    kind = data[0]
-    if kind in ("tuple", "list"):
-        _, items = data
-        return kind, tuple([_parse_node(item, depth + 1) for item in _list(items)])
-    if kind == "dict":
-        _, items = data
-        pairs = [(_str(key), _parse_node(item, depth + 1)) for key, item in _list(items)]
-        return kind, tuple(pairs)
-    if kind == "namedtuple":
-        _, module, qualname, fields, items = data
-        names = tuple([_str(name) for name in _list(fields)])
-        children = tuple([_parse_node(item, depth + 1) for item in _list(items)])
-        if len(names) != len(children):
-            raise ValueError("a namedtuple's fields and values differ in number")
-        return kind, _str(module), _str(qualname), names, children
-    if kind in ("array", "tensor"):
-        _, dtype, shape = data
-        if not all(type(n) is int and 0 <= n < 1 << 48 for n in _list(shape)) or len(shape) > MAX_DEPTH:
-            raise ValueError(f"{shape!r} is not a shape")
-        return kind, _str(dtype), tuple(shape)
-    if kind == "scalar":
-        _, dtype = data
-        return kind, _str(dtype)
-    if kind in _PLAIN_LEAVES and len(data) == 1:
-        return (kind,)
-    raise ValueError(f"{kind!r} is not a kind of node")
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not text")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r} is not a list")
-    return value
+    if depth > MAX_DEPTH:
+        raise ValueError(f"a node is nested more than {MAX_DEPTH} levels deep")
+    match data:
+        case ["tuple" | "list" as kind, list(items)]:
+            return kind, tuple([_parse_node(item, depth + 1) for item in items])
+        case ["dict", list(pairs)]:
+            nodes = tuple([(key, _parse_node(item, depth + 1)) for key, item in pairs])
+            if all(type(key) is str for key, _ in nodes):
+                return "dict", nodes
+        case ["namedtuple", str(module), str(name), list(fields), list(items)]:
+            if len(fields) == len(items) and all(type(field) is str for field in fields):
+                parts = tuple([_parse_node(item, depth + 1) for item in items])
+                return "namedtuple", module, name, tuple(fields), parts
+        case ["array" | "tensor" as kind, str(dtype), list(shape)]:
+            if len(shape) <= MAX_DEPTH and all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+                return kind, dtype, tuple(shape)
+        case ["scalar", str(dtype)]:
+            return "scalar", dtype
+        case [str(kind)] if kind in _PLAIN_LEAVES:
+            return (kind,)
+    raise ValueError(f"{data!r:.80} describes no node")

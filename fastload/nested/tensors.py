@@ -66,15 +66,14 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     Raises:
         UnsupportedSampleError: Such a tensor cannot be cached. The caller adds the path.
     """
-    if tensor.device.type != "cpu":
-        raise UnsupportedSampleError(f"a tensor on {tensor.device} cannot be cached: return tensor.cpu()")
-    if tensor.layout is not torch.strided:
-        raise UnsupportedSampleError(f"a {tensor.layout} tensor cannot be cached: return tensor.to_dense()")
-    if tensor.requires_grad:
-        raise UnsupportedSampleError("a tensor that requires grad cannot be cached: return tensor.detach()")
     name = _NAMES.get(tensor.dtype)
-    if name is None:
-        raise UnsupportedSampleError(f"a tensor of {tensor.dtype} cannot be cached: return a plain dtype")
+    is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
+    if name is None or not is_dense or tensor.requires_grad:
+        raise UnsupportedSampleError(
+            f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, with requires_grad="
+            f"{tensor.requires_grad} cannot be cached: return tensor.detach().cpu(), tensor.to_dense(), or "
+            "another dtype"
+        )
     return name, tensor.resolve_conj().resolve_neg().contiguous()
 
 

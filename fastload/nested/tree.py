@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.nested.leaves import Array, Leaf
-
-    _Function = Callable[[Any], Any]
-    _IsLeaf = Callable[[Any], bool]
-    _Rebuild = Callable[[Any, _Function, _IsLeaf | None], Any]
 
 
 # Sequences that are values, and types whose objects hold no leaves.
@@ -47,108 +43,70 @@ def map_leaves(
     Raises:
         Exception: The error of ``function``, or of the constructor of a container type.
     """
-    rebuild = _rebuilder(value.__class__)
-    if rebuild is None or (is_leaf is not None and is_leaf(value)):
+    kind = _container(value.__class__)
+    if kind is None or (is_leaf is not None and is_leaf(value)):
         return function(value)
-    return rebuild(value, function, is_leaf)
-
-
-@functools.lru_cache(maxsize=1024)
-def _rebuilder(cls: type) -> _Rebuild | None:
-    """The function that maps the parts of a container of this class; None if its objects are leaves."""
-    if issubclass(cls, _VALUES):
-        return None
-    if issubclass(cls, Mapping):
-        return _map_mapping
-    if issubclass(cls, Sequence):
-        return _map_sequence
-    return _map_dataclass if dataclasses.is_dataclass(cls) else None
-
-
-def _map_mapping(value: Mapping[Any, Any], function: _Function, is_leaf: _IsLeaf | None) -> Any:
-    parts = dict(value.items())
+    parts: Any
+    if kind == "mapping":
+        parts = value.items()
+    elif kind == "sequence":
+        parts = enumerate(value)
+    else:  # fields that are declared with init=False may never have been set
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     changed = {}
-    for key, part in parts.items():
+    for key, part in parts:
         mapped = map_leaves(part, function, is_leaf)
         if mapped is not part:
             changed[key] = mapped
-    if not changed:
-        return value
-    if type(value) is dict:
-        return {**parts, **changed}
-    if isinstance(value, (dict, collections.UserDict)):
+    return _with(value, kind, changed) if changed else value
+
+
+@functools.lru_cache(maxsize=1024)
+def _container(cls: type) -> Literal["mapping", "sequence", "dataclass"] | None:
+    """What the objects of a class are; None if they are leaves."""
+    if issubclass(cls, _VALUES):
+        return None
+    if issubclass(cls, Mapping):
+        return "mapping"
+    if issubclass(cls, Sequence):
+        return "sequence"
+    return "dataclass" if dataclasses.is_dataclass(cls) else None
+
+
+def _with(value: Any, kind: str, changed: dict[Any, Any]) -> Any:
+    """A container of the type of ``value`` with some parts replaced."""
+    if isinstance(value, (dict, list, collections.UserDict, collections.UserList)):
         clone = copy.copy(value)  # keeps a default_factory and other extras
         for key, mapped in changed.items():
-            clone[key] = mapped  # some subclasses refuse update()
+            clone[key] = mapped
+        return clone
+    if kind == "dataclass":
+        clone = copy.copy(value)  # not replace(): it would run __post_init__ again
+        for name, mapped in changed.items():
+            object.__setattr__(clone, name, mapped)  # also where the dataclass is frozen
         return clone
     # Not copy.copy: if a class keeps its data in an attribute, the copy shares that attribute.
-    return _make_like(value, {**parts, **changed})
-
-
-def _map_sequence(value: Any, function: _Function, is_leaf: _IsLeaf | None) -> Any:
-    parts = list(value)
-    mapped = [map_leaves(part, function, is_leaf) for part in parts]
-    for new, old in zip(mapped, parts, strict=True):
-        if new is not old:
-            break
+    content: Any
+    if kind == "mapping":
+        content = {**value, **changed}
     else:
-        return value
-    if type(value) is tuple:
-        return tuple(mapped)
-    if type(value) is list:
-        return mapped
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(mapped)  # a namedtuple
-    if isinstance(value, (list, collections.UserList)):
-        clone = copy.copy(value)
-        clone[:] = mapped
-        return clone
-    return _make_like(value, mapped)
-
-
-def _make_like(value: Any, content: Any) -> Any:
-    """A container of the type of ``value``; ``content`` itself if the type's constructor does not take it."""
+        content = [changed.get(place, part) for place, part in enumerate(value)]
+        if hasattr(value, "_make"):
+            return value._make(content)  # a namedtuple
     try:
         return type(value)(content)
-    except TypeError:
+    except TypeError:  # the constructor takes something else
         return content  # as torch's pin_memory does
-
-
-def _map_dataclass(value: Any, function: _Function, is_leaf: _IsLeaf | None) -> Any:
-    changed = {}
-    for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
-            continue  # declared with init=False and never set
-        part = getattr(value, field.name)
-        mapped = map_leaves(part, function, is_leaf)
-        if mapped is not part:
-            changed[field.name] = mapped
-    if not changed:
-        return value
-    clone = copy.copy(value)  # not replace(): it would run __post_init__ again
-    for name, mapped in changed.items():
-        object.__setattr__(clone, name, mapped)  # also where the dataclass is frozen
-    return clone
 
 
 def leaves(nest: Any) -> list[Any]:
     """Every leaf, in order."""
-    found: list[Any] = []
-    _collect(nest, found)
-    return found
-
-
-def _collect(nest: Any, found: list[Any]) -> None:
     if isinstance(nest, dict):
         nest = nest.values()
     elif not isinstance(nest, (list, tuple)):
-        found.append(nest)
-        return
-    for value in nest:
-        if isinstance(value, (dict, list, tuple)):
-            _collect(value, found)
-        else:
-            found.append(value)
+        return [nest]
+    return [leaf for value in nest for leaf in leaves(value)]
 
 
 def private_copy(sample: Any) -> Any:
@@ -156,58 +114,50 @@ def private_copy(sample: Any) -> Any:
     return map_leaves(sample, lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
 
 
-# Types of leaves that refer to no memory of an array.
-_NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, type(None))
-# Types of leaves whose memory is known. np.void may be a view, and any other object may hold a view.
-_SEEN_THROUGH = (
-    *(np.ndarray, np.number, np.bool_, np.character, torch.Tensor),
-    *_NUMBERS_AND_TEXTS,
-)
+class HiddenMemoryError(Exception):
+    """An object may refer to memory that `detached` does not find."""
 
 
-def owns_its_memory(nest: Any) -> bool:
-    """Whether every array owns its memory and every other leaf is a number or a text.
-
-    Most outputs of transforms do; this is a quick check before `is_seen_through` and `detached`.
-    """
-    parts = nest if type(nest) is tuple else leaves(nest)  # most outputs: quicker than the walk
-    for leaf in parts:
-        if type(leaf) is np.ndarray:
-            if not leaf.flags.owndata or leaf.dtype.hasobject:
-                return False
-        elif type(leaf) not in _NUMBERS_AND_TEXTS:
-            return isinstance(leaf, (dict, list, tuple)) and owns_its_memory(leaves(nest))
-    return True
+# Leaves of these types refer to no memory of an array. np.void may be a view; other objects may hold one.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
 
 
-def is_seen_through(nest: Any) -> bool:
-    """Whether `detached` finds all memory that a nest refers to: no leaf is an object of another type."""
-    for leaf in leaves(nest):
-        if not isinstance(leaf, _SEEN_THROUGH) or (isinstance(leaf, np.ndarray) and leaf.dtype.hasobject):
-            return False
-    return True
-
-
-def detached(nest: Any, arrays: Sequence[Array]) -> Any:
-    """The nest with private copies of the arrays and tensors that lie in the memory of the given arrays.
+def detached(nest: Any, sample: Any) -> Any:
+    """The nest with private copies of the arrays and tensors that lie in the memory of a sample.
 
     Args:
-        nest: Any nest; `is_seen_through` tells whether all of its memory is found.
-        arrays: C-contiguous arrays.
+        nest: Any nest, for example the output of a transform.
+        sample: Its arrays are views of a cache, and C-contiguous.
 
     Returns:
         The nest; the strides of the copies have the same order as those of the originals.
+
+    Raises:
+        HiddenMemoryError: A leaf is an object of another type than arrays, tensors, numbers and texts.
     """
 
     def detach(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray):
-            is_within = any(np.may_share_memory(leaf, array) for array in arrays)
-            return leaf.copy(order="K") if is_within else leaf
-        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type == "cpu":
-            return leaf.clone() if any(_starts_within(leaf, array) for array in arrays) else leaf
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            # An array that owns its memory is no view of a cache.
+            is_copied = not leaf.flags.owndata and any(np.may_share_memory(leaf, a) for a in _arrays(sample))
+            return leaf.copy(order="K") if is_copied else leaf
+        if not isinstance(leaf, torch.Tensor):
+            raise HiddenMemoryError
+        if leaf.layout is torch.strided and leaf.device.type == "cpu":
+            return leaf.clone() if any(_starts_within(leaf, a) for a in _arrays(sample)) else leaf
         return leaf
 
-    return map_leaves(nest, detach)
+    return map_leaves(nest, detach, _is_no_container)
+
+
+def _is_no_container(value: Any) -> bool:
+    return not isinstance(value, (dict, list, tuple))
+
+
+def _arrays(sample: Any) -> list[Array]:
+    return [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
 
 
 def _starts_within(tensor: torch.Tensor, array: Array) -> bool:
@@ -260,62 +210,36 @@ def _outline(nest: Any, depth: int) -> str:
         return f"tensor {tuple(nest.shape)} {str(nest.dtype).removeprefix('torch.')}"
     if not isinstance(nest, (dict, list, tuple)):
         return type(nest).__name__
-    values = itertools.islice(
-        nest.values() if isinstance(nest, dict) else nest, _OUTLINE_ITEMS if depth else 0
-    )
-    texts = [_outline(value, depth - 1) for value in values]
-    if isinstance(nest, dict):
-        texts = [f"{_outline_key(key)}: {text}" for key, text in zip(nest, texts, strict=False)]
+    is_dict = isinstance(nest, dict)
+    texts = []
+    for part in itertools.islice(nest, _OUTLINE_ITEMS if depth else 0):
+        key = f"{part!r:.40}: " if isinstance(part, (str, int)) else f"{type(part).__name__}: "
+        texts.append(key + _outline(nest[part], depth - 1) if is_dict else _outline(part, depth - 1))
     if len(nest) > len(texts):
-        texts.append(f"… {len(nest)} in all" if texts else "…")
-    brackets = "{}" if isinstance(nest, dict) else "[]" if isinstance(nest, list) else "()"
+        texts.append("…")
+    brackets = "{}" if is_dict else "[]" if isinstance(nest, list) else "()"
     return brackets[0] + ", ".join(texts) + brackets[1]
-
-
-def _outline_key(key: Any) -> str:
-    return f"{key!r:.40}" if isinstance(key, (str, int)) else type(key).__name__
 
 
 def first_difference(one: Any, other: Any) -> str | None:
     """The path of the first leaf in which two samples differ in type, dtype, shape or value, or None.
 
-    NaN equals NaN.
-
     Raises:
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
-    spec, values = flatten(one)
-    other_spec, other_values = flatten(other)
+    (spec, values), (other_spec, other_values) = flatten(one), flatten(other)
     paths, other_paths = spec.paths(), other_spec.paths()
-    for i, path in enumerate(paths):
-        if i >= len(other_paths) or other_paths[i] != path or spec.leaves[i] != other_spec.leaves[i]:
+    all_leaves = zip(paths, spec.leaves, values, strict=True)
+    other_leaves = zip(other_paths, other_spec.leaves, other_values, strict=True)
+    for (path, *ours), (other_path, *theirs) in zip(all_leaves, other_leaves, strict=False):
+        if path != other_path or not _are_equal(*ours, *theirs):
             return path
-        if not _equal(
-            _content(spec.leaves[i], values[i]), _content(spec.leaves[i], other_values[i])
-        ) and not (_equal_with_nan(values[i], other_values[i])):
-            return path
-    if len(other_paths) > len(paths):
-        return other_paths[len(paths)]
-    return None if spec.node == other_spec.node else "$"
+    if len(paths) != len(other_paths):
+        return max(paths, other_paths, key=len)[min(len(paths), len(other_paths))]
+    return None if spec is other_spec else "$"
 
 
-def _content(leaf: Leaf, value: Any) -> Any:
-    """The bytes that decide whether two values are equal; the path of an undecoded image does not."""
-    return bytes(value.content()) if leaf.kind == IMAGE else to_bytes(leaf, value)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
-    return bool(one == other)
-
-
-def _equal_with_nan(one: Any, other: Any) -> bool:
-    """Whether two floats, arrays or tensors of one dtype and shape differ only in the bits of NaN."""
-    if isinstance(one, torch.Tensor):
-        if not (one.is_floating_point() or one.is_complex()):
-            return False
-        wide = torch.complex128 if one.is_complex() else torch.float64
-        return torch.allclose(one.to(wide), other.to(wide), rtol=0, atol=0, equal_nan=True)
-    dtype = np.asarray(one).dtype
-    return dtype.kind in "fc" and bool(np.array_equal(one, other, equal_nan=True))
+def _are_equal(leaf: Leaf, value: Any, other_leaf: Leaf, other: Any) -> bool:
+    if leaf.kind == other_leaf.kind == IMAGE:
+        return bool(value.content() == other.content())  # whatever their paths are
+    return leaf == other_leaf and bytes(to_bytes(leaf, value)) == bytes(to_bytes(leaf, other))

@@ -16,6 +16,7 @@ The consumer's process draws them, with NumPy, for all images of a batch in one 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import threading
@@ -33,46 +34,43 @@ if TYPE_CHECKING:
 
     from fastload.rng.sample_streams import StreamOrigin
 
-_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
-_MASK = (1 << 64) - 1
-_OF_SAMPLES, _OF_BATCH, _OF_CALL = range(3)  # the first word of a key, so that the three kinds differ
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
 
 
 class BatchStreams:
     """The random streams of the images of one batch.
 
     Args:
-        words: Integers that the keys of all images follow from.
+        words: Integers that the keys of all images follow from; each kind below has another number of them.
         indices: The sampler's indices of the samples; None if keys follow from positions only.
         occurrences: How often each index came before in the epoch; None: 0 for all of them.
     """
 
     def __init__(
         self,
-        words: Sequence[int],
+        words: tuple[int, ...],
         indices: Sequence[Any] | None = None,
         occurrences: Sequence[int] | None = None,
     ) -> None:
         self._words = words
         self._indices = indices
         self._occurrences = occurrences
-        self._keys: NDArray[np.uint64] | None = None
-        self._num_streams = itertools.count()
+        self._num_calls = itertools.count()
 
     @classmethod
     def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any]) -> BatchStreams:
         """Streams that follow from the samples: for ``rng="sample"``."""
-        return cls((_OF_SAMPLES, origin.seed, origin.epoch), indices, origin.occurrences)
+        return cls((origin.seed, origin.epoch), indices, origin.occurrences)
 
     @classmethod
     def of_batch(cls, base_seed: int, epoch: int, rank: int, number: int) -> BatchStreams:
         """Streams that follow from the batch's number in its epoch: for ``rng="worker"``."""
-        return cls((_OF_BATCH, base_seed, epoch, rank, number))
+        return cls((base_seed, epoch, rank, number))
 
     @classmethod
     def of_call(cls) -> BatchStreams:
         """Streams for one call outside a loader, seeded by a draw from torch's default generator."""
-        return cls((_OF_CALL, int(torch.empty((), dtype=torch.int64).random_().item())))
+        return cls((int(torch.empty((), dtype=torch.int64).random_().item()),))
 
     def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
         """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.
@@ -80,31 +78,22 @@ class BatchStreams:
         If the batch has as many images as samples, an image has the key of the sample at its position. If it
         has another number of images, an image's key follows from all samples and from its position.
         """
-        keys = _absorb(self._image_keys(num_images), _words(next(self._num_streams)))
-        counters = np.arange(1, num_draws + 1, dtype=np.uint64) * np.uint64(_GAMMA)
-        bits = _mixed(keys + counters[:, None])
+        keys = self._keys
+        if self._indices is None or len(keys) != num_images:
+            keys = _mixed(_digest(keys.tobytes()) + np.arange(num_images, dtype=np.uint64) * _GAMMA)
+        counters = np.arange(1, num_draws + 1, dtype=np.uint64) + np.uint64(next(self._num_calls) << 32)
+        bits = _mixed(keys + (counters * _GAMMA)[:, None])
         numbers = (bits >> np.uint64(11)).astype(np.float64)
         numbers *= 2.0**-53
         return numbers
 
-    def _image_keys(self, num_images: int) -> NDArray[np.uint64]:
-        if self._keys is None:
-            self._keys = self._make_keys()
-        if self._indices is not None and len(self._keys) == num_images:
-            return self._keys
-        positions = np.arange(num_images, dtype=np.uint64)
-        together = np.bitwise_xor.reduce(_absorb(self._keys, np.arange(len(self._keys), dtype=np.uint64)))
-        return _absorb(np.array([together]), positions)
-
-    def _make_keys(self) -> NDArray[np.uint64]:
-        keys = _words(0)
-        for word in self._words:
-            keys = _absorb(keys, _words(word))
+    @functools.cached_property
+    def _keys(self) -> NDArray[np.uint64]:
+        base = _digest(repr(self._words).encode())
         if self._indices is None:
-            return keys
-        keys = _absorb(keys, _index_words(self._indices))
-        occurrences = self._occurrences or [0] * len(keys)
-        return _absorb(keys, np.array(occurrences, dtype=np.uint64))
+            return base
+        occurrences = np.array(self._occurrences or 0, dtype=np.uint64)
+        return _mixed(_mixed(base ^ _index_words(self._indices)) + occurrences * _GAMMA)
 
 
 def draw_uniforms(num_images: int, num_draws: int) -> NDArray[np.float64]:
@@ -132,11 +121,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def _absorb(keys: NDArray[np.uint64], words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """New keys that follow from both; different words give one key different results."""
-    return _mixed(keys ^ _mixed(words + np.uint64(_GAMMA)))
-
-
 def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The output function of SplitMix64, which maps 64 bits one to one; its input must not be a scalar."""
     bits = bits ^ (bits >> np.uint64(30))
@@ -147,9 +131,9 @@ def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits
 
 
-def _words(number: int) -> NDArray[np.uint64]:
+def _digest(data: bytes) -> NDArray[np.uint64]:
     # An array: NumPy warns of the overflow of scalars, which is wanted here.
-    return np.array([number & _MASK], dtype=np.uint64)
+    return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint64)
 
 
 def _index_words(indices: Sequence[Any]) -> NDArray[np.uint64]:
@@ -163,5 +147,5 @@ def _index_words(indices: Sequence[Any]) -> NDArray[np.uint64]:
 def _index_word(index: Any) -> int:
     number = as_int(index)
     if number is not None and -(1 << 63) <= number < 1 << 63:
-        return number & _MASK
-    return int.from_bytes(hashlib.blake2b(index_key(index), digest_size=8).digest(), "little")
+        return number % (1 << 64)
+    return int(_digest(index_key(index))[0])

@@ -7,7 +7,7 @@ become keys; in a worker, the dataset takes a key apart, sets the generators, an
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import Dataset
 
@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastload.rng.sample_streams import StreamOrigin
-
-
-class SampleStreams(Protocol):
-    """The interface of an epoch that makes keys."""
-
-    def count(self, given: Any) -> tuple[Any, StreamOrigin | None]:
-        """Count an index from the sampler; return it and the origin of its samples' random streams."""
 
 
 class Key(NamedTuple):
@@ -69,10 +62,10 @@ class KeyedSampler:
     Args:
         sampler: Gives indices, or lists of them.
         auto_collation: Whether it gives lists.
-        epoch: Returns the epoch that has begun; called when the first key is requested.
+        epoch: Returns the epoch that has begun, which counts indices; called when the first key is requested.
     """
 
-    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], SampleStreams]) -> None:
+    def __init__(self, sampler: Any, *, auto_collation: bool, epoch: Callable[[], Any]) -> None:
         self._sampler = sampler
         self._auto_collation = auto_collation
         self._epoch = epoch
@@ -87,8 +80,6 @@ class KeyedSampler:
         epoch = self._epoch()
         for given in indices:
             index, origin = epoch.count(given)
-            if origin is None:
-                raise AssertionError('the epoch of a loader with rng="sample" counts its indices')
             drawn = index if self._auto_collation else [index]
             times = origin.occurrences or itertools.repeat(0, len(drawn))
             alone = origin._replace(occurrences=None)

@@ -13,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import random
@@ -23,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.rng.generators import held_generators, pcg64_state, put_back
-from fastload.rng.loans import Loan, Returns, library_generators, pipeline_generators, places
-from fastload.rng.pipelines import attributes, find_random, parts_of
+from fastload.rng.generators import held_generators, number, pcg64_state
+from fastload.rng.pipelines import LIBRARY_GENERATORS, Search, attributes, parts_of
 from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
 from fastload.rng.seeding import give_state
+from fastload.rng.takeover import Takeover, put_back, saved_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,8 +36,6 @@ class _Current(threading.local):
     """The sample that this thread is fetching."""
 
     rng: SampleRng | None = None
-    stream_bytes: bytes = b""
-    generator: np.random.Generator | None = None
 
 
 _current = _Current()
@@ -55,7 +52,7 @@ class SampleRng:
         collate_fn: Searched too.
         with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them as they are.
         is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
-            then borrowed for each batch.
+            taken over for each batch only.
         with_globals: Whether what all threads share is set: the generators of random, numpy and torch, and
             generators that a function, a class or a set holds.
     """
@@ -69,26 +66,33 @@ class SampleRng:
         is_guest: bool,
         with_globals: bool = True,
     ) -> None:
-        owners = (dataset, collate_fn)
-        found = find_random(owners)
-        pipelines, self._randomizables = (
-            (found.pipelines, found.randomizables) if with_pipelines else ([], [])
-        )
+        search = Search(dataset, collate_fn)
+        found = (search.of_dataset, search.of_collate) if with_pipelines else ()
+        pipelines = [pipeline for part in found for pipeline in part.pipelines]
+        self._randomizables = [randomizable for part in found for randomizable in part.randomizables]
         self._held = [
-            (held.generator, held.stream, held.seed)
-            for held in held_generators(owners, found)
+            held
+            for held in held_generators(search)
             if held.seed is not None and (with_globals or held.fixed_by is None)
         ]
-        self._transforms = list(parts_of(pipelines).values())
+        self._shared = [
+            *(LIBRARY_GENERATORS if with_globals else ()),
+            *(held.generator for held in self._held),
+        ]
+        self._transforms = parts_of(pipelines)
         self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
-        self._is_guest = is_guest
         self._with_globals = with_globals
         self._bits = np.random.PCG64(0)
         self._pair = (np.random.Generator(self._bits), random.Random(0))
         self._state = np.random.RandomState(0)
-        self._loan: Loan | None = None
-        self._outer: tuple[SampleRng | None, bytes, np.random.Generator | None] = (None, b"", None)
-        if not is_guest:
+        self._stream_bytes = b""
+        self._generator: np.random.Generator | None = None  # once it was asked for
+        self._outer: SampleRng | None = None
+        self._takeover: Takeover | None = None
+        if is_guest:
+            owners = self._transforms + self._randomizables
+            self._takeover = Takeover(lambda: saved_generators(self._shared, owners), self._take_over)
+        else:
             self._take_over()
 
     def seeded(
@@ -106,78 +110,63 @@ class SampleRng:
 
     def begin(self, origin: StreamOrigin, index: Any, occurrence: int) -> None:
         """Set all generators for the sample of this index."""
-        if self._is_guest and self._loan is None:
-            self._loan = Loan(self._borrowed, self._take_over)
+        if self._takeover is not None and not self._takeover.is_open:
+            self._takeover.__enter__()
         if _current.rng is not self:
             # A dataset that is being read for a sample may itself iterate over a loader.
-            self._outer = _current.rng, _current.stream_bytes, _current.generator
-        _current.rng = self
-        _current.stream_bytes = stream_bytes(origin, index, occurrence)
+            self._outer, _current.rng = _current.rng, self
+        self._stream_bytes = stream_bytes(origin, index, occurrence)
         self.set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.rng is self:
-            _current.rng, _current.stream_bytes, _current.generator = self._outer
-        if self._loan is not None:
-            loan, self._loan = self._loan, None
-            loan.end()
+            _current.rng = self._outer
+        if self._takeover is not None:
+            self._takeover.__exit__()
 
     def set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
-        seeds = _current.stream_bytes
-        _current.generator = None
+        seeds = self._stream_bytes
+        self._generator = None
         if self._with_globals:
-            random.seed(_number(seeds[:8]))
-            np.random.seed(_number(seeds[8:12]))
-            torch.default_generator.manual_seed(_number(seeds[12:20]))
+            random.seed(number(seeds[:8]))
+            np.random.seed(number(seeds[8:12]))
+            torch.default_generator.manual_seed(number(seeds[12:20]))
         if self._randomizables:
-            self._state.seed(_number(seeds[20:24]))
-        for _, stream, seed in self._held:
-            seed(hashlib.blake2b(seeds + stream, digest_size=STREAM_BYTES).digest())
+            self._state.seed(number(seeds[20:24]))
+        for held in self._held:
+            held.seed(hashlib.blake2b(seeds + held.stream, digest_size=STREAM_BYTES).digest())
         if self._transforms:
             if self._salt:
                 seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()
-            self._pair[1].seed(_number(seeds[24:32]))
-            self._bits.state = pcg64_state(_number(seeds[32:48]), _number(seeds[48:]))
+            self._pair[1].seed(number(seeds[24:32]))
+            self._bits.state = pcg64_state(number(seeds[32:48]), number(seeds[48:]))
 
     def mark(self) -> Callable[[], None]:
         """See the function `mark`."""
-        stack = contextlib.ExitStack()
-        if self._with_globals:
-            for restore in library_generators().values():
-                stack.callback(restore)
-        for generator, _, _ in self._held:
-            stack.callback(put_back(generator))
-        stack.callback(self._pair[1].setstate, self._pair[1].getstate())
-        stack.callback(self._state.set_state, self._state.get_state())
-        stack.callback(setattr, self._bits, "state", self._bits.state)
-        stack.callback(setattr, _current, "generator", _current.generator)
-        if _current.generator is not None:
-            bits = _current.generator.bit_generator
-            stack.callback(setattr, bits, "state", bits.state)
-        return stack.close
+        own = self._generator
+        generators = [*self._shared, *self._pair, self._state, *([] if own is None else [own])]
+        restores = list(map(put_back, generators))
+
+        def restore() -> None:
+            self._generator = own
+            for put in restores:
+                put()
+
+        return restore
 
     def sample_generator(self) -> np.random.Generator:
         """See the function `sample_generator`."""
-        if _current.generator is None:
-            words = np.frombuffer(_current.stream_bytes, np.uint32)
-            _current.generator = np.random.Generator(np.random.PCG64(words))
-        return _current.generator
+        if self._generator is None:
+            words = np.frombuffer(self._stream_bytes, np.uint32)
+            self._generator = np.random.Generator(np.random.PCG64(words))
+        return self._generator
 
     def _take_over(self) -> None:
         for transform in self._transforms:
             transform.set_random_state(*self._pair)
         give_state(self._randomizables, self._state)
-
-    def _borrowed(self) -> Returns:
-        """The user's generators that are set during a batch."""
-        return (
-            (library_generators() if self._with_globals else {})
-            | pipeline_generators(self._transforms)
-            | places(self._randomizables, ("R",))
-            | {id(generator): put_back(generator) for generator, _, _ in self._held}
-        )
 
 
 def sample_generator() -> np.random.Generator:
@@ -202,18 +191,10 @@ def mark() -> Callable[[], None]:
     cache. It takes 100 microseconds.
     """
     rng = _current.rng
-    return _nothing if rng is None else rng.mark()
-
-
-def _nothing() -> None:
-    pass
+    return (lambda: None) if rng is None else rng.mark()
 
 
 def _user_seed(pipeline: Any) -> bytes:
     """The seed that the user gave to Compose, to be mixed in."""
     seed = attributes(pipeline).get("seed")
     return index_key(int(seed)) if isinstance(seed, (int, np.integer)) else b""
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(data, "little")

@@ -11,12 +11,9 @@ from __future__ import annotations
 import hashlib
 import operator
 from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, MapDataPipe, Subset
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 STREAM_BYTES = 64  # the size of one BLAKE2b digest
 
@@ -52,28 +49,21 @@ class StreamCounter:
         Raises:
             TypeError: An index has no stable digest.
         """
-        if not self._auto_collation:
-            occurrences = self._count_all((index,))
-        else:
-            if not hasattr(index, "__len__"):
-                index = list(index)
-            occurrences = self._count_all(index)
-        return index, StreamOrigin(self._seed, self._epoch, occurrences if any(occurrences) else None)
-
-    def _count_all(self, indices: Iterable[Any]) -> tuple[int, ...]:
+        if self._auto_collation and not hasattr(index, "__len__"):
+            index = list(index)
         times, length = self._times, len(self._times)
         occurrences = []
-        for index in indices:
-            number = index if type(index) is int else as_int(index)
+        for one in index if self._auto_collation else (index,):
+            number = one if type(one) is int else as_int(one)
             if number is not None and 0 <= number < length:
                 occurrence = times[number]
                 times[number] = occurrence + 1
             else:
-                key = index_key(index)
+                key = index_key(one)
                 occurrence = self._times_of_others.get(key, 0)
                 self._times_of_others[key] = occurrence + 1
             occurrences.append(occurrence)
-        return tuple(occurrences)
+        return index, StreamOrigin(self._seed, self._epoch, tuple(occurrences) if any(occurrences) else None)
 
 
 def as_int(index: Any) -> int | None:

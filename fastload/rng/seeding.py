@@ -22,20 +22,11 @@ import torch
 from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
-from fastload.rng.pipelines import attributes, find_more_random, find_pipelines, parts_of, seeds_itself
+from fastload.rng.pipelines import Search, attributes, parts_of, seeds_itself
 from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = [
-    "SeedWorker",
-    "find_pipelines",
-    "seed_everything",
-    "seed_libraries",
-    "seed_pipelines",
-    "seed_worker",
-]
 
 _WORD_BITS = 32  # the word size of numpy's SeedSequence
 
@@ -100,14 +91,18 @@ def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
     Returns:
         How many pipelines were seeded.
     """
-    of_dataset, of_collate, randomizables = find_more_random(dataset, collate_fn)
-    streams = _streams(of_dataset, of_collate, seed)
-    taken = _not_self_seeding(streams) if torch_worker_info() is not None else streams
-    for stream in taken:
+    search = Search(dataset, collate_fn)
+    streams = _streams(search, seed)
+    if torch_worker_info() is not None:
+        streams = [stream for stream in streams if not seeds_itself(stream.transforms[0])]
+    for stream in streams:
         stream.take_over()
+    randomizables = search.of_collate.randomizables
     if randomizables:
-        give_state(randomizables, _random_state(seed, len(streams)))
-    return len(taken)
+        num_pipelines = len(search.of_dataset.pipelines) + len(search.of_collate.pipelines)
+        sequence = np.random.SeedSequence([*_words(seed), num_pipelines])
+        give_state(randomizables, np.random.RandomState(np.random.MT19937(sequence)))
+    return len(streams)
 
 
 def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
@@ -148,21 +143,15 @@ def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[Pi
     Returns:
         The streams, in the order in which they should take over.
     """
-    of_dataset, of_collate, _ = find_more_random(dataset, collate_fn)
-    return _not_self_seeding(_streams(of_dataset, of_collate, seed))
-
-
-def _not_self_seeding(streams: list[PipelineStream]) -> list[PipelineStream]:
+    streams = _streams(Search(dataset, collate_fn), seed)
     return [stream for stream in streams if not seeds_itself(stream.transforms[0])]
 
 
-def _streams(of_dataset: list[Any], of_collate: list[Any], seed: int) -> list[PipelineStream]:
+def _streams(search: Search, seed: int) -> list[PipelineStream]:
+    of_dataset = search.of_dataset.pipelines
     streams = [
-        PipelineStream(
-            list(parts_of([pipeline]).values()),
-            *_generators(seed, ordinal, attributes(pipeline).get("seed")),
-        )
-        for ordinal, pipeline in enumerate([*of_dataset, *of_collate])
+        PipelineStream(parts_of([pipeline]), *_generators(seed, ordinal, attributes(pipeline).get("seed")))
+        for ordinal, pipeline in enumerate([*of_dataset, *search.of_collate.pipelines])
     ]
     # The dataset's take over last: a Compose of the collate_fn passes its generators on to all of its parts,
     # and one of them may be a pipeline of the dataset.
@@ -177,11 +166,6 @@ def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Gene
     for_numpy, for_python = np.random.SeedSequence(words).spawn(2)
     state = for_python.generate_state(4, np.uint32).tobytes()
     return np.random.default_rng(for_numpy), random.Random(int.from_bytes(state, "little"))
-
-
-def _random_state(seed: int, ordinal: int) -> np.random.RandomState:
-    sequence = np.random.SeedSequence([*_words(seed), ordinal])
-    return np.random.RandomState(np.random.MT19937(sequence))
 
 
 def _words(seed: int) -> list[int]:

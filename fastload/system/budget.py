@@ -8,15 +8,13 @@ the address space in use, because every process maps the whole cache.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.system.cgroups import count, groups, kilobytes, read_text
+from fastload.system.cgroups import figure, groups, read_text
 from fastload.system.posix import resource
 
 if TYPE_CHECKING:
@@ -61,20 +59,18 @@ def parse_budget(budget: str | float, *, name: str = "budget", available: int | 
     Raises:
         ValueError: The budget has another form, or is not above zero.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (str, int, float)):
-        raise ValueError(f"{name}={budget!r} is not a number of bytes: {_USAGE}")
+    share = AUTO_SHARE if budget == "auto" else budget
+    nbytes = None
+    if isinstance(share, float) and 0 < share <= 1:
+        return int(share * (available_bytes() if available is None else available))
     if isinstance(budget, str):
-        if budget == "auto":
-            return int(AUTO_SHARE * (available_bytes() if available is None else available))
-        nbytes = _parse_size(budget, name)
-    elif isinstance(budget, int):
+        match = _SIZE.fullmatch(budget)
+        if match is not None and match[2].upper() in _UNITS:
+            nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    elif isinstance(budget, int) and not isinstance(budget, bool):
         nbytes = budget
-    elif math.isfinite(budget) and 0 < budget <= 1:
-        return int(budget * (available_bytes() if available is None else available))
-    else:
-        raise ValueError(f"{name}={budget!r} is not a share between 0 and 1: {_USAGE}")
-    if nbytes <= 0:
-        raise ValueError(f"{name}={budget!r} is not above zero: {_USAGE}")
+    if nbytes is None or nbytes <= 0:
+        raise ValueError(f"{name}={budget!r} is not an amount of memory: {_USAGE}")
     return nbytes
 
 
@@ -99,13 +95,6 @@ def _read_in(_second: int, read: Callable[[], int]) -> int:
     return read()
 
 
-def _parse_size(text: str, name: str) -> int:
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{name}={text!r} is not a size: {_USAGE}")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
 def available_bytes(root: str | Path = "/") -> int:
     """Bytes of memory that this process can still take.
 
@@ -113,11 +102,9 @@ def available_bytes(root: str | Path = "/") -> int:
         root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
     """
     root = Path(root)
-    if not sys.platform.startswith("linux"):
-        return _psutil_available()
-    free = [_meminfo_available(read_text(root / "proc/meminfo"))]
-    free += _cgroup_free(root)
-    free += _address_space_free(root)
+    free = [_system_free(root), *_address_space_free(root)]
+    for directory, is_v2 in groups("memory", root):
+        free.append(_group_free(directory, _V2 if is_v2 else _V1))
     return max(0, min(free))
 
 
@@ -131,49 +118,36 @@ def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
-def _meminfo_available(meminfo: str) -> int:
-    available = kilobytes(meminfo, "MemAvailable")
+def _system_free(root: Path) -> int:
+    available = figure(read_text(root / "proc/meminfo"), "MemAvailable")
     if available is not None:
         return available
     try:
-        return _psutil_available()
+        import psutil  # imported here because it is slow to import, and Linux hardly ever needs it
+
+        return int(psutil.virtual_memory().available)
     except OSError:  # there is no /proc; this figure leaves out page cache that the kernel can reclaim
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _psutil_available() -> int:
-    import psutil  # imported here because it is slow to import, and Linux hardly ever needs it
-
-    return int(psutil.virtual_memory().available)
-
-
 def _address_space_free(root: Path) -> Iterator[int]:
     """RLIMIT_AS minus the address space that this process has mapped; yields nothing without that limit."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
+    limit = -1 if resource is None else resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != -1:  # RLIM_INFINITY, or not POSIX
         mapped_pages = read_text(root / "proc/self/statm").partition(" ")[0]
         yield limit - int(mapped_pages or 0) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_free(root: Path) -> Iterator[int]:
-    """Limit minus usage, for every cgroup of this process that has a limit."""
-    for directory, is_v2 in groups("memory", root):
-        free = _group_free(directory, _V2 if is_v2 else _V1)
-        if free is not None:
-            yield free
 
 
 def _group_limit(directory: Path, files: _Files) -> int:
     return min(_number(read_text(directory / name)) for name in files.limits)
 
 
-def _group_free(directory: Path, files: _Files) -> int | None:
-    limit = _group_limit(directory, files)
+def _group_free(directory: Path, files: _Files) -> int:
     used = _number(read_text(directory / files.used))
-    if limit >= _NO_LIMIT or used >= _NO_LIMIT:
-        return None
-    reclaimable = count(read_text(directory / "memory.stat"), files.reclaimable) or 0
-    return limit - used + min(reclaimable, used)
+    reclaimable = figure(read_text(directory / "memory.stat"), files.reclaimable) or 0
+    if used >= _NO_LIMIT:
+        return _NO_LIMIT
+    return _group_limit(directory, files) - used + min(reclaimable, used)
 
 
 def _number(text: str) -> int:

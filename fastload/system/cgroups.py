@@ -18,16 +18,10 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def kilobytes(text: str, name: str) -> int | None:
-    """The figure of a line such as ``MemAvailable:   64 kB``, in bytes; None without that line."""
-    match = re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
-def count(text: str, name: str) -> int | None:
-    """The figure of a line such as ``inactive_file 64``; None without that line."""
-    match = re.search(rf"^{name} (\d+)$", text, re.MULTILINE)
-    return int(match[1]) if match else None
+def figure(text: str, name: str) -> int | None:
+    """The number of a line such as ``inactive_file 64`` or ``MemAvailable:  64 kB``; None without it."""
+    match = re.search(rf"^{name}:?[ \t]+(\d+)( kB)?$", text, re.MULTILINE)
+    return int(match[1]) * (1024 if match[2] else 1) if match else None
 
 
 def groups(controller: str, root: str | Path = "/") -> Iterator[tuple[Path, bool]]:
@@ -60,5 +54,5 @@ def oom_kills(root: str | Path = "/") -> int:
     Args:
         root: As for `groups`.
     """
-    counts = (count(read_text(group / "memory.events"), "oom_kill") for group, _ in groups("memory", root))
+    counts = (figure(read_text(group / "memory.events"), "oom_kill") for group, _ in groups("memory", root))
     return next((kills for kills in counts if kills is not None), 0)

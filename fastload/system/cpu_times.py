@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
 from fastload.system.cpus import usable_cpus
-
-_IDLE_FIELDS = (3, 4)  # of a line of /proc/stat: idle and iowait
-_NUM_FIELDS = 8  # the fields after them count time again that is in the first ones
 
 
 class CpuTimes(NamedTuple):
@@ -30,36 +26,23 @@ class CpuTimes(NamedTuple):
     own_s: float
 
     @classmethod
-    def now(cls, stat: Path = Path("/proc/stat")) -> CpuTimes:
+    def now(cls) -> CpuTimes:
         """The readings at this moment."""
-        busy_s = _busy_s(stat)
-        if busy_s is None:  # not Linux, or /proc is hidden
-            return cls(time.monotonic(), None, 0.0)
-        own_s = _own_s(psutil.Process())
-        for child in psutil.Process().children(recursive=True):
+        own_s = 0.0
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it has ended
-                own_s += _own_s(child)
-        return cls(time.monotonic(), busy_s, own_s)
+                own_s += sum(process.cpu_times()[:4])  # its own, and those of its children that have ended
+        return cls(time.monotonic(), _busy_s(), own_s)
 
 
-def _own_s(process: psutil.Process) -> float:
-    """CPU time of a process, and of its children that have ended."""
-    times = process.cpu_times()
-    return sum(getattr(times, name, 0.0) for name in ("user", "system", "children_user", "children_system"))
-
-
-def _busy_s(stat: Path) -> float | None:
+def _busy_s() -> float | None:
     try:
-        text = stat.read_text()
-    except OSError:
+        cpus = psutil.cpu_times(percpu=True)
+        mine = [cpus[number] for number in os.sched_getaffinity(0)]
+    except (OSError, AttributeError, IndexError):  # /proc is hidden; not Linux; a CPU was switched off
         return None
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    ticks = 0
-    for name, *fields in map(str.split, text.splitlines()):
-        if name in usable:
-            counts = [int(field) for field in fields[:_NUM_FIELDS]]
-            ticks += sum(counts) - sum(counts[number] for number in _IDLE_FIELDS)
-    return ticks / os.sysconf("SC_CLK_TCK")
+    # The fields after the eighth count time again that is in the first ones.
+    return float(sum(sum(times[:8]) - times.idle - times.iowait for times in mine))
 
 
 def busy_share(before: CpuTimes, after: CpuTimes, num_cpus: int | None = None) -> float | None:

@@ -29,8 +29,6 @@ def rank_cpus() -> int:
     A launcher may also bind ranks to CPUs, each rank to its own or several ranks to the same.
     """
     ranks = next((n for n in map(os.environ.get, RANKS_OF_HOST) if n and n.isdigit() and int(n)), "1")
-    if int(ranks) == 1:
-        return worthwhile_cpus()
     host, quota = usable_cpus(), cpu_quota()
     with contextlib.suppress(AttributeError, OSError):  # AttributeError: outside Linux
         host = max(host, len(os.sched_getaffinity(os.getppid())))

@@ -42,16 +42,6 @@ def make_private_directory(path: str) -> None:
         OSError: It cannot be made.
     """
     os.makedirs(path, mode=0o700, exist_ok=True)
-    check_private_directory(path)
-
-
-def check_private_directory(path: str) -> None:
-    """Check that nobody but this user (and root) can have written the files in a directory.
-
-    Raises:
-        FileNotFoundError: There is no such directory.
-        PermissionError: Another user owns it, or can write to it.
-    """
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or not is_own(status):
         raise PermissionError(

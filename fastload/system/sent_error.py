@@ -11,17 +11,22 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
 import traceback
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch._utils import ExceptionWrapper
 
 from fastload.errors import FastloadError, add_note
 from fastload.system.logs import is_debugging
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
 
 _HEADER = "Traceback (most recent call last):\n"
 _LIBRARIES = tuple(
@@ -51,23 +56,22 @@ class SentError(NamedTuple):
             where: As torch says it: "in DataLoader worker process 0".
             place: As the attribute.
         """
-        kind, error, _ = sys.exc_info()
-        if kind is None or error is None:
+        error = sys.exception()
+        if error is None:
             raise AssertionError("no exception is being handled")
         notes = _take_own_notes(error)
         text = text_of(error)
-        if isinstance(error, FastloadError):
-            payload = _pickled(error)
-            if isinstance(payload, bytes):
-                told = (f"fastload: raised {where}:\n{text.rstrip()}",) if '\n  File "' in text else ()
-                return cls(payload, place, notes + told)
-        wrapper = ExceptionWrapper((kind, error, None), where)
+        wrapper = ExceptionWrapper((type(error), error, None), where)
         wrapper.exc_msg = text
-        payload = _pickled(wrapper)
-        if isinstance(payload, bytes):
-            return cls(payload, place, notes)
-        text = f"{text}\n(the exception itself could not be pickled: {payload!r})"
-        return cls.of_text(text, where, place, notes)
+        try:
+            if isinstance(error, FastloadError):
+                with contextlib.suppress(Exception):  # else it is sent as an error of the user's is
+                    raised = (f"fastload: raised {where}:\n{text.rstrip()}",) if '\n  File "' in text else ()
+                    return cls(_pickled(error), place, notes + raised)
+            return cls(_pickled(wrapper), place, notes)
+        except Exception as refusal:  # noqa: BLE001  # user-defined pickling may raise anything
+            text = f"{text}\n(the exception itself could not be pickled: {refusal!r})"
+            return cls.of_text(text, where, place, notes)
 
     @classmethod
     def of_text(cls, text: str, where: str, place: str = "", notes: tuple[str, ...] = ()) -> SentError:
@@ -127,50 +131,52 @@ def hide_frames(error: BaseException, folders: tuple[str, ...] = _LIBRARIES) -> 
     if is_debugging():
         return False
     has_hidden = False
-    left: list[BaseException | None] = [error]
+    chain: list[BaseException | None] = [error]
     seen: set[int] = set()
-    while left:
-        link = left.pop()
+    while chain:
+        link = chain.pop()
         if link is None or id(link) in seen:
             continue
         seen.add(id(link))
-        frames = []
-        step = link.__traceback__
-        while step is not None:
-            frames.append(step)
-            step = step.tb_next
         kept = None
-        for step in reversed(frames):
+        for step in reversed(list(_steps(link))):
             if step.tb_frame.f_code.co_filename.startswith(folders):
                 has_hidden = True
             else:
                 step.tb_next, kept = kept, step
         BaseException.with_traceback(link, kept)
-        left += [link.__cause__, link.__context__]
-        if isinstance(link, BaseExceptionGroup):
-            left += link.exceptions
+        chain += [link.__cause__, link.__context__]
+        chain += link.exceptions if isinstance(link, BaseExceptionGroup) else ()
     return has_hidden
+
+
+def _steps(error: BaseException) -> Iterator[TracebackType]:
+    step = error.__traceback__
+    while step is not None:
+        yield step
+        step = step.tb_next
 
 
 def text_of(error: BaseException) -> str:
     """The text of an error with the user's frames, which it keeps, and the header that scripts look for."""
     has_hidden = hide_frames(error)
-    parts = traceback.format_exception(error)
-    if _HEADER not in parts:
-        parts.insert(0, _HEADER)
-    if has_hidden:
-        place = len(parts) - parts[::-1].index(_HEADER)  # below the last header
-        parts.insert(place, "  (frames of fastload and torch are hidden; FASTLOAD_DEBUG=1 shows them)\n")
-    return "".join(parts)
+    text = "".join(traceback.format_exception(error))
+    if _HEADER not in text:
+        text = _HEADER + text
+    if has_hidden:  # the note comes below the last header
+        note = "  (frames of fastload and torch are hidden; FASTLOAD_DEBUG=1 shows them)\n"
+        text = (_HEADER + note).join(text.rsplit(_HEADER, 1))
+    return text
 
 
-def _pickled(value: BaseException | ExceptionWrapper) -> bytes | Exception:
-    """The pickle of an error, or why it cannot be sent."""
-    try:
-        data = pickle.dumps(value)
-        pickle.loads(data)
-    except Exception as error:  # noqa: BLE001  # user-defined pickling may raise anything
-        return error
+def _pickled(value: BaseException | ExceptionWrapper) -> bytes:
+    """The pickle of an error, which can be read.
+
+    Raises:
+        Exception: The error cannot be sent.
+    """
+    data = pickle.dumps(value)
+    pickle.loads(data)
     return data
 
 

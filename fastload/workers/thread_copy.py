@@ -15,7 +15,7 @@ import types
 from typing import Any
 
 from fastload.rng.generators import FIXED, held_generators
-from fastload.rng.pipelines import attributes, find_holders, find_random, with_holders
+from fastload.rng.pipelines import Search, attributes
 
 
 def copies_for_threads(
@@ -36,17 +36,19 @@ def copies_for_threads(
     Raises:
         ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
     """
-    owners = (dataset, collate_fn)
-    random_ones, holders = find_holders(owners)
+    search = Search(dataset, collate_fn)
+    random_ones = [
+        value
+        for found in (search.of_dataset, search.of_collate)
+        for value in found.transforms + found.randomizables
+    ]
     if with_generators:
-        found = find_random(owners)
-        own = [
+        random_ones += [
             held.generator
-            for held in held_generators(owners, found)
+            for held in held_generators(search)
             if held.seed is not None and held.fixed_by is None
         ]
-        random_ones += own
-        holders |= with_holders(own, found.holders)
+    holders = search.holding(random_ones)
     copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
     return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
 

@@ -59,7 +59,7 @@ class Fetch(NamedTuple):
 
 def to_plain(answer: Answer) -> tuple[Any, ...]:
     """An answer as built-in types, which pickle faster."""
-    payload = answer.payload.to_plain() if answer.kind is Kind.BATCH else answer.payload
+    payload = tuple(answer.payload) if answer.kind is Kind.BATCH else answer.payload
     work = answer.work[:3]  # the rest is the parent's
     return int(answer.kind), payload, answer.dataset_state, answer.failed, answer.num_samples, *work
 
@@ -69,7 +69,7 @@ def of_plain(plain: tuple[Any, ...]) -> Answer:
     number, payload, dataset_state, failed, num_samples, *work = plain
     kind = Kind(number)
     if kind is Kind.BATCH:
-        payload = Packed.of_plain(payload)
+        payload = Packed(*payload)
     return Answer(kind, payload, dataset_state, failed, num_samples, work=Work(*work))
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -64,17 +64,16 @@ class TestBusy:
         assert busy_share(before, after, num_cpus=2) == pytest.approx(min(busy_s / 20, 1.0))
 
     def test_the_clocks_are_those_of_our_cpus_without_idle_time(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """CPU 1 is not ours; idle and iowait are no work, and the time of guests is counted already."""
-        stat = tmp_path / "stat"
-        stat.write_text(
-            "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 100 20 30 999 999 4 5 41 7 7\ncpu1 9 9 9 9 9 9 9 9 9 9\n"
-        )
+        names = "user nice system idle iowait irq softirq steal guest guest_nice"
+        times = collections.namedtuple("times", names)  # type: ignore[misc]
+        readings = [times(1.0, 0.2, 0.3, 9.9, 9.9, 0.04, 0.05, 0.41, 0.7, 0.7), times(*[9.0] * 10)]
+        monkeypatch.setattr(cpu_times.psutil, "cpu_times", lambda percpu: readings)
         monkeypatch.setattr(cpu_times.os, "sched_getaffinity", lambda pid: {0})
-        monkeypatch.setattr(cpu_times.os, "sysconf", lambda name: 100)
 
-        assert CpuTimes.now(stat).busy_s == pytest.approx(2.0)
+        assert CpuTimes.now().busy_s == pytest.approx(2.0)
 
     def test_children_are_ours_while_they_live(self) -> None:
         """Workers of a loader may live on after the last reading."""
@@ -90,9 +89,14 @@ class TestBusy:
         assert during.own_s - before.own_s >= 0.15
         assert CpuTimes.now().own_s >= during.own_s
 
-    def test_without_proc_the_share_is_unknown(self, tmp_path: Path) -> None:
+    def test_without_proc_the_share_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is no error."""
-        reading = CpuTimes.now(tmp_path / "missing")
+
+        def fail(percpu: bool) -> None:
+            raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
+
+        monkeypatch.setattr(cpu_times.psutil, "cpu_times", fail)
+        reading = CpuTimes.now()
 
         assert reading.busy_s is None
         assert others_share(reading, reading) is None

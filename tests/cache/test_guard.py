@@ -127,7 +127,7 @@ def test_nan_equals_nan() -> None:
         ((1, [2, {"x": 3}]), (1, [2, {"x": 4}]), '$[1][1]["x"]'),
         (np.zeros(3), np.zeros(3, np.float32), "$"),
         (np.zeros((3, 1)), np.zeros((1, 3)), "$"),
-        (np.array([1.0, np.nan]), np.array([1.0, -np.nan]), None),
+        (np.array([1.0, np.nan]), np.array([1.0, np.nan]), None),
         (np.array([1.0, np.nan]), np.array([2.0, np.nan]), "$"),
         (torch.zeros(2), torch.zeros(2), None),
         (torch.zeros(2), np.zeros(2, np.float32), "$"),

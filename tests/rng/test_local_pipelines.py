@@ -16,9 +16,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.rng import loans
-from fastload.rng import local_pipelines as module
-from fastload.rng.loans import Loan
+from fastload.rng import takeover as module
+from fastload.rng.takeover import Takeover
 from tests.rng import pipelines_zoo as zoo
 from tests.rng.draws_zoo import Kept, Pictures, SharedState
 
@@ -204,7 +203,7 @@ class TestTheUsersOwn:
             assert dataset.stand() == before
 
     def test_a_child_that_was_forked_in_the_middle_of_a_batch(self) -> None:
-        """The child has books of its own: it can read the dataset that a thread of its parent is reading."""
+        """The child has takeovers of its own: it reads what a thread of its parent is reading."""
         dataset = zoo.Waits()
         thread = threading.Thread(target=self._first, args=(dataset, "worker", 0))
         thread.start()
@@ -221,12 +220,12 @@ class TestTheUsersOwn:
 
         assert os.waitpid(pid, 0)[1] == 0
 
-    def test_a_child_that_was_forked_while_a_thread_was_at_the_books(self) -> None:
+    def test_a_child_that_was_forked_while_a_thread_held_the_lock(self) -> None:
         """The child waits for no lock, because no thread of its own holds it."""
         is_held, may_go = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with loans._books.lock:
+            with module._lock:
                 is_held.set()
                 may_go.wait(30)
 
@@ -236,7 +235,8 @@ class TestTheUsersOwn:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
-            Loan(dict, lambda: None).end()
+            with Takeover(dict, lambda: None):
+                pass
             os._exit(0)
         may_go.set()
         thread.join(30)
@@ -287,8 +287,8 @@ class TestCost:
         """A process that has not imported albumentations has no pipelines, and searches for none."""
         program = (
             "import sys, fastload\n"
-            "from fastload.rng import local_pipelines, seeding\n"
-            "local_pipelines.pipeline_streams = None\n"
+            "from fastload.rng import takeover\n"
+            "takeover.pipeline_streams = None\n"
             "assert len(list(fastload.DataLoader(range(8), 4))) == 2\n"
             "assert 'albumentations' not in sys.modules\n"
         )
@@ -298,38 +298,40 @@ class TestCost:
         assert done.returncode == 0, done.stderr
 
 
-# --- the books of loans ----------------------------------------------------------------------------------
+# --- takeovers -------------------------------------------------------------------------------------------
 
 THINGS = "abc"
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_loans_in_any_order(data: Any) -> None:
-    """Each thing is what the latest open loan of it made it; after all loans it is what it was."""
+def test_takeovers_in_any_order(data: Any) -> None:
+    """Each thing is what the latest open takeover made it; after all of them it is what it was."""
     values = dict.fromkeys(THINGS, "own")
-    is_open: list[tuple[str, str, Loan]] = []
-    # What happens, as the number of the loan that ends, or the things of a new loan.
+    is_open: list[tuple[str, str, Takeover]] = []
+    # What happens, as the number of the takeover that ends, or the things of a new one.
     steps = data.draw(st.lists(st.integers(0, 5) | st.sets(st.sampled_from(THINGS)), max_size=12))
     for number, step in enumerate(steps):
         if isinstance(step, set):
-            is_open.append((f"loan {number}", "".join(step), _lend(values, step, f"loan {number}")))
+            is_open.append((f"number {number}", "".join(step), _taken(values, step, f"number {number}")))
         elif step < len(is_open):
-            is_open.pop(step)[2].end()
+            is_open.pop(step)[2].__exit__()
         for thing in THINGS:
             names = [name for name, things, _ in is_open if thing in things]
             assert values[thing] == (names[-1] if names else "own")
-    for _, _, loan in is_open:
-        loan.end()
+    for _, _, last in is_open:
+        last.__exit__()
 
     assert values == dict.fromkeys(THINGS, "own")
 
 
-def _lend(values: dict[str, str], things: set[str], name: str) -> Loan:
+def _taken(values: dict[str, str], things: set[str], name: str) -> Takeover:
     def find() -> Any:
         return {
             thing: lambda thing=thing, value=values[thing]: values.__setitem__(thing, value)
             for thing in things
         }
 
-    return Loan(find, lambda: values.update(dict.fromkeys(things, name)))
+    takeover = Takeover(find, lambda: values.update(dict.fromkeys(things, name)))
+    takeover.__enter__()
+    return takeover

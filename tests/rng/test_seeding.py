@@ -87,7 +87,7 @@ def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
 def test_albumentations_is_not_imported(interpreter: Interpreter) -> None:
     """Neither importing this module nor searching a dataset imports albumentations."""
     code = (
-        "import sys; from fastload.rng.seeding import find_pipelines; "
+        "import sys; from fastload.rng.pipelines import find_pipelines; "
         "assert find_pipelines({'a': [object()]}) == []; sys.exit('albumentations' in sys.modules)"
     )
 

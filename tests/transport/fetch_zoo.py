@@ -88,12 +88,12 @@ _DIFFERS = "in the first sample of the batch and"
 NOT_COLLATED: dict[str, tuple[Any, str]] = {
     "shapes": (
         _boxes,
-        f"the samples of one batch differ in shape: $[1]['boxes'] is (1, 4) {_DIFFERS} (2, 4)",
+        f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
     ),
     "image": (picture, f"$[0] is of type PIL.Image.Image, {_CANNOT} numpy."),
     "object": (lambda i: [i, object()], f"$[1] is of type builtins.object, {_CANNOT} arrays"),
     "array of objects": (lambda i: np.array([None]), f"$ is an array (1,) object, {_CANNOT} arrays"),
-    "nothing": (lambda i: {"a": None}, f"$['a'] is None, {_CANNOT} a value."),
+    "nothing": (lambda i: {"a": None}, f"$['a'] is of type builtins.NoneType, {_CANNOT} arrays"),
     "one is nothing": (
         lambda i: (i, None if i == 2 else i),
         f"$[1] is an int {_DIFFERS} a NoneType in sample 2",
@@ -102,9 +102,12 @@ NOT_COLLATED: dict[str, tuple[Any, str]] = {
     "texts": (lambda i: "a" if i == 3 else i, f"$ is an int {_DIFFERS} a str in sample 3"),
     "keys": (
         lambda i: {"a": 1} if i == 2 else {"a": 1, "b": 2},
-        f"$ has the key 'b' {_DIFFERS} not in sample 2",
+        f"$ is a dict of {{'a': int, 'b': int}} {_DIFFERS} a dict of {{'a': int}} in sample 2",
     ),
-    "lengths": (lambda i: {"a": [1] * (i + 2)}, f"$['a'] has 2 elements {_DIFFERS} 3 in sample 1"),
+    "lengths": (
+        lambda i: {"a": [1] * (i + 2)},
+        f"$['a'] is a list of [int, int] {_DIFFERS} a list of [int, int, int] in sample 1",
+    ),
     "containers": (lambda i: [1] if i == 0 else 1, f"$ is a list of [int] {_DIFFERS} an int in sample 1"),
 }
 

@@ -192,7 +192,10 @@ def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: in
         list(loader)
 
     told = str(caught.value) + "\n".join(caught.value.__notes__)
-    assert "$ is (4, 4) in the first sample of the batch and (4, 5) in sample 10" in told
+    assert (
+        "$ is an array (4, 4) uint8 in the first sample of the batch and an array (4, 5) uint8 in sample 10"
+        in told
+    )
     assert "size=(256, 256)" in told
 
 

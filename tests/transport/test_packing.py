@@ -91,7 +91,7 @@ def test_leaves_that_lie_in_the_memory_already_are_not_moved() -> None:
 
     packed = pack({"x": rows, "y": rows[1]}, arena)
 
-    assert [leaf.offset for leaf in packed.leaves] == [0, 300]
+    assert [offset for offset, *_ in packed.leaves] == [0, 300]
     assert packed.used_bytes == 600
 
 
