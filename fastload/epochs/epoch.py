@@ -157,7 +157,7 @@ class Epoch:
         if (seed == self.position.base_seed) is not is_drawn:
             raise ResumeError(
                 "the state contradicts itself, or another loader saved it: with "
-                f"{self.position.iterator_kind!r} as 'beginning', its generators do not give its "
+                f"{self.position.iterator_kind!r} as 'iterator_kind', its generators do not give its "
                 "'base_seed': load another checkpoint, or give the loader the same sampler and generator as "
                 "before"
             )

@@ -127,7 +127,7 @@ def test_a_stream_that_is_shorter_now() -> None:
     ("after", "text"),
     [
         (lambda: loader_of(Mute, 2), "in 3 workers, but this loader has 2"),
-        (lambda: loader_of(Mute, 3, 4), "batch_size 3, but this loader has batch_size 4"),
+        (lambda: loader_of(Mute, 3, 4), "batch_size 3, after 4 batches, but this loader has 4"),
     ],
     ids=["workers", "batch size"],
 )
