@@ -11,6 +11,8 @@ caller's code just after it got the batch. If it raises while workers are starte
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import threading
 import time
@@ -55,6 +57,7 @@ class WorkerIterator(HostIterator):
     """Iterates over epochs with workers: one epoch, or several with persistent workers."""
 
     def __init__(self, loader: LoaderSettings) -> None:
+        _wait_for_exit()
         self._epoch = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
         self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
@@ -86,6 +89,7 @@ class WorkerIterator(HostIterator):
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
         # Before anything is started: whatever interrupts the rest, processes and threads end.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
+        _watch_exit()
         try:
             self._pool.start()
             if self._pin_thread is not None:
@@ -170,6 +174,8 @@ class WorkerIterator(HostIterator):
 
     def _close_after(self, error: BaseException) -> None:
         """Close the iterator, because its bookkeeping did not complete."""
+        if isinstance(error, (LoaderClosedError, WorkerDiedError)):
+            _wait_for_exit()
         self._broken = StopIteration if isinstance(error, WorkerDiedError) else LoaderClosedError
         self.close()
 
@@ -291,6 +297,24 @@ def _raise(error: Exception) -> None:
         raise error
     finally:
         del error  # its traceback holds this frame
+
+
+_interpreter_exits = threading.Event()
+
+
+@functools.cache
+def _watch_exit() -> None:
+    """Record the exit of the interpreter before the iterators' finalizers run."""
+    atexit.register(_interpreter_exits.set)
+
+
+def _wait_for_exit() -> None:
+    """While the interpreter exits, block a daemon thread that asks for batches.
+
+    Its workers are already stopped, and it would otherwise print a useless error.
+    """
+    if _interpreter_exits.is_set() and threading.current_thread().daemon:
+        threading.Event().wait()
 
 
 def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:

@@ -140,8 +140,9 @@ class PickledJob:
             raise WorkerStartError(
                 f"a worker cannot unpickle the dataset, or what is sent with it: {type(error).__name__}: "
                 f"{error}. Workers that are spawned or come from a fork server import classes and functions "
-                "by name: define them in a module that can be imported, not at a prompt, in a notebook, or "
-                "under `if __name__ == '__main__':`. Open files and connections at their first use. Or use "
+                "by name: define them at the top level of a module file that they can import, not at a "
+                "prompt, in a notebook, or under `if __name__ == '__main__':`. Open files and connections at "
+                "their first use, not in __setstate__ or a constructor. Or use "
                 'multiprocessing_context="fork"'
             ) from error
         finally:
