@@ -55,7 +55,7 @@ class WorkerDiedError(FastloadError, RuntimeError):
 
 
 class BatchLostError(FastloadError, RuntimeError):
-    """A batch was lost on its way from a worker; the message says why. Later batches are correct."""
+    """A batch was lost on its way from a worker; the message says why."""
 
 
 class ErrorBudgetError(FastloadError, RuntimeError):

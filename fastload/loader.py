@@ -8,7 +8,6 @@ public attributes, as frameworks do.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import time
 import types
@@ -18,22 +17,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import BatchSampler, IterDataPipe, MapDataPipe, SequentialSampler
-from torch.utils.data.dataloader import _InfiniteConstantSampler
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.failures import report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import agreement, resume
+from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.on_device import DeviceIterator, choose_device
-from fastload.epochs.stats import Clock, LoaderStats, MeasuredIterator, recorder_of
+from fastload.epochs.stats import Clock, LoaderStats, recorder_of
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator, forget_buffers
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
-from fastload.workers import starting
-from fastload.workers.auto_workers import AutoWorkers, check_countable
+from fastload.workers import process
+from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
 
 if TYPE_CHECKING:
@@ -178,13 +177,12 @@ class DataLoader(LoaderSettings):
         for name in ("self", "__class__"):
             del given[name]
         super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
-        options.check_with(self)
+        options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
         self._looks_for_generators = rng == "sample"  # once, for a warning
         self._auto_workers: AutoWorkers | None = None
         agreement.note(self)  # before any process is forked
         if num_workers == "auto":
-            check_countable(dataset)
             has_context = multiprocessing_context is not None
             is_for_workers = prefetch_factor is not None or timeout or persistent_workers
             needs_workers = is_for_workers or has_context or worker_init_fn is not None
@@ -213,10 +211,6 @@ class DataLoader(LoaderSettings):
     def failed_samples(self) -> list[FailedSample]:
         """The samples that could not be read so far, of all epochs; see `on_error`."""
         return list(report_of(self))
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        resume.note_iterators_of(cls)
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter now and two in its next release; this one takes any number.
@@ -260,10 +254,10 @@ class DataLoader(LoaderSettings):
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass may make iterators of its own, as LitData's loader does; they are not measured.
-        if isinstance(iterator, MeasuredIterator):
+        if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
             iterator.clock = Clock(recorder_of(self), num_workers, self._auto_workers, began_ns)
-        return resume.noted(self, iterator)
+        return iterator
 
     def _get_iterator(self) -> Any:
         if self.device is None:
@@ -324,7 +318,7 @@ class DataLoader(LoaderSettings):
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:
             return f"multiprocessing_context is a {type(context).__name__}"
-        reason = starting.why_no_processes()
+        reason = process.why_no_processes()
         if reason is not None:
             say_once(f"workers use torch's own transport: {reason}")
         return reason
@@ -342,7 +336,8 @@ class DataLoader(LoaderSettings):
 
         The position counts the batches that the caller has received, not those fetched ahead. The call takes
         microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read the
-        dict, if they can read the `state_dict()` of the samplers and iterable datasets: it holds copies.
+        dict, if they can read the `state_dict()` of the samplers and iterable datasets: it holds copies. A
+        subclass whose iterators do not take their batches from this class needs a method of its own.
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
@@ -416,41 +411,16 @@ class DataLoader(LoaderSettings):
         """
         for reference in _live.keyrefs():  # an atomic copy: other threads may make iterators meanwhile
             iterator = reference()
-            if iterator is not None and iterator.belongs_to(self):
+            if iterator is not None and iterator.owner() is self:
                 iterator.close()
         self._iterator = None
         forget_buffers(self)
-
-    def __repr__(self) -> str:
-        """The dataset and the arguments with a value other than the default, in one line."""
-        known = vars(self)
-        parts = [_outline(known.get("dataset")), f"batch_size={known.get('batch_size')}"]
-        for name in ("sampler", "batch_sampler"):
-            kind = type(known.get(name))
-            if kind not in (type(None), SequentialSampler, BatchSampler, _InfiniteConstantSampler):
-                parts.append(f"{name}={kind.__name__}")
-        for name, parameter in inspect.signature(DataLoader.__init__).parameters.items():
-            value = known.get(name)
-            if name != "batch_size" and isinstance(value, _SHOWN) and value != parameter.default:
-                parts.append(f"{name}={value!r}")
-        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-_SHOWN = (bool, int, float, str, torch.device, torch.memory_format)
-
-
-def _outline(dataset: Any) -> str:
-    """The class of a dataset and its length, if it has one."""
-    try:
-        return f"{type(dataset).__name__} of {len(dataset):,} samples"
-    except Exception:  # noqa: BLE001  # a user's class may raise anything
-        return type(dataset).__name__
 
 
 @functools.cache

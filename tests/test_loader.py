@@ -54,42 +54,6 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
     assert {p.kind for p in extras.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-class WithoutLength(datasets.Made):
-    """A dataset that says by an error that its length is unknown."""
-
-    def __len__(self) -> int:
-        raise RuntimeError("unknown")
-
-
-ORDER = [[0, 1], [2]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "text"),
-    [
-        ((IMAGES,), {}, "(Made of 12 samples, batch_size=1)"),
-        (
-            (range(2000), 8, True),
-            {"drop_last": True, "device": "cpu"},
-            "(range of 2,000 samples, batch_size=8, sampler=RandomSampler, drop_last=True, device='cpu')",
-        ),
-        (
-            (WithoutLength(datasets.image),),
-            {"batch_sampler": ORDER, "num_workers": 2},
-            "(WithoutLength, batch_size=None, batch_sampler=list, num_workers=2, prefetch_factor=2)",
-        ),
-        (
-            (WithoutLength(datasets.image), None, None, ORDER),
-            {"rng": "sample"},
-            "(WithoutLength, batch_size=None, sampler=list, rng='sample')",
-        ),
-    ],
-)
-def test_a_loader_describes_itself_in_a_line(arguments: Any, options: dict[str, Any], text: str) -> None:
-    """The dataset, without its own repr, and the arguments that are not at their defaults."""
-    assert repr(fastload.DataLoader(*arguments, **options)) == f"DataLoader{text}"
-
-
 def test_it_is_a_dataloader_and_can_be_subscripted() -> None:
     """Isinstance holds, and DataLoader[T] is an annotation that can also be called."""
     assert isinstance(fastload.DataLoader[int]([1, 2]), tud.DataLoader)

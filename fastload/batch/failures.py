@@ -99,14 +99,12 @@ class FailureCount:
 
     Args:
         loader: The loader that reads the samples.
-        error_budget: How many samples may fail: a number, or a share of the epoch's samples.
-        num_samples: The number of samples in the epoch.
     """
 
-    def __init__(self, loader: Any, error_budget: int | float, num_samples: int) -> None:
+    def __init__(self, loader: Any) -> None:
         self._report = report_of(loader)
-        self._most = most_failures(error_budget, num_samples)
-        self._num_samples = num_samples
+        self._num_samples = num_samples_of(loader)
+        self._most = most_failures(loader.error_budget, self._num_samples)
         self._count = 0
 
     def note(self, failed: Sequence[FailedSample]) -> None:

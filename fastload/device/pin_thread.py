@@ -57,8 +57,8 @@ class PinThread:
         """Announce the answer that is due next, as an argument for `receive`; not None."""
         self._due.put(due)
 
-    def take(self) -> Any | None:
-        """The next answer, pinned; None if it is not ready.
+    def take(self, due: Any) -> Any | None:
+        """The next answer, pinned; None if it is not ready. `due` is the argument of `expect`.
 
         Raises:
             Exception: The error of receiving it.
@@ -73,7 +73,7 @@ class PinThread:
         finally:
             del error  # breaks a cycle between the error and this frame
 
-    def wait(self, deadline: float | None) -> None:
+    def wait(self, due: Any, deadline: float | None) -> None:
         """Wait until the next answer is ready, as `Wakes.wait`."""
         self._wakes.wait(deadline)
 

@@ -5,8 +5,8 @@ the launcher or a timeout ends them. The check turns this into an error within s
 because some ranks may not iterate: each rank compares its facts with those of the rank that came first,
 through the store of the process group. A wrong alarm would be worse than none. Rules:
 
-1. Only torch's DistributedSampler is checked, its subclasses that keep its order, NodePartitionSampler, and
-   Lightning's samplers; only if they split the dataset among all ranks of the default process group.
+1. Only torch's DistributedSampler is checked, its subclasses that keep its order, and NodePartitionSampler;
+   only if they split the dataset among all ranks of the default process group.
 2. The n-th loader of one rank is compared with the n-th of the other one, among loaders with the same
    classes, `shuffle`, batch size and `drop_last`.
 3. Their difference is an error only if neither rank has made a loader with the facts of the other one. Ranks
@@ -18,7 +18,6 @@ through the store of the process group. A wrong alarm would be worse than none. 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -38,22 +37,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _KEPT_ORDERS = (DistributedSampler.__iter__, NodePartitionSampler.__iter__)
-_MAX_MADE = 500  # facts of other loaders that a rank publishes; a rank with more of them raises no alarm
-
-_LENGTH = "length of the dataset"
-_SEED = "seed of the sampler"
-_ADVICE = {
-    _LENGTH: (
-        "The ranks may get different numbers of batches, and training would then hang at the end of the "
-        "shortest epoch. Give every rank the same dataset: look for files that are missing on a node, and "
-        "for code that splits or filters the dataset by rank before the sampler does"
-    ),
-    _SEED: (
-        "Some samples would come twice in an epoch and others never. Give the samplers of all ranks the same "
-        "seed"
-    ),
-}
-_OTHER_ADVICE = "The ranks would not split the dataset into equal parts. Give all ranks the same value"
+_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
 
 
 class _Ledger:
@@ -62,15 +46,20 @@ class _Ledger:
     Attributes:
         keys: The key under which a loader will be compared, without the parts that name the run.
         counts: How many loaders were made with the same key before.
-        made: Digests of the facts of all loaders.
+        made: The facts of all loaders.
         num_joined: How many processes of this rank have used the store, with this one; None: not asked yet.
     """
 
     def __init__(self) -> None:
         self.keys: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self.counts: Counter[str] = Counter()
-        self.made: dict[str, None] = {}
+        self.made: list[dict[str, int]] = []
         self.num_joined: int | None = None
+
+    def add(self, facts: dict[str, int]) -> None:
+        """Note the facts of a loader."""
+        if facts not in self.made:
+            self.made.append(facts)
 
 
 _ledger = _Ledger()
@@ -82,18 +71,11 @@ def note(loader: DataLoader[Any]) -> None:
     sampler = _splitting_sampler(loader)
     if sampler is None:
         return
-    key = _digest(
-        [
-            type(loader.dataset).__qualname__,
-            [type(one).__qualname__ for one in nested_samplers(loader)],
-            bool(getattr(sampler, "shuffle", None)),
-            repr(loader.batch_size),
-            loader.drop_last,
-        ]
-    )
+    names = [type(one).__qualname__ for one in (loader.dataset, *nested_samplers(loader))]
+    key = repr((names, bool(getattr(sampler, "shuffle", None)), loader.batch_size, loader.drop_last))
     _ledger.keys[loader] = f"{key}/{_ledger.counts[key]}"
     _ledger.counts[key] += 1
-    _ledger.made[_digest(_facts(sampler))] = None
+    _ledger.add(_facts(sampler))
 
 
 def check(loader: DataLoader[Any]) -> None:
@@ -110,18 +92,10 @@ def check(loader: DataLoader[Any]) -> None:
         return
     if _num_replicas(sampler) != group.get_world_size():
         return
-    facts = _facts(sampler)
-    _ledger.made[_digest(facts)] = None
-    rank = int(group.get_rank())
-    ours = {
-        "rank": rank,
-        "host": platform.node(),
-        "facts": facts,
-        "made": list(_ledger.made) if len(_ledger.made) <= _MAX_MADE else None,
-    }
-    first = _first(group, rank, key, ours)
-    if first is not None:
-        _compare(ours, first)
+    facts, rank = _facts(sampler), int(group.get_rank())
+    _ledger.add(facts)
+    ours = {"rank": f"rank {rank} (host {platform.node()})", "facts": facts, "made": _ledger.made}
+    _compare(ours, _first(group, rank, key, ours))
     del _ledger.keys[loader]  # comes last: after an error, the next iter() raises it again
 
 
@@ -129,70 +103,54 @@ def _splitting_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | Non
     """The sampler that splits the loader's dataset among several ranks in a known way."""
     for sampler in nested_samplers(loader):
         if isinstance(sampler, DistributedSampler) and _num_replicas(sampler) > 1:
-            return sampler if _keeps_order(sampler) or _is_lightning_s(sampler) else None
+            return sampler if type(sampler).__iter__ in _KEPT_ORDERS else None
     return None
 
 
 def _num_replicas(sampler: DistributedSampler[Any]) -> int:
-    return (
-        integer_or_none(getattr(sampler, "num_replicas", None)) or 1
-    )  # a subclass may set its attributes later
-
-
-def _keeps_order(sampler: DistributedSampler[Any]) -> bool:
-    return type(sampler).__iter__ in _KEPT_ORDERS
-
-
-def _is_lightning_s(sampler: DistributedSampler[Any]) -> bool:
-    return type(sampler).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    # A subclass may set its attributes later.
+    return integer_or_none(getattr(sampler, "num_replicas", None)) or 1
 
 
 def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
     """The facts about a sampler that must be the same on every rank, by their names in messages."""
-    found: dict[str, Any] = {_LENGTH: length_or_none(getattr(sampler, "dataset", None))}
-    if _keeps_order(sampler):
-        found[_SEED] = getattr(sampler, "seed", None) if getattr(sampler, "shuffle", None) else None
-        found["drop_last of the sampler"] = int(bool(getattr(sampler, "drop_last", False)))
+    found: dict[str, Any] = {
+        "length of the dataset": length_or_none(getattr(sampler, "dataset", None)),
+        "seed of the sampler": getattr(sampler, "seed", None) if getattr(sampler, "shuffle", None) else None,
+        "drop_last of the sampler": int(bool(getattr(sampler, "drop_last", False))),
+    }
     if isinstance(sampler, NodePartitionSampler):
         found["num_nodes of the sampler"] = sampler.num_nodes
         found["epochs_per_deal of the sampler"] = sampler.epochs_per_deal
     return {name: number for name, value in found.items() if (number := integer_or_none(value)) is not None}
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
-
-
-# --- the store -------------------------------------------------------------------------------------------
-
-
-def _first(group: Any, rank: int, key: str, ours: dict[str, Any]) -> dict[str, Any] | None:
-    """What the first rank published under this key: one round trip. None if the store cannot be used."""
+def _first(group: Any, rank: int, key: str, ours: dict[str, Any]) -> dict[str, Any]:
+    """What the first rank published under this key: one round trip. Ours if the store cannot be used."""
     # torchrun may serve several starts of the workers from one store; their keys must differ.
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT")
-    run = _digest([group.get_world_size(), *(os.environ.get(name) for name in names)])
+    run = "/".join([str(group.get_world_size()), *(os.environ.get(name, "") for name in _RUN)])
     try:
         store = store_of(group)
         if _ledger.num_joined is None:
             # After a change of the nodes, torchrun may give the same names: a new process counts on.
             _ledger.num_joined = int(store.add(f"fastload/joined/{run}/{rank}", 1))
         name = f"fastload/loader/{run}/{_ledger.num_joined}/{key}"
-        found = json.loads(store.compare_set(name, "", json.dumps(ours)))
+        found: dict[str, Any] = json.loads(store.compare_set(name, "", json.dumps(ours)))
     except Exception as error:  # noqa: BLE001  # other libraries' stores may raise anything; training goes on
         log.debug("the loaders of the ranks are not compared, because the store cannot be used: %r", error)
-        return None
-    return found if isinstance(found, dict) else None
+        return ours
+    return found
 
 
 def _compare(ours: dict[str, Any], first: dict[str, Any]) -> None:
     mine, theirs = ours["facts"], first["facts"]
     different = [name for name in mine if name in theirs and mine[name] != theirs[name]]
-    if not different or ours["made"] is None or first["made"] is None:
-        return
-    if _digest(mine) in first["made"] or _digest(theirs) in ours["made"]:
-        return  # the ranks made their loaders in another order
+    if not different or mine in first["made"] or theirs in ours["made"]:
+        return  # the same, or the ranks made their loaders in another order
     name = different[0]
     raise RanksDisagreeError(
-        f"the {name} is {mine[name]} on rank {ours['rank']} (host {ours['host']}), but {theirs[name]} on "
-        f"rank {first['rank']} (host {first['host']}). {_ADVICE.get(name, _OTHER_ADVICE)}"
+        f"the {name} is {mine[name]} on {ours['rank']}, but {theirs[name]} on {first['rank']}. Samples would "
+        "be repeated or missing, and training may hang at the end of the shortest epoch. Give all ranks the "
+        "same dataset and the same arguments of the sampler: look for files that are missing on a node, and "
+        "for code that filters the dataset by rank before the sampler splits it"
     )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,19 +28,6 @@ from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@dataclass(frozen=True)
-class _Terms:
-    """The numbers that a deal depends on; they must not change before its last epoch has ended."""
-
-    num_samples: int
-    num_nodes: int
-    num_replicas: int
-    epochs_per_deal: int
-    seed: int
-    shuffle: int
-    drop_last: int
 
 
 class NodePartitionSampler(DistributedSampler[int]):
@@ -86,8 +72,8 @@ class NodePartitionSampler(DistributedSampler[int]):
     Raises:
         RuntimeError: A number was not given, and neither the process group nor the environment has it.
         TypeError: A number is not an integer.
-        ValueError: The nodes have different numbers of ranks, the ranks of a node are not consecutive, there
-            are fewer samples than nodes, or an argument is out of range.
+        ValueError: The nodes have different numbers of ranks, there are fewer samples than nodes, or an
+            argument is out of range.
     """
 
     def __init__(
@@ -103,14 +89,15 @@ class NodePartitionSampler(DistributedSampler[int]):
         epochs_per_deal: int = 1,
         retain: bool = True,
     ) -> None:
-        num_replicas, rank = _world_size(num_replicas), _rank(rank)
+        num_replicas = _place("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
+        rank = _place("rank", rank, "RANK", "get_rank")
         if num_replicas < 1:
             raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
         if _integer("epochs_per_deal", epochs_per_deal) < 1 or isinstance(epochs_per_deal, bool):
             raise ValueError(f"epochs_per_deal should be an int of at least 1, but got {epochs_per_deal!r}")
-        self.num_nodes = _num_nodes(num_nodes, num_replicas, rank)
+        self.num_nodes = _num_nodes(num_nodes, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, _integer("seed", seed), drop_last)
         self.ranks_per_node = num_replicas // self.num_nodes
         self.node, self.local_rank = divmod(rank, self.ranks_per_node)
@@ -124,7 +111,7 @@ class NodePartitionSampler(DistributedSampler[int]):
             )
         self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its deal
         self._retained_deal: int | None = None
-        self._loaded: tuple[int, _Terms] | None = None  # the epoch and the terms of a loaded state
+        self._loaded: dict[str, int] | None = None  # a state
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_part": None, "_retained_deal": None}
@@ -162,7 +149,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         Raises:
             ResumeError: A state was loaded that belongs to this deal, and was saved with other arguments.
         """
-        self._check_terms()
+        self._check_state()
         part = self.part
         if self.retain and self.num_nodes > 1 and self._retained_deal != self.deal:
             _retain(self.dataset, part)
@@ -185,10 +172,16 @@ class NodePartitionSampler(DistributedSampler[int]):
 
         The position in the epoch is part of the state of `fastload.DataLoader`.
         """
-        terms = self._own_terms()
-        if self._loaded is not None and self._is_in_loaded_deal():
-            terms = self._loaded[1]
-        return {"epoch": self.epoch, **vars(terms)}
+        return {
+            "epoch": self.epoch,
+            "num_samples": self._length,
+            "num_nodes": self.num_nodes,
+            "num_replicas": self.num_replicas,
+            "epochs_per_deal": self.epochs_per_deal,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "drop_last": int(self.drop_last),
+        }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from the epoch of a state, which any rank may have saved.
@@ -199,57 +192,33 @@ class NodePartitionSampler(DistributedSampler[int]):
         Raises:
             ResumeError: This is not a state of a NodePartitionSampler.
         """
-        names = ("epoch", *_Terms.__annotations__)
-        if not isinstance(state_dict, dict) or any(
-            not isinstance(state_dict.get(name), int) for name in names
-        ):
+        known = self.state_dict()
+        is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in known)
+        if not is_state or state_dict["epochs_per_deal"] < 1:
             raise ResumeError(
-                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(names)}, "
+                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(known)}, "
                 f"but got {state_dict!r:.200}"
             )
-        terms = _Terms(**{name: int(state_dict[name]) for name in names[1:]})
-        if terms.epochs_per_deal < 1:
-            raise ResumeError(
-                "the state of a NodePartitionSampler is damaged: epochs_per_deal should be at least 1, but "
-                f"got {terms.epochs_per_deal}"
-            )
-        self.epoch = int(state_dict["epoch"])
-        self._loaded = self.epoch, terms
+        self._loaded = {name: int(state_dict[name]) for name in known}
+        self.epoch = self._loaded["epoch"]
 
-    def _own_terms(self) -> _Terms:
-        return _Terms(
-            num_samples=self._length,
-            num_nodes=self.num_nodes,
-            num_replicas=self.num_replicas,
-            epochs_per_deal=self.epochs_per_deal,
-            seed=self.seed,
-            shuffle=int(self.shuffle),
-            drop_last=int(self.drop_last),
-        )
-
-    def _is_in_loaded_deal(self) -> bool:
-        """Whether the current epoch belongs to the deal of the loaded state."""
-        if self._loaded is None:
-            return False
-        epoch, terms = self._loaded
-        return self.epoch // terms.epochs_per_deal == epoch // terms.epochs_per_deal
-
-    def _check_terms(self) -> None:
-        if self._loaded is None or not self._is_in_loaded_deal():
+    def _check_state(self) -> None:
+        """Refuse to go on in the deal of a loaded state with other arguments: its parts would be others."""
+        theirs, ours = self._loaded, self.state_dict()
+        if theirs is None:
             return
-        epoch, theirs = self._loaded
-        ours = self._own_terms()
-        names = [name for name in _Terms.__annotations__ if getattr(theirs, name) != getattr(ours, name)]
-        if not names:
+        per_deal = theirs["epochs_per_deal"]
+        deal = theirs["epoch"] // per_deal
+        names = [name for name in ours if name != "epoch" and theirs[name] != ours[name]]
+        if not names or self.epoch // per_deal != deal:
             return
-        deal, per_deal = epoch // theirs.epochs_per_deal, theirs.epochs_per_deal
-        first, end = deal * per_deal, (deal + 1) * per_deal
-        saved, own = (", ".join(f"{n}={getattr(t, n)}" for n in names) for t in (theirs, ours))
+        end = (deal + 1) * per_deal
+        saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (theirs, ours))
         raise ResumeError(
-            f"epoch {self.epoch} cannot be resumed: the state was saved within deal {deal} (epochs {first} "
-            f"to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train with {saved} until "
-            f"epoch {end - 1} has ended, or begin a new deal: load a state that was saved between two "
-            f"epochs, and then call loader.set_epoch({end})"
+            f"epoch {self.epoch} cannot be resumed: the state was saved within deal {deal} (epochs "
+            f"{deal * per_deal} to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train "
+            f"with {saved} until epoch {end - 1} has ended, or begin a new deal: load a state that was saved "
+            f"between two epochs, and then call loader.set_epoch({end})"
         )
 
 
@@ -282,22 +251,16 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} should be an int, but got {value!r}") from None
 
 
-def _world_size(given: int | None) -> int:
-    if given is not None:
-        return _integer("num_replicas", given)
+def _place(argument: str, given: int | None, variable: str, method: str) -> int:
+    """What the user gave, or the process group knows, or else the environment.
+
+    Raises:
+        RuntimeError: None of them knows it.
+    """
     group = process_group()
-    return _from_environment("WORLD_SIZE", "num_replicas") if group is None else int(group.get_world_size())
-
-
-def _rank(given: int | None) -> int:
     if given is not None:
-        return _integer("rank", given)
-    group = process_group()
-    return _from_environment("RANK", "rank") if group is None else int(group.get_rank())
-
-
-def _from_environment(variable: str, argument: str) -> int:
-    number = _variable(variable)
+        return _integer(argument, given)
+    number = _variable(variable) if group is None else int(getattr(group, method)())
     if number is None:
         raise RuntimeError(
             f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
@@ -312,12 +275,12 @@ def _variable(name: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _num_nodes(given: int | None, num_replicas: int, rank: int) -> int:
+def _num_nodes(given: int | None, num_replicas: int) -> int:
     """The number of nodes.
 
     Raises:
         RuntimeError: It is unknown.
-        ValueError: The nodes have different numbers of ranks, or their ranks are not consecutive.
+        ValueError: The nodes have different numbers of ranks.
     """
     if given is not None:
         if _integer("num_nodes", given) < 1 or isinstance(given, bool):
@@ -338,15 +301,8 @@ def _num_nodes(given: int | None, num_replicas: int, rank: int) -> int:
         )
     nodes = _variable("GROUP_WORLD_SIZE") if _variable("WORLD_SIZE") == num_replicas else None
     if num_replicas % per_node or (nodes is not None and nodes * per_node != num_replicas):
-        on_nodes = "" if nodes is None else f" on {nodes} nodes"
         raise ValueError(
             f"every node needs the same number of ranks, but this node has {per_node} of {num_replicas} "
-            f"ranks{on_nodes}: start every node with the same --nproc-per-node, or give num_nodes"
-        )
-    node = _variable("GROUP_RANK") if _variable("RANK") == rank else None
-    if node is not None and nodes is not None and rank // per_node != node:
-        raise ValueError(
-            f"the ranks of a node must be consecutive, but rank {rank} is on node {node} of {nodes}, with "
-            f"{per_node} ranks each: number them as torchrun does, or use torch's DistributedSampler"
+            "ranks: start every node with the same --nproc-per-node, or give num_nodes"
         )
     return num_replicas // per_node

@@ -25,17 +25,17 @@ from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice
 from fastload.epochs import resume
+from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.order import rank_of
-from fastload.epochs.stats import MeasuredIterator
 from fastload.errors import LoaderClosedError
 from fastload.rng.batch_draws import BatchStreams, drawing_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.batch.iterable_state import IterableState
     from fastload.device.cuda import Backend
-    from fastload.epochs.epoch import Epoch
+    from fastload.epochs.resume import Epoch
+    from fastload.epochs.stats import Size
     from fastload.workers.settings import LoaderSettings
 
 DEPTH = 2
@@ -59,7 +59,7 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | StreamlessDev
     return known[name]
 
 
-class DeviceIterator(MeasuredIterator, Iterator[Any]):
+class DeviceIterator(EpochIterator, Iterator[Any]):
     """The iterator of a loader with `device=`, for one epoch, or for several with persistent workers.
 
     Args:
@@ -74,59 +74,50 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
     def __init__(
         self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | StreamlessDevice | None
     ) -> None:
-        super().__init__()
-        self._loader = weakref.ref(loader)
+        self.owner = weakref.ref(loader)
         self.source = source
         self.num_measured_workers = source.num_measured_workers
         self._device = device
-        self._batches: Iterator[Any] | None = None
-        self._counted: _Counted | None = None
-        self._epoch: Epoch | None = None
+        self._is_closed = False
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
-        epoch = resume.current_epoch(loader)
-        transform = None if loader.device_transform is None else _Transform(loader, epoch)
-        self._epoch = self._counted = None
-        if self._device is None or isinstance(self._device, StreamlessDevice):
-            self._batches = self.source
-            device = torch.device("cpu")
-            if self._device is not None:
-                device = self._device.device
-                self._batches = map(self._device.move, self._batches)
-            if transform is not None:
-                transformed = functools.partial(_transform_now, transform, device)
-                self._batches = map(transformed, self._batches)
-            return
-        self._epoch = epoch
-        counted = self._counted = _Counted(self.source, self._epoch)
-        next_transform = None if transform is None else transform.of_fetched
-        self._batches = CopiesAhead(counted, *self._device, DEPTH, next_transform, counted.hand_over)
+        self._epoch = epoch = resume.current_epoch(loader)
+        self._transform = None if loader.device_transform is None else _Transform(loader, epoch)
+        self._copies: CopiesAhead[Any] | None = None
+        if isinstance(self._device, tuple):
+            self._fetched = _Fetched(self.source, epoch)
+            next_transform = None if self._transform is None else self._transform.of_fetched
+            hand_over = self._fetched.hand_over
+            self._copies = CopiesAhead(self._fetched, *self._device, DEPTH, next_transform, hand_over)
 
-    def _next(self) -> Any:
-        if self._batches is None:
+    def next_sized(self) -> tuple[Any, Size]:
+        """The next batch and its size."""
+        if self._is_closed:
             raise LoaderClosedError
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            if self._epoch is not None:
+        if self._copies is not None:
+            try:
+                batch = next(self._copies)
+            except StopIteration:
                 self._epoch.position.is_finished = True
-            raise
-        self.sizes.append(self._counted.taken_size if self._counted is not None else self.source.sizes.pop())
-        return batch
+                raise
+            return batch, self._fetched.size
+        batch, size = self.source.next_sized()
+        device = torch.device("cpu")
+        if isinstance(self._device, StreamlessDevice):
+            device, batch = self._device.device, self._device.move(batch)
+        if self._transform is not None:
+            batch = apply_transform(self._transform.of_fetched(), batch, device)
+        return batch, size
 
     def __len__(self) -> int:
         return len(self.source)
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this with persistent workers."""
-        self._batches = None  # ends the copies of the old epoch and frees its slots
+        self._copies = None  # ends the copies of the old epoch and frees its slots
         self.source._reset(loader, first_iter)
         self._begin(loader)
-
-    def belongs_to(self, loader: LoaderSettings) -> bool:
-        """Whether ``loader`` made this iterator."""
-        return self._loader() is loader
 
     @property
     def _workers(self) -> Any:
@@ -134,11 +125,10 @@ class DeviceIterator(MeasuredIterator, Iterator[Any]):
 
     def close(self) -> None:
         """End the copies ahead and close the source; batches that the caller holds stay valid."""
-        self._batches = None
-        self._shutdown_workers()
-
-    def _shutdown_workers(self) -> None:
+        self._is_closed, self._copies = True, None
         self.source.close()
+
+    _shutdown_workers = close  # other libraries stop torch's iterator by this method
 
 
 class _Transform:
@@ -157,9 +147,7 @@ class _Transform:
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the batch that was fetched last."""
         epoch = self._epoch
-        if self._is_of_samples:
-            if epoch.fetched_origin is None:
-                raise AssertionError('the epoch of a loader with rng="sample" counts its indices')
+        if self._is_of_samples and epoch.fetched_origin is not None:
             index, origin = epoch.fetched_origin
             streams = BatchStreams.of_samples(origin, index if self._auto_collation else (index,))
         else:
@@ -172,43 +160,33 @@ class _Transform:
             return self._function(batch)
 
 
-def _transform_now(transform: _Transform, device: torch.device, batch: Any) -> Any:
-    return apply_transform(transform.of_fetched(), batch, device)
-
-
-class _Counted(Iterator[Any]):
+class _Fetched(Iterator[Any]):
     """A source of batches that the loader's state counts only when the caller takes them.
 
     Attributes:
-        taken_size: The size of the batch that the caller took last, as in `MeasuredIterator.sizes`.
+        size: Of the batch that the caller took last.
     """
 
     def __init__(self, source: Any, epoch: Epoch) -> None:
         self._source = source
         self._epoch = epoch
         # For each fetched batch or error: how many batches the caller will have received with it; its size.
-        self._marks: collections.deque[tuple[int, tuple[int, int | None]]] = collections.deque()
-        self.taken_size: tuple[int, int | None] = (0, 0)
+        self._marks: collections.deque[tuple[int, Size]] = collections.deque()
+        self.size: Size = (0, 0)
         self.register_slots = getattr(source, "register_slots", None)
-        self._waiting: collections.deque[tuple[Any, int, IterableState | None]] = collections.deque()
-        epoch.ahead = self._waiting
+        epoch.ahead = collections.deque()
 
     def __next__(self) -> Any:
         try:
-            batch = next(self._source)
-        except StopIteration:
+            batch, size = self._source.next_sized()
+        except Exception as error:
+            if not isinstance(error, StopIteration):
+                self._marks.append((self._epoch.num_fetched, (0, 0)))
             raise
-        except Exception:
-            self._mark((0, 0))
-            raise
-        self._mark(self._source.sizes.pop())
+        self._marks.append((self._epoch.num_fetched, size))
         return batch
-
-    def _mark(self, size: tuple[int, int | None]) -> None:
-        self._marks.append((self._epoch.position.num_received + len(self._waiting), size))
 
     def hand_over(self) -> None:
         """Count the next fetched batch or error, which the caller takes now."""
-        mark, self.taken_size = self._marks.popleft()
-        while self._epoch.position.num_received < mark:
-            self._epoch.received(*self._waiting.popleft())
+        number, self.size = self._marks.popleft()
+        self._epoch.receive_until(number)

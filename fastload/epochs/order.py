@@ -1,25 +1,161 @@
-"""The rank of a loader, and the facts about its order that are the same on every rank.
+"""What determines the order of a loader: its samplers and generators, its rank, and facts to compare.
+
+Samplers and generators are named by their places in the loader. The place of a sampler is the path of the
+attribute that holds it.
 
 Frameworks save the state of one rank, and load it on all of them. Each rank reads other indices, so a
-checksum of indices says nothing about another rank's state; these facts are compared instead.
+checksum of indices says nothing about another rank's state; the facts of `Order` are compared instead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.epochs.sampler_state import initial_seed_of
+from fastload.batch.iterable_state import keeps_state
+from fastload.errors import ResumeError, add_note
 from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch.utils.data import DataLoader
+
+DEFAULT = "default"  # the place of torch's own generator
+LOADER = "loader"  # the place of the loader's generator
+_EPOCH = ".epoch"  # ends the key of a sampler's epoch: DistributedSampler's order depends on it
+
+
+class Sources:
+    """What determines the order of a loader's samples.
+
+    Attributes:
+        samplers: The loader's samplers, each once, with those inside its batch samplers, by place.
+        generators: The generators of the loader and of its samplers, and torch's own, by place.
+        keys: The keys of `sampler_states`.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.samplers: dict[str, Any] = {}
+        left = [("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
+        while left:  # batch samplers may be nested: Accelerate wraps the loader's own
+            place, sampler = left.pop(0)
+            if sampler is None or any(sampler is other for other in self.samplers.values()):
+                continue
+            self.samplers[place] = sampler
+            if sampler is loader.batch_sampler or isinstance(sampler, BatchSampler):
+                inner = ((name, getattr(sampler, name, None)) for name in ("sampler", "batch_sampler"))
+                left += [(f"{place}.{name}", other) for name, other in inner]
+        self.generators = {DEFAULT: torch.default_generator}
+        for place, owner in ((LOADER, loader), *self.samplers.items()):
+            generator = getattr(owner, "generator", None)
+            is_known = any(generator is other for other in self.generators.values())
+            if isinstance(generator, torch.Generator) and not is_known:
+                self.generators[place] = generator
+        self.keys = {place for place, sampler in self.samplers.items() if keeps_state(sampler)}
+        for place, sampler in self.samplers.items():
+            if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int):
+                self.keys.add(place + _EPOCH)
+
+    def generator_states(self, *, with_default: bool = True) -> dict[str, bytes]:
+        """The states of the generators, by place."""
+        return {
+            place: generator.get_state().numpy().tobytes()
+            for place, generator in self.generators.items()
+            if with_default or place != DEFAULT
+        }
+
+    def sampler_states(self) -> dict[str, bytes]:
+        """By place, the states of samplers with a state_dict(), and the epochs of samplers that count epochs.
+
+        Each state is pickled, because a sampler may return objects that it changes later. Only this process
+        may unpickle them.
+        """
+        states = {}
+        for key in self.keys:
+            sampler = self.samplers[key.removesuffix(_EPOCH)]
+            states[key] = pickle.dumps(int(sampler.epoch) if key.endswith(_EPOCH) else sampler.state_dict())
+        return states
+
+    def generator_at(self, place: str, state: bytes) -> torch.Generator:
+        """A new generator in the state of one at this place.
+
+        Raises:
+            ResumeError: It is not the state of such a generator.
+        """
+        generator = torch.Generator(self.generators[place].device)
+        try:
+            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        except (RuntimeError, ValueError) as error:
+            raise ResumeError(
+                f"the state of the generator of the {place} is damaged: torch refuses {len(state)} bytes, "
+                f"{error}"
+            ) from error
+        return generator
+
+    def initial_seed(self, generator: torch.Generator, states: Mapping[str, bytes]) -> int:
+        """The seed of one of the generators, as of these states, or as of now if they lack it."""
+        for place, held in self.generators.items():
+            if held is generator and place in states:
+                generator = self.generator_at(place, states[place])
+        return generator.initial_seed()
+
+    def set_generators(self, states: Mapping[str, bytes]) -> None:
+        """Set the generators at these places to these states; after an error, none of them has changed.
+
+        Raises:
+            ResumeError: There is no generator at one of the places, or a state is not a generator's state.
+        """
+        for place in states.keys() - self.generators.keys():
+            raise ResumeError(f"the state has a generator of the {place}, but this loader has none there")
+        ready = {place: self.generator_at(place, state) for place, state in states.items()}
+        for place, generator in ready.items():
+            self.generators[place].set_state(generator.get_state())
+
+    def set_samplers(self, states: Mapping[str, bytes]) -> None:
+        """Set samplers to the states that `sampler_states` returned.
+
+        Raises:
+            ResumeError: The loader has no such sampler at one of the places.
+        """
+        for key in states.keys() - self.keys:
+            raise ResumeError(
+                f"the state has {key!r}, but this loader has no such sampler: give it the same kind of "
+                "sampler as before"
+            )
+        for place, sampler in self.samplers.items():
+            try:
+                if place + _EPOCH in states:
+                    sampler.set_epoch(pickle.loads(states[place + _EPOCH]))
+                if place in states:
+                    sampler.load_state_dict(pickle.loads(states[place]))
+            except Exception as error:
+                add_note(error, f"fastload: raised by the {place} when it got its part of the loader's state")
+                raise
+
+    @contextlib.contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """If the block raises, restore the generators and samplers, torch's generator too."""
+        generators, samplers = self.generator_states(), {}
+        with contextlib.suppress(Exception):  # the loader's `state_dict()` raises this error
+            samplers = self.sampler_states()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the caller must see the first error
+                self.set_generators(generators)
+                self.set_samplers(samplers)
+            raise
+
+
+# --- the rank, and what all ranks have in common --------------------------------------------------------
 
 # Attributes for the rank and for the number of ranks: of torch's DistributedSampler (and of classes like it,
 # such as Lightning's), of other libraries' samplers, and of Accelerate's BatchSamplerShard.
@@ -48,9 +184,6 @@ class Order:
     num_ranks: int | None = None
 
 
-UNKNOWN = Order()
-
-
 def rank_and_order(
     loader: DataLoader[Any], generators: Mapping[str, bytes] | None = None
 ) -> tuple[int | None, Order]:
@@ -65,7 +198,7 @@ def rank_and_order(
     """
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = nested_samplers(loader)
-    rank, num_ranks = _split(loader, samplers)
+    rank, num_ranks = _split(loader)
     owners = (loader, *samplers)
     sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
     order = Order(
@@ -80,19 +213,19 @@ def rank_and_order(
 
 def rank_of(loader: DataLoader[Any]) -> int | None:
     """The rank that the loader reads for, as `rank_and_order` finds it; None: unknown."""
-    return _split(loader, nested_samplers(loader))[0]
+    return _split(loader)[0]
 
 
-def _split(loader: DataLoader[Any], samplers: list[Any]) -> tuple[int | None, int | None]:
+def _split(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
     """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
     is_iterable = loader._dataset_kind == _DatasetKind.Iterable
-    split = _split_of([loader.dataset] if is_iterable else samplers)
-    return (_rank_of_process(), None) if split is None else split
-
-
-def _rank_of_process() -> int | None:
+    for owner in [loader.dataset] if is_iterable else nested_samplers(loader):
+        for names in _RANK_ATTRIBUTES:
+            rank, num_ranks = (integer_or_none(_attribute(owner, name)) for name in names)
+            if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
+                return rank, num_ranks
     group = process_group()
-    return None if group is None else int(group.get_rank())
+    return None if group is None else int(group.get_rank()), None
 
 
 def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
@@ -104,16 +237,6 @@ def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
         inner = _attribute(sampler, "batch_sampler")
         sampler = _attribute(sampler, "sampler") if inner is None else inner
     return found
-
-
-def _split_of(owners: list[Any]) -> tuple[int, int] | None:
-    """The rank and the number of ranks of the first sampler, or iterable dataset, that splits by rank."""
-    for owner in owners:
-        for names in _RANK_ATTRIBUTES:
-            rank, num_ranks = (integer_or_none(_attribute(owner, name)) for name in names)
-            if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
-                return rank, num_ranks
-    return None
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -137,7 +260,7 @@ def _seed(
             generator = torch.default_generator if sampler.generator is None else sampler.generator
             if not isinstance(generator, torch.Generator):
                 return None
-            return initial_seed_of(loader, generator, generators)
+            return Sources(loader).initial_seed(generator, generators)
     return None
 
 

@@ -8,47 +8,25 @@ anything is changed, because a state may come from a damaged file or from somebo
 from __future__ import annotations
 
 import base64
-import binascii
 import marshal
 import pickle
 import re
 import zlib
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
-from fastload.epochs.order import UNKNOWN, Order
-from fastload.epochs.sampler_state import DEFAULT
-from fastload.errors import ResumeError
+from fastload.epochs.order import DEFAULT, Order
+from fastload.errors import ResumeError, short_repr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 VERSION = 3
-
-T = TypeVar("T")
-
-_KEYS = {
-    "version",
-    "epoch",
-    "_num_yielded",
-    "_iterator_finished",
-    "beginning",
-    "base_seed",
-    "sample_seed",
-    "index_checksum",
-    "generators",
-    "samplers",
-    "obstacle",
-    "dataset_states",
-    "next_worker",
-    "rank",
-    "order",
-}
-_ITERATOR_KINDS = (None, "local", "workers", "again")
 _INT64 = 1 << 63
+_CURE = "Load another checkpoint, or start without a state"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -60,9 +38,9 @@ class Position:
         epoch: The number that set_epoch() gave, or else the previous number plus one.
         iterator_kind: The iterator that torch began the epoch with, which decides on the order of torch's
             draws: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: no epoch has
-            begun. Saved as "beginning".
-        generators: States of the generators before anything was drawn, by place (see `sampler_state`).
-        samplers: States of the samplers, as `sampler_state.samplers_of` returns them, pickled by this
+            begun.
+        generators: States of the generators before anything was drawn, by place (see `order`).
+        samplers: States of the samplers, as `Sources.sampler_states` returns them, pickled by this
             process.
         base_seed: The seed from which torch seeds its workers.
         sample_seed: The seed from which `rng="sample"` seeds each sample.
@@ -90,7 +68,7 @@ class Position:
     dataset_states: list[IterableState] | None = None
     next_worker: int = 0
     rank: int | None = None
-    order: Order = UNKNOWN
+    order: Order = Order()  # noqa: RUF009
 
     def advance(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
         """Count a batch that the caller receives.
@@ -114,26 +92,19 @@ class Position:
     def to_plain(self) -> dict[str, Any]:
         """A dict for the user; it shares no mutable objects with this one."""
         states = self.dataset_states
-        return {
+        plain = vars(self) | {
             "version": VERSION,
-            "epoch": self.epoch,
             "_num_yielded": self.num_received,  # torchdata and Accelerate use the names of these three
             "_sampler_iter_yielded": self.num_received,
             "_iterator_finished": self.is_finished,
-            "beginning": self.iterator_kind,
-            "base_seed": self.base_seed,
-            "sample_seed": self.sample_seed,
-            "index_checksum": list(self.checksum),
-            "generators": {
-                place: base64.b64encode(state).decode("ascii") for place, state in self.generators.items()
-            },
+            "checksum": list(self.checksum),
+            "generators": {place: base64.b64encode(s).decode() for place, s in self.generators.items()},
             "samplers": {place: pickle.loads(state) for place, state in self.samplers.items()},
-            "obstacle": self.obstacle,
             "dataset_states": None if states is None else [_plain_dataset_state(state) for state in states],
-            "next_worker": self.next_worker,
-            "rank": self.rank,
             "order": asdict(self.order),
         }
+        del plain["num_received"], plain["is_finished"]
+        return plain
 
     @classmethod
     def parse(cls, state: Any) -> Position:
@@ -143,85 +114,46 @@ class Position:
             ResumeError: This is not such a dict, or a value in it is not valid, or two values contradict each
                 other.
         """
-        version = state.get("version") if isinstance(state, dict) else None
-        if type(version) is int and version != VERSION:
-            raise ResumeError(
-                f"the state has version {_shown(version)}, but this release reads version {VERSION}: load it "
-                "with the release of fastload that saved it, or start without a state"
-            )
-        missing = sorted(_KEYS - set(state)) if isinstance(state, dict) else sorted(_KEYS)
-        if missing:
-            raise ResumeError(f"this is not a state of a fastload.DataLoader: it lacks {', '.join(missing)}")
-        if type(state["version"]) is not int:
-            raise _wrong("version", f"the int {VERSION}", state["version"])
-        found = cls(
-            epoch=_integer("epoch", state["epoch"], -_INT64, _INT64),
-            num_received=_integer("_num_yielded", state["_num_yielded"], 0, _INT64),
-            is_finished=_checked(
-                "_iterator_finished", state["_iterator_finished"], lambda v: type(v) is bool, "a bool"
-            ),
-            iterator_kind=_checked(
-                "beginning",
-                state["beginning"],
-                lambda v: (v is None or type(v) is str) and v in _ITERATOR_KINDS,
-                f"one of {_ITERATOR_KINDS}",
-            ),
-            base_seed=_integer("base_seed", state["base_seed"], 0, _INT64),
-            sample_seed=_integer("sample_seed", state["sample_seed"], 0, 2 * _INT64),
-            checksum=_checksum(state["index_checksum"]),
-            generators=_generators(state["generators"]),
-            samplers=_samplers(state["samplers"]),
-            obstacle=_checked(
-                "obstacle", state["obstacle"], lambda v: v is None or type(v) is str, "None or a str"
-            ),
-            dataset_states=_dataset_states(state["dataset_states"]),
-            next_worker=_integer("next_worker", state["next_worker"], 0, _INT64),
-            rank=_optional_integer("rank", state["rank"], 0, _INT64),
-            order=_order(state["order"]),
-        )
-        found._check_consistency()
+        values: dict[str, Any] = {}
+        for key, read in _READ.items():
+            try:
+                values[key] = read(state[key])
+            except Exception as error:
+                raise ResumeError(
+                    "this is not a state of a fastload.DataLoader of this release, or it is damaged: "
+                    f"{key!r}: {error!r}. {_CURE}"
+                ) from error
+        del values["version"]
+        num_received, is_finished = values.pop("_num_yielded"), values.pop("_iterator_finished")
+        found = cls(num_received=num_received, is_finished=is_finished, **values)
+        for is_wrong, fact in found._contradictions():
+            if is_wrong:
+                raise ResumeError(f"the state of a fastload.DataLoader contradicts itself: {fact}. {_CURE}")
         return found
 
-    def _check_consistency(self) -> None:
-        """Raise a ResumeError if two values cannot have been saved together."""
-        if self.iterator_kind is None:
-            for key, is_set, value in (
-                ("_num_yielded", self.num_received > 0, self.num_received),
-                ("_iterator_finished", self.is_finished, True),
-                ("index_checksum", self.checksum != (0, 0), self.checksum),
-                ("base_seed", self.base_seed != 0, self.base_seed),
-                ("obstacle", self.obstacle is not None, self.obstacle),
-                ("dataset_states", self.dataset_states is not None, self.dataset_states),
-            ):
-                if is_set:
-                    raise _contradiction("'beginning' says that no epoch has begun", key, value)
-        if self.is_within_epoch and DEFAULT not in self.generators:
-            where = "the epoch has begun and not ended, which needs the state of torch's default generator"
-            raise _contradiction(where, "generators", sorted(self.generators))
-        if not self.is_within_epoch and DEFAULT in self.generators:
-            where = "the state stands between two epochs, which has no state of torch's default generator"
-            raise _contradiction(where, "generators", sorted(self.generators))
-        if self.num_received > self.checksum[0]:
-            where = f"the indices of {self.checksum[0]} batches were counted"
-            raise _contradiction(where, "_num_yielded", self.num_received)
-        if self.rank is not None and self.order.num_ranks is not None and self.rank >= self.order.num_ranks:
-            raise _contradiction(f"the order is that of {self.order.num_ranks} ranks", "rank", self.rank)
-        self._check_copies()
-
-    def _check_copies(self) -> None:
-        copies = self.dataset_states or []
-        num_copies = len(copies) or 1
-        if self.next_worker >= num_copies:
-            where = f"'dataset_states' has {num_copies} workers"
-            raise _contradiction(where, "next_worker", self.next_worker)
-        where = f"{self.num_received} batches were delivered"
-        for number, copy in enumerate(copies[: self.num_received]):  # batches are dealt round robin
-            if copy is NOT_BEGUN:
-                raise _contradiction(where, f"dataset_states[{number}]", "not begun")
-        is_counted = not any(copy.has_state or copy is ENDED for copy in copies)
-        num_read = sum(copy.num_batches for copy in copies)
-        if copies and is_counted and num_read < self.num_received:
-            raise _contradiction(where, "dataset_states", f"{num_read} batches read")
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """What no loader saves together, and whether it is so here."""
+        num_received, num_ranks, copies = self.num_received, self.order.num_ranks, self.dataset_states or []
+        beginning = num_received, self.is_finished, self.checksum, self.base_seed, self.obstacle, copies
+        has_begun = beginning != (0, False, (0, 0), 0, None, [])
+        yield self.iterator_kind is None and has_begun, "an epoch has begun, but 'iterator_kind' is None"
+        # Between two epochs, a state has none of torch's default generator, which belongs to the user.
+        is_within, has_default = self.is_within_epoch, DEFAULT in self.generators
+        where = "within" if is_within else "between"
+        yield (
+            is_within is not has_default,
+            f"it is {where} epochs, but 'generators' {list(self.generators)}",
+        )
+        counted = f"'_num_yielded' is {num_received}, but 'checksum' counts {self.checksum[0]}"
+        yield num_received > self.checksum[0], counted
+        is_beyond = self.rank is not None and num_ranks is not None and not 0 <= self.rank < num_ranks
+        yield is_beyond, f"'rank' is {self.rank} of {num_ranks}"
+        yield self.next_worker >= max(1, len(copies)), f"'next_worker' is {self.next_worker} of {len(copies)}"
+        # Batches come from the copies in turn.
+        is_idle = any(copy is NOT_BEGUN for copy in copies[:num_received])
+        is_counted = bool(copies) and not any(copy.has_state or copy is ENDED for copy in copies)
+        is_short = is_counted and sum(copy.num_batches for copy in copies) < num_received
+        yield is_idle or is_short, f"'dataset_states' have read fewer batches than {num_received}"
 
     def is_of_other_rank(self, rank: int | None, order: Order, *, needs_batch_size: bool) -> bool:
         """Check that this state is valid for a loader of this rank and order, and compare the ranks.
@@ -237,170 +169,117 @@ class Position:
         Raises:
             ResumeError: The state is valid neither for this loader nor for this rank.
         """
-        theirs = self.order
-        num_received = self.num_received if self.is_within_epoch else 0
-        is_other = self.rank is not None and rank is not None and self.rank != rank
-        if num_received:
-            if needs_batch_size:
-                self._compare("batch_size", theirs.batch_size, order.batch_size)
-            self._compare("number of ranks", theirs.num_ranks, order.num_ranks)
-        if not is_other:
-            return False
-        if num_received:
-            self._compare("length of the dataset", theirs.num_samples, order.num_samples)
-            self._compare("kind of sampler", theirs.sampler, order.sampler)
-        if theirs.num_ranks is None and order.num_ranks is None and _differ(theirs.seed, order.seed):
-            raise ResumeError(
-                f"rank {self.rank} saved the state, and its sampler draws from a generator with the seed "
-                f"{theirs.seed}, but that of rank {rank} has the seed {order.seed}: seed the generators of "
-                "all ranks alike, use a DistributedSampler, or save and load a state for each rank"
-            )
-        if num_received and order.num_ranks is not None:
-            self._compare("seed of the sampler", theirs.seed, order.seed)
-        return True
-
-    def _compare(self, name: str, theirs: Any, ours: Any) -> None:
-        if _differ(theirs, ours):
-            raise ResumeError(
-                f"this epoch cannot be resumed after {self.num_received} batches: the state was saved with "
-                f"{name} {theirs}, but this loader has {name} {ours}: give it {theirs}, or load a state that "
-                "was saved between two epochs"
-            )
+        is_other = None not in (self.rank, rank) and self.rank != rank
+        is_split = order.num_ranks is not None
+        skips = self.is_within_epoch and self.num_received > 0
+        compared = {
+            "batch_size": skips and needs_batch_size,
+            "num_ranks": skips,
+            "num_samples": skips and is_other,
+            "sampler": skips and is_other,
+            "seed": is_other and (skips if is_split else self.order.num_ranks is None),
+        }
+        for name, is_compared in compared.items():
+            theirs, ours = getattr(self.order, name), getattr(order, name)
+            if is_compared and None not in (theirs, ours) and theirs != ours:
+                raise ResumeError(
+                    f"the state was saved by a loader with {_FACTS[name]} {theirs}, after "
+                    f"{self.num_received} batches, but this loader has {ours}: give it {theirs}, or load a "
+                    "state that was saved between two epochs, or one for each rank"
+                )
+        return is_other
 
 
-def _differ(theirs: Any, ours: Any) -> bool:
-    return theirs is not None and ours is not None and theirs != ours
+_FACTS = {
+    "batch_size": "batch_size",
+    "num_ranks": "number of ranks",
+    "num_samples": "length of the dataset",
+    "sampler": "kind of sampler",
+    "seed": "seed of the sampler",
+}
 
 
-def _contradiction(where: str, key: str, value: Any) -> ResumeError:
-    return ResumeError(
-        f"the state of a fastload.DataLoader contradicts itself: {where}, but {key!r} is {_shown(value)}. "
-        "Load another checkpoint, or start without a state"
-    )
+def _integer(start: int, stop: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if type(value) is not int or not start <= value < stop:
+            raise ValueError(f"{short_repr(value)} should be an int from {start} to {stop - 1}")
+        return value
+
+    return read
 
 
-def _wrong(key: str, expected: str, value: Any) -> ResumeError:
-    return ResumeError(
-        f"the state of a fastload.DataLoader is damaged: {key!r} should be {expected}, but got "
-        f"{_shown(value)}. Load another checkpoint, or start without a state"
-    )
+def _one_of(*known: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not any(type(value) is type(one) and value == one for one in known):
+            raise ValueError(f"{short_repr(value)} should be one of {known}")
+        return value
+
+    return read
 
 
-def _shown(value: Any) -> str:
-    try:
-        return f"{value!r:.100}"
-    except Exception:  # noqa: BLE001  # repr fails for ints of thousands of digits and for some objects
-        return f"a value of type {type(value).__name__} that cannot be shown"
+def _none_or(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if value is not None and type(value) is not kind:
+            raise ValueError(f"{short_repr(value)} should be None or of type {kind.__name__}")
+        return value
+
+    return read
 
 
-def _checked(key: str, value: Any, is_right: Callable[[Any], bool], expected: str) -> Any:
-    if not is_right(value):
-        raise _wrong(key, expected, value)
-    return value
-
-
-def _integer(key: str, value: Any, start: int, stop: int) -> int:
-    """Check that a value is an int (not a bool) from ``start`` to below ``stop``."""
-    if type(value) is not int or not start <= value < stop:
-        raise _wrong(key, f"an int from {start} to {stop - 1}", value)
-    return value
-
-
-def _optional_integer(key: str, value: Any, start: int, stop: int) -> int | None:
-    return None if value is None else _integer(key, value, start, stop)
-
-
-def _order(value: Any) -> Order:
-    names = set(Order.__annotations__)
-    if not isinstance(value, dict) or set(value) != names:
-        raise _wrong("order", f"a dict with the keys {sorted(names)}", value)
-    return Order(
-        num_samples=_optional_integer("order['num_samples']", value["num_samples"], 0, _INT64),
-        batch_size=_optional_integer("order['batch_size']", value["batch_size"], -_INT64, _INT64),
-        sampler=_checked(
-            "order['sampler']", value["sampler"], lambda v: v is None or type(v) is str, "None or a str"
-        ),
-        seed=_optional_integer("order['seed']", value["seed"], -2 * _INT64, 2 * _INT64),
-        num_ranks=_optional_integer("order['num_ranks']", value["num_ranks"], 0, _INT64),
-    )
-
-
-def _checksum(value: Any) -> tuple[int, int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
-        raise _wrong("index_checksum", "a list of two ints", value)
-    return (
-        _integer("index_checksum[0]", value[0], 0, _INT64),
-        _integer("index_checksum[1]", value[1], 0, 1 << 32),
-    )
-
-
-def _named(key: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict) or not all(type(name) is str for name in value):
-        raise _wrong(key, "a dict whose keys are str", value)
-    return value
-
-
-def _generators(value: Any) -> dict[str, bytes]:
-    found = {}
-    for place, text in _named("generators", value).items():
-        try:
-            found[place] = base64.b64decode(text, validate=True) if type(text) is str else b""
-        except (binascii.Error, ValueError):  # ValueError: a character outside ASCII
-            found[place] = b""
-        if not found[place]:
-            raise _wrong(f"generators[{place!r}]", "the base64 text of a generator's state", text)
-    return found
+_count = _integer(0, _INT64)
+_epoch = _integer(-_INT64, _INT64)
 
 
 def _samplers(value: Any) -> dict[str, bytes]:
-    found = {}
-    for place, state in _named("samplers", value).items():
-        key = f"samplers[{place!r}]"
-        if place.endswith(".epoch"):
-            _integer(key, state, -_INT64, _INT64)
-        found[place] = _copied(key, pickle.dumps, state)
-    return found
+    return {
+        place: pickle.dumps(_epoch(part) if place.endswith(".epoch") else part)
+        for place, part in value.items()
+    }
 
 
 def _dataset_states(value: Any) -> list[IterableState] | None:
     if value is None:
         return None
-    if not isinstance(value, (list, tuple)) or not value:
-        raise _wrong("dataset_states", "None or a list of dicts, one for each worker", value)
-    return [_dataset_state(f"dataset_states[{number}]", state) for number, state in enumerate(value)]
+    if not value:
+        raise ValueError("it should have a dict for each worker")
+    return [_dataset_state(part) for part in value]
 
 
-def _dataset_state(key: str, value: Any) -> IterableState:
-    progress = value.get("progress") if isinstance(value, dict) else None
-    if type(progress) is str:
-        if progress == "begun" and not value.keys().isdisjoint(("state", "iterator", "num_batches")):
-            parts = {
-                name: _copied(key, pickle.dumps, value[place])
-                for name, place in (("data", "state"), ("iterator", "iterator"))
-                if place in value
-            }
-            num_batches = _integer(f"{key}['num_batches']", value.get("num_batches", 0), 0, _INT64)
-            data, iterator = parts.get("data", b""), parts.get("iterator", b"")
-            return IterableState("begun", data, iterator=iterator, num_batches=num_batches)
-        for mark in (NOT_BEGUN, ENDED):
-            if progress == mark.progress:
-                return mark
-    raise _wrong(
-        key,
-        "a dict whose 'progress' is 'not begun', 'ended', or 'begun' together with a 'state', an 'iterator' "
-        "or 'num_batches'",
-        value,
-    )
+def _dataset_state(value: Any) -> IterableState:
+    for mark in (NOT_BEGUN, ENDED):
+        if value["progress"] == mark.progress:
+            return mark
+    if value["progress"] != "begun" or value.keys().isdisjoint(("state", "iterator", "num_batches")):
+        raise ValueError(f"{short_repr(value)} should say how far the dataset was read")
+    data, iterator = (pickle.dumps(value[name]) if name in value else b"" for name in ("state", "iterator"))
+    return IterableState("begun", data, iterator=iterator, num_batches=_count(value.get("num_batches", 0)))
 
 
-def _copied(key: str, make: Callable[[Any], T], value: Any) -> T:
-    """A copy of a part of the state that comes from user code."""
-    try:
-        return make(value)
-    except Exception as error:
-        raise ResumeError(
-            f"the state of a fastload.DataLoader holds something in {key!r} that cannot be copied: {error!r}"
-        ) from error
+def _order(value: Any) -> Order:
+    kinds = {name: str if name == "sampler" else int for name in _FACTS}
+    return Order(**{name: _none_or(kind)(value[name]) for name, kind in kinds.items()})
+
+
+# Reads the value of each key of a saved position, or raises an error.
+_READ: dict[str, Callable[[Any], Any]] = {
+    "version": _one_of(VERSION),
+    "epoch": _epoch,
+    "_num_yielded": _count,
+    "_iterator_finished": _one_of(False, True),
+    "iterator_kind": _one_of(None, "local", "workers", "again"),
+    "base_seed": _count,
+    "sample_seed": _integer(0, 2 * _INT64),
+    "checksum": lambda value: (_count(value[0]), _integer(0, 1 << 32)(value[1])),
+    "generators": lambda value: {
+        place: base64.b64decode(text, validate=True) for place, text in value.items()
+    },
+    "samplers": _samplers,
+    "obstacle": _none_or(str),
+    "dataset_states": _dataset_states,
+    "next_worker": _count,
+    "rank": _none_or(int),
+    "order": _order,
+}
 
 
 def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
@@ -422,15 +301,11 @@ def _checksum_with(index: Any, checksum: int) -> int:
     except ValueError:  # the index contains types that are not built-in
         pass
     try:
-        numbers = np.asarray(index, np.int64)
+        return zlib.crc32(np.asarray(index, np.int64).tobytes(), checksum)
     except (TypeError, ValueError, OverflowError):  # keys of another kind
-        return zlib.crc32(_text(index).encode("utf-8", "surrogatepass"), checksum)
-    return zlib.crc32(numbers.tobytes(), checksum)
-
-
-def _text(index: Any) -> str:
-    """The repr of a key without memory addresses, which differ between processes."""
+        pass
     try:
-        return _ADDRESS.sub("", repr(index))
+        text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes
     except Exception:  # noqa: BLE001  # the index may be of a class of the user's
-        return type(index).__name__
+        text = type(index).__name__
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), checksum)

@@ -18,66 +18,231 @@ sample. Rules:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
+import itertools
 import operator
-import types
 import weakref
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.batch.iterable_state import ENDED, NOT_BEGUN, keeps_state
-from fastload.epochs.epoch import Epoch
-from fastload.epochs.order import length_or_none, rank_and_order, rank_of
+from fastload.batch.iterable_state import ENDED, LOST, NOT_BEGUN, keeps_state
+from fastload.batch.replacing import BatchId
+from fastload.epochs.order import DEFAULT, LOADER, Sources, length_or_none, rank_and_order
 from fastload.epochs.position import Position
-from fastload.epochs.sampler_state import (
-    DEFAULT,
-    LOADER,
-    check_generators,
-    fitting,
-    generators_of,
-    sampler_keys,
-    samplers_by_place,
-    samplers_of,
-    set_generators,
-    set_samplers,
-    unchanged_on_error,
-)
-from fastload.errors import BatchLostError, ResumeError, add_note
+from fastload.errors import ResumeError
 from fastload.rng.sample_streams import StreamCounter
 from fastload.system.logs import log
 from fastload.system.sent_error import SentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections import deque
+    from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
+    from fastload.batch.iterable_state import IterableState
+    from fastload.rng.sample_streams import StreamOrigin
 
-class Progress:
-    """The record of one loader's epochs."""
 
-    def __init__(self) -> None:
-        self.next_number = 0
-        self.has_set_epoch = False
-        self.current: Epoch | None = None
-        self.loaded: Position | None = None
-        self.sample_seed: int | None = None  # the seed of the run that was loaded
-        # None unless a subclass returned an iterator before an epoch began here. If the iterator is a
-        # generator and alive, a call gives it.
-        self.other_iterator: Callable[[], types.GeneratorType[Any, Any, Any] | None] | None = None
-        self.has_warned = False
+_SAME = "the same dataset, sampler and batch_size as before"
+
+
+class Epoch:
+    """One epoch of one loader, from before its first draw to the last batch that the caller received.
+
+    Args:
+        position: Of the loader before the epoch.
+        is_iterable: Whether the dataset is iterable-style.
+
+    Attributes:
+        position: Of the loader now; `state_dict()` saves it.
+        error: The error of a sampler's state_dict(), as torch sends errors.
+        ahead: The arguments of `received` for batches that were fetched and that the caller has not received;
+            None if nothing is fetched ahead.
+        fetched_origin: With `rng="sample"`: the index of the batch that was fetched last, and the origin of
+            its samples' random streams. With `in_order=False` torch's workers fetch in another order than
+            that of the indices, and the two do not belong together.
+        loads_dataset_states: Whether the states of the dataset come from a state, so that the copies must
+            load them.
+        stream_counter: Counts the samples' random streams with `rng="sample"`.
+    """
+
+    def __init__(self, position: Position, *, is_iterable: bool) -> None:
+        self.position = position
+        self.error: SentError | None = None
+        self.ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+        self.fetched_origin: tuple[Any, StreamOrigin] | None = None
+        self.loads_dataset_states = False
+        self.stream_counter: StreamCounter | None = None
+        self._is_iterable = is_iterable
+        self._goal: Position | None = None  # the position to return to, until `replay`
+        self._is_of_other_rank = False  # whether another rank saved it
+        self._default_state: torch.Tensor | None = None  # the user's, which `replay` leaves unchanged
+        # With rng="sample": what was counted and not yet fetched.
+        self._counted: deque[tuple[Any, StreamOrigin]] = collections.deque()
+
+    def return_to(self, goal: Position, *, is_of_other_rank: bool) -> None:
+        """Let `replay` return to a position within an epoch, which this epoch becomes."""
+        self.position.iterator_kind = goal.iterator_kind
+        self.position.generators, self.position.samplers = goal.generators, goal.samplers
+        self._goal, self._is_of_other_rank = goal, is_of_other_rank
+        self._default_state = torch.default_generator.get_state()
+
+    def go_on_from(self, goal: Position) -> None:
+        """Begin this epoch as the workers of the finished one before would: torch draws no base seed."""
+        self.position.iterator_kind = "again"
+        self._goal = dataclasses.replace(goal, num_received=0, checksum=(0, 0))
+
+    def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
+        """Count an index from the sampler; return it and the origin of its samples' random streams."""
+        if self.stream_counter is None:
+            return index, None
+        counted = self.stream_counter.count(index)
+        self._counted.append(counted)
+        return counted
+
+    def batch_id(self, number: int) -> BatchId:
+        """What identifies the batch of this number, so that replacements follow from it."""
+        return BatchId(self.position.sample_seed, self.position.epoch, number)
 
     @property
-    def counts_batches(self) -> bool:
-        """Whether an epoch has begun here, which is that of the loaded state if there is one."""
-        return self.current is not None and self.loaded is None
+    def num_fetched(self) -> int:
+        """How many batches were fetched: the caller has received them, or they are ahead."""
+        return self.position.num_received + (0 if self.ahead is None else len(self.ahead))
+
+    def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
+        if self._counted:
+            self.fetched_origin = self._counted.popleft()
+        if self.ahead is None:
+            self.received(index, worker, dataset_state)
+        else:
+            self.ahead.append((index, worker, dataset_state))
+
+    def receive_until(self, number: int) -> None:
+        """Record that the caller receives batches that are ahead, until it has received this number."""
+        while self.ahead and self.position.num_received < number:
+            self.received(*self.ahead.popleft())
+
+    def ended(self) -> None:
+        """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
+        self.position.is_finished = self.ahead is None
+
+    def received(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+        """Record that the caller receives the batch of this index, and the dataset's state after it."""
+        states = self.position.dataset_states
+        if states is not None and dataset_state == LOST and self._is_iterable:
+            dataset_state = states[worker]  # a stream reads a lost batch again
+        self.position.advance(index, worker, dataset_state)
+
+    def choose_base_seed(self, drawn: int) -> int:
+        """The base seed: the seed that was just drawn, or the seed of the epoch that is resumed."""
+        self.position.base_seed = drawn if self._goal is None else self._goal.base_seed
+        return self.position.base_seed
+
+    def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
+        """The iterator over indices: ``drawn``, or, if an epoch is resumed, its indices that are left.
+
+        Raises:
+            ResumeError: The sampler gives other indices than before.
+        """
+        goal, self._goal = self._goal, None
+        if goal is None:
+            return drawn
+        sources = Sources(loader)
+        sources.set_generators(self.position.generators)
+        sources.set_samplers(self.position.samplers)
+        indices: Iterator[Any] = iter(loader._index_sampler)
+        self._draw_base_seed(loader)
+        if self.position.iterator_kind == "workers":
+            indices = iter(loader._index_sampler)  # with workers, torch calls iter() twice
+        self._skip(loader, indices, goal)
+        if self._default_state is not None:
+            has_drawn = goal.num_received or self._is_iterable
+            if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
+                # A sampler may draw its order when the first index is requested. This must happen before
+                # torch's default generator is set back to the user's state.
+                indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
+            torch.default_generator.set_state(self._default_state)
+        return indices
+
+    def _draw_base_seed(self, loader: DataLoader[Any]) -> None:
+        """Draw the base seed as torch did when the epoch began; persistent workers kept the one before.
+
+        Raises:
+            ResumeError: The base seed of the state was not drawn so.
+        """
+        generator = torch.default_generator if loader.generator is None else loader.generator
+        is_drawn = self.position.iterator_kind != "again"
+        if not is_drawn:
+            generator = generator.clone_state()
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        if (seed == self.position.base_seed) is not is_drawn:
+            raise ResumeError(
+                "the state contradicts itself, or another loader saved it: its generators do not give its "
+                "'base_seed': load another checkpoint, or give the loader the same sampler and generator"
+            )
+
+    def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], goal: Position) -> None:
+        count = goal.num_received
+        checked, expected = goal.checksum
+        if self._is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
+            self.position.num_received, self.position.checksum = count, (count, expected)
+            return
+        for _ in range(count):
+            try:
+                self.received(self.count(next(indices))[0])
+            except StopIteration:
+                raise ResumeError(
+                    f"the epoch to be resumed had at least {count} batches, but the sampler now has "
+                    f"{self.position.num_received}: give the loader {_SAME}"
+                ) from None
+        self._counted.clear()  # the skipped batches are not fetched
+        if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
+            self._expect_own_share(loader, goal)
+            return
+        if count == checked and self.position.checksum[1] != expected:
+            raise ResumeError(
+                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
+                f"resumed: give the loader {_SAME}; a sampler of your own must draw from a torch.Generator "
+                "in its attribute `generator` or from torch's default one, or have a state_dict()"
+            )
+
+    def _expect_own_share(self, loader: DataLoader[Any], goal: Position) -> None:
+        """Check that a sampler with the state of another rank does not give that rank's indices."""
+        rank, order = rank_and_order(loader)
+        has_state = order.num_ranks is not None and any(not key.endswith(".epoch") for key in goal.samplers)
+        if has_state and goal.num_received and self.position.checksum == goal.checksum:
+            raise ResumeError(
+                f"the sampler of rank {rank} gives the indices of rank {goal.rank}, which saved the "
+                "state: save and load a state for each rank, or leave the rank out of the sampler's "
+                "state_dict()"
+            )
 
 
-def _no_generator() -> None:
-    return None
+@dataclass
+class Progress:
+    """The record of one loader's epochs.
+
+    Attributes:
+        next_number: Of the next epoch.
+        has_set_epoch: Whether the user called set_epoch().
+        current: The epoch that its iterators began last.
+        loaded: The state from which the next epoch resumes.
+        sample_seed: The seed of the run that was loaded.
+        has_warned: Whether `warn_of_unknown_position` did.
+    """
+
+    next_number: int = 0
+    has_set_epoch: bool = False
+    current: Epoch | None = None
+    loaded: Position | None = None
+    sample_seed: int | None = None
+    has_warned: bool = False
 
 
 _progress: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
@@ -109,62 +274,26 @@ def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     try:
         if progress.loaded is None:
             return make()
-        with unchanged_on_error(loader):
+        with Sources(loader).unchanged_on_error():
             return make()
     except BaseException:
         progress.next_number, progress.current, progress.loaded = before
         raise
 
 
-def note_iterators_of(subclass: Any) -> None:
-    """Note from now on what the `__iter__` of a subclass returns, if the subclass defines one."""
-    make: Any = vars(subclass).get("__iter__")
-    if not isinstance(make, types.FunctionType):
-        return
-
-    @functools.wraps(make)
-    def __iter__(self: Any) -> Any:  # noqa: N807  # its name in tracebacks
-        return noted(self, make(self))
-
-    subclass.__iter__ = __iter__
-
-
-def noted(loader: DataLoader[Any], iterator: Any) -> Any:
-    """Note an iterator that is about to be returned to the caller, and return it.
-
-    The iterator of a subclass may never begin an epoch here, and then nobody counts its batches. A generator
-    is noted when it starts to run, because one that never runs has delivered no batch.
-    """
-    progress = progress_of(loader)
-    if progress.counts_batches:
-        return iterator
-    if type(iterator) is types.GeneratorType:
-        return _noted_at_its_start(progress, iterator)
-    progress.other_iterator = _no_generator
-    return iterator
-
-
-def _noted_at_its_start(progress: Progress, generator: types.GeneratorType[Any, Any, Any]) -> Any:
-    progress.other_iterator = weakref.ref(generator)
-    return (yield from generator)
-
-
 def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
-    """Warn once if a subclass without a `state_dict()` made an iterator, whose batches nobody counts."""
-    progress = progress_of(loader)
-    if progress.counts_batches or progress.other_iterator is None or progress.has_warned:
+    """Warn once if a subclass has methods of its own that make iterators, and nobody has counted a batch."""
+    progress, kind = progress_of(loader), type(loader)
+    is_counted = progress.current is not None or progress.loaded is not None
+    methods: list[Any] = [kind.__iter__, kind._get_iterator]
+    if is_counted or progress.has_warned or all(m.__module__.startswith("fastload.") for m in methods):
         return
-    generator = progress.other_iterator()
-    if generator is not None and generator.gi_running:
-        return  # it asks for the state itself, before it calls super().__iter__()
     progress.has_warned = True
     log.warning(
-        "the state of this loader is that of the beginning of an epoch, because its position is unknown: %s "
-        "makes its iterators by itself, so that fastload does not count the batches that the caller has "
-        "received. A training that resumes from this state repeats them. Define state_dict() and "
-        "load_state_dict() in %s, or let its __iter__() take the batches from super().__iter__(), and its "
-        "_get_iterator() from super()._get_iterator()",
-        *(type(loader).__name__, type(loader).__name__),
+        "the state of this %s is that of the beginning of an epoch. If it makes its iterators by itself, its "
+        "position is unknown: define state_dict() and load_state_dict() in the class, or take the batches "
+        "from super().__iter__() and super()._get_iterator()",
+        kind.__name__,
     )
 
 
@@ -181,12 +310,11 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     """
     progress = progress_of(loader)
     state, progress.loaded = progress.loaded, None
-    samplers = samplers_by_place(loader)
-    generators = generators_of(loader, samplers)
-    position = Position(progress.next_number, iterator_kind, generators, obstacle=obstacle)
+    sources = Sources(loader)
+    position = Position(progress.next_number, iterator_kind, sources.generator_states(), obstacle=obstacle)
     epoch = Epoch(position, is_iterable=loader._dataset_kind == _DatasetKind.Iterable)
     try:
-        position.samplers = samplers_of(samplers)
+        position.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         epoch.error = SentError.current("in a sampler's state_dict()")
     if obstacle is None and has_dataset_states(loader):
@@ -220,10 +348,9 @@ def obstacle(loader: DataLoader[Any]) -> str | None:
     if not callable(getattr(dataset, "state_dict", None)):
         return None  # its iterator may keep a state; otherwise its batches are read again
     return (
-        "the iterable-style dataset has a state that fastload cannot save or load; use a map-style dataset, "
-        "or give it methods that fastload can call: it calls state_dict() without arguments and "
-        f"load_state_dict() with only the state, but {type(dataset).__name__} lacks one of them, or they "
-        "need other arguments"
+        "the iterable-style dataset has a state that fastload cannot save or load: state_dict() is called "
+        f"without arguments and load_state_dict() with the state, and {type(dataset).__name__} lacks one of "
+        "them, or they need other arguments"
     )
 
 
@@ -273,9 +400,8 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: Position) -> None:
     is_of_other_rank = _check(loader, state)
     if is_of_other_rank and any(copy.has_state for copy in state.dataset_states or ()):
         log.warning(
-            "rank %s loads the states of a dataset that rank %s saved: they are right only if the dataset's "
-            "state_dict() does not depend on the rank; otherwise, save and load a state for each rank",
-            rank_of(loader),
+            "this rank loads the states of a dataset that rank %s saved: they are right only if the "
+            "dataset's state_dict() does not depend on the rank; else save and load a state for each rank",
             state.rank,
         )
     position.epoch = state.epoch
@@ -284,10 +410,10 @@ def _return_to(loader: DataLoader[Any], epoch: Epoch, state: Position) -> None:
         raise ResumeError(f"this epoch cannot be resumed after {state.num_received} batches: {reason}")
     if position.obstacle is not None:
         # Without received batches no replay is needed. torch's default generator is the user's: not set.
-        set_generators(loader, {k: v for k, v in state.generators.items() if k != DEFAULT})
-        set_samplers(loader, state.samplers)
-        samplers = samplers_by_place(loader)
-        position.generators, position.samplers = generators_of(loader, samplers), samplers_of(samplers)
+        sources = Sources(loader)
+        sources.set_generators({k: v for k, v in state.generators.items() if k != DEFAULT})
+        sources.set_samplers(state.samplers)
+        position.generators, position.samplers = sources.generator_states(), sources.sampler_states()
         return
     _set_dataset_states(loader, epoch, state)
     epoch.return_to(state, is_of_other_rank=is_of_other_rank)
@@ -307,20 +433,18 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) 
         return
     if any(copy.data for copy in theirs) and not keeps_state(loader.dataset):
         raise ResumeError(
-            "the state has the states of a dataset with state_dict() and load_state_dict(), but this "
-            f"loader's dataset, a {type(loader.dataset).__name__}, lacks them: give it the same dataset as "
-            "before"
+            f"the state has states of the dataset, but this loader's, a {type(loader.dataset).__name__}, has "
+            "no state_dict() and load_state_dict(): give it the same dataset as before"
         )
     copies = list(theirs)
-    num_batches = (
-        sum(copy.num_to_read_again for copy in copies) if loader._dataset_kind == _DatasetKind.Iterable else 0
-    )
+    is_stream = loader._dataset_kind == _DatasetKind.Iterable
+    num_batches = sum(copy.num_to_read_again for copy in copies) if is_stream else 0
     if num_batches > state.num_received:  # Accelerate takes off batches that it has prefetched
         if len(copies) > 1:
             raise ResumeError(
-                f"the state was changed: it has {state.num_received} batches, but the workers have read "
-                f"{num_batches} batches of a stream without a state: give the dataset state_dict() and "
-                "load_state_dict(), or use num_workers=0"
+                f"the state was changed: it has {state.num_received} batches, but workers have read "
+                f"{num_batches} of a stream without a state: give the dataset a state_dict(), or use "
+                "num_workers=0"
             )
         num_batches = state.num_received
         copies = [copies[0]._replace(num_batches=num_batches)]
@@ -331,9 +455,7 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) 
             "epoch %s is resumed by reading %s batches again and dropping them, because neither the dataset, "
             "a %s, nor its iterator has state_dict() and load_state_dict(): it must give the same samples in "
             "the same order as before",
-            state.epoch,
-            num_batches,
-            type(loader.dataset).__name__,
+            *(state.epoch, num_batches, type(loader.dataset).__name__),
         )
 
 
@@ -358,18 +480,19 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     if progress.loaded is not None:
         return progress.loaded.to_plain()
     epoch = progress.current
-    if epoch is None:
-        position = Position(progress.next_number, sample_seed=sample_seed_of(loader))
-    else:
+    position = Position(progress.next_number, sample_seed=sample_seed_of(loader))
+    if epoch is not None:
         position = epoch.position
     if epoch is not None and not position.is_finished:
-        _raise_errors(epoch)
+        if epoch.error is not None:
+            epoch.error.reraise()
+        for state in position.dataset_states or ():
+            state.raise_error()
         generators, samplers = position.generators, position.samplers
     else:
         # Between epochs, a resumed loader continues with the current states of its own generators.
-        held = samplers_by_place(loader)
-        generators = {k: v for k, v in generators_of(loader, held).items() if k != DEFAULT}
-        samplers = samplers_of(held)
+        sources = Sources(loader)
+        generators, samplers = sources.generator_states(with_default=False), sources.sampler_states()
     rank, order = rank_and_order(loader, generators)
     states = position.dataset_states
     if states is not None and position.is_finished and loader._dataset_kind == _DatasetKind.Iterable:
@@ -380,25 +503,6 @@ def state_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return saved.to_plain()
 
 
-def _raise_errors(epoch: Epoch) -> None:
-    """Raise the error of a `state_dict()` that this epoch's state needs, if there was one."""
-    try:
-        if epoch.error is not None:
-            epoch.error.reraise()
-        for state in epoch.position.dataset_states or ():
-            state.raise_error()
-    except BatchLostError:
-        raise
-    except Exception as error:
-        add_note(
-            error,
-            f"fastload: a state_dict() raised this in the first {epoch.position.num_received} batches of "
-            f"epoch {epoch.position.epoch}; the loader kept the error until its state was requested, and "
-            "lost no batch",
-        )
-        raise
-
-
 def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Make the next epoch of the loader resume from the state.
 
@@ -407,24 +511,25 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
             not this rank's. Nothing has changed.
     """
     saved = Position.parse(state)
-    check_generators(loader, saved.generators)
-    _check_nothing_is_missing(loader, saved)
+    sources = Sources(loader)
+    for place in saved.generators.keys() & sources.generators.keys():
+        sources.generator_at(place, saved.generators[place])
+    _check_nothing_is_missing(loader, sources, saved)
     if not saved.is_within_epoch:
         _check(loader, saved)
     _keep_num_workers(loader, saved)
     if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
-        with unchanged_on_error(loader):
-            set_generators(loader, {k: v for k, v in saved.generators.items() if k != DEFAULT})
-            set_samplers(loader, fitting(loader, saved.samplers))
+        with sources.unchanged_on_error():
+            sources.set_generators(saved.generators)
+            sources.set_samplers({k: v for k, v in saved.samplers.items() if k in sources.keys})
             _set_own_dataset(loader, saved)
     progress = progress_of(loader)
     progress.loaded = saved
-    progress.other_iterator = None
     progress.sample_seed = saved.sample_seed
     progress.next_number = saved.epoch + saved.is_finished
 
 
-def _check_nothing_is_missing(loader: DataLoader[Any], state: Position) -> None:
+def _check_nothing_is_missing(loader: DataLoader[Any], sources: Sources, state: Position) -> None:
     """Check that the state has each part that determines the loader's batches.
 
     A loader can have a different kind of sampler than the one that saved the state: that one's parts are
@@ -433,24 +538,19 @@ def _check_nothing_is_missing(loader: DataLoader[Any], state: Position) -> None:
     Raises:
         ResumeError: One is missing: the loader would go on from where that one happens to be.
     """
-    held = samplers_by_place(loader)
-    generators, samplers = set(generators_of(loader, held)), sampler_keys(held)
+    generators, samplers = set(sources.generators), sources.keys
     if rank_and_order(loader)[1].sampler != state.order.sampler:
         generators, samplers = generators & {LOADER}, set()
-    missing = [f"the generator of the {place}" for place in generators - state.generators.keys() - {DEFAULT}]
-    missing += [repr(key) for key in samplers - state.samplers.keys()]
+    missing = {f"generators[{place!r}]" for place in generators - state.generators.keys() - {DEFAULT}}
+    missing |= {f"samplers[{key!r}]" for key in samplers - state.samplers.keys()}
     if loader._dataset_kind == _DatasetKind.Map and has_dataset_states(loader):
         copies = state.dataset_states or []
-        missing += [
-            f"the dataset's state in dataset_states[{number}]"
-            for number, copy in enumerate(copies)
-            if copy is ENDED or (copy.progress == "begun" and not copy.data)
-        ]
+        if any(copy is ENDED or (copy.progress == "begun" and not copy.data) for copy in copies):
+            missing.add("dataset_states")
     if missing:
         raise ResumeError(
             f"the state lacks {', '.join(sorted(missing))}, which decides on the batches of this loader: "
-            "give the loader the dataset, sampler and generator with which the state was saved, or load "
-            "another checkpoint"
+            "give it the same dataset, sampler and generator as before, or load another checkpoint"
         )
 
 
@@ -481,7 +581,7 @@ def set_epoch(loader: DataLoader[Any], number: int) -> None:
     progress = progress_of(loader)
     progress.next_number = number
     progress.has_set_epoch = True
-    for owner in [*samplers_by_place(loader).values(), loader.dataset]:
+    for owner in [*Sources(loader).samplers.values(), loader.dataset]:
         tell = getattr(owner, "set_epoch", None)
         if callable(tell):
             tell(number)

@@ -1,7 +1,7 @@
 """Measure and count what a loader does, always: `DataLoader.stats()` and `DataLoader.log_stats()`.
 
 Runs in the consumer's process. The iterator that the caller has, and no iterator inside it, measures with a
-`Clock`: two clock reads and one entry in a list for a batch. Rules:
+`Clock`. Rules:
 
 1. The figures belong to the loader, and add up over its epochs and iterators. A loader that was copied,
    unpickled or forked starts at zero.
@@ -13,34 +13,29 @@ Runs in the consumer's process. The iterator that the caller has, and no iterato
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import html
-import itertools
 import math
-import operator
 import os
 import threading
 import time
 import weakref
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
-from fastload.workers.tally import Tally
+from fastload.system.sizes import readable_size, readable_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from fastload.workers.auto_workers import AutoWorkers
+    from fastload.workers.messages import Work
 
 _NS_PER_S = 1_000_000_000
 _US_PER_S = 1_000_000
-# A bucket of the histogram is 1/16 to 1/32 as wide as the times in it. A time in the middle of a bucket is
-# therefore at most 3.2% away from all times in it.
-_SHARE_BITS = 4
-MOST_CALLS = 128  # that are listed before they are counted
-_NUM_BUCKETS = (64 - _SHARE_BITS) << _SHARE_BITS  # for all times below 2**63 ns
+_BUCKETS = 16  # of the histogram, for each doubling: all times in one are at most 2.2% away from its middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +55,9 @@ class LoaderStats:
         first_batch_wait_s: Seconds in `iter(loader)` and in the wait for the first batch, of all epochs. The
             start of the workers is part of them.
         wait_p50_s: Median of the seconds that the caller waited for a batch, without the first batches of
-            epochs; at most 3.2% off. None if there was no such batch.
+            epochs; at most 2.2% off. None if there was no such batch.
         wait_p95_s: The wait that 95% of the waits do not exceed, as above.
-        wait_max_s: The longest of these waits. Exact since the loader was made, otherwise at most 3.2% off.
+        wait_max_s: The longest of these waits. Exact since the loader was made, otherwise at most 2.2% off.
         wait_total_s: The sum of these waits.
         step_total_s: Seconds between a batch and the next call: the consumer's own work.
         wait_share: The share of waits in waits and steps: 0 if data was always ready, close to 1 if the
@@ -105,9 +100,6 @@ class LoaderStats:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
-    def _repr_html_(self) -> str:
-        return f"<code>{html.escape('; '.join(_lines(self)))}</code>"
-
 
 @dataclass(slots=True)
 class Counts:
@@ -129,50 +121,41 @@ class Counts:
     cache_misses: int = 0
     num_copies: int = 0
     num_restarts: int = 0
-    histogram: list[int] = dataclasses.field(default_factory=lambda: [0] * _NUM_BUCKETS)
+    histogram: Counter[int] = field(default_factory=Counter)  # of waits, by bucket
 
     def add_wait(self, wait_ns: int) -> None:
         """Count a wait for a batch."""
         self.wait_ns += wait_ns
-        if wait_ns > self.wait_max_ns:
-            self.wait_max_ns = wait_ns
-        self.histogram[bucket_of(wait_ns)] += 1
+        self.wait_max_ns = max(self.wait_max_ns, wait_ns)
+        self.histogram[round(_BUCKETS * math.log2(max(1, wait_ns)))] += 1
 
-
-_SUMS = [field.name for field in dataclasses.fields(Counts) if field.name not in ("wait_max_ns", "histogram")]
-
-
-# One call for a batch: the clock of its iterator, when the caller asked, when the call ended, and the samples
-# and bytes of the batch (None: unknown bytes). An error, or the end, has None in place of samples and bytes.
-Call = tuple["Clock", int, int, "tuple[int, int | None] | None"]
-_clock_of = operator.itemgetter(0)
+    def since(self, before: Counts) -> Counts:
+        """What was counted since ``before``, a copy of these figures then."""
+        names = [one.name for one in dataclasses.fields(Counts)]
+        sums = {name: getattr(self, name) - getattr(before, name) for name in names}
+        sums["wait_max_ns"] = round(min(self.wait_max_ns, _quantile_ns(sums["histogram"], 1.0)))
+        return Counts(**sums)
 
 
 class Recorder:
     """The figures of one loader, and when they are reported.
 
-    Calls for batches are only listed while batches are delivered, and counted many at a time: between two
-    batches, all that counting touches would have to come from memory again.
-
     Args:
         owner: The loader; not kept alive.
 
     Attributes:
-        tally: What its workers add to.
-        calls: Calls for batches that were not counted yet. Appending to a list needs no lock.
+        counts: The figures; read and changed under `lock`.
+        lock: Reentrant, because a signal handler may ask for the figures while its thread counts.
         reports: Whether `log_stats` is on.
     """
 
     def __init__(self, owner: Any = None) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
         self._pid = os.getpid()
-        self.tally = Tally()
-        self.calls: list[Call] = []
+        self.counts = Counts()
+        self.lock = threading.RLock()
         self.reports = False
-        # Reentrant: a signal handler may ask for the figures while its thread counts.
-        self._lock = threading.RLock()
-        self._counts = Counts()  # without the tally's figures
-        self._since: Counts | None = None  # the figures at the last reset
+        self._reset = Counts()  # the figures at the last reset
         self._every_ns = 0
         self._due_ns = 0
         self._callback: Callable[[LoaderStats], Any] | None = None
@@ -185,38 +168,37 @@ class Recorder:
     def __reduce__(self) -> tuple[Any, ...]:
         return Recorder, ()  # it belongs to no loader: the loader that was copied with it makes its own
 
-    def count(self) -> None:
-        """Count the calls that were listed."""
-        with self._lock:
-            num_calls = len(self.calls)
-            calls = self.calls[:num_calls]
-            del self.calls[:num_calls]  # other threads append meanwhile
-            for clock, own in itertools.groupby(calls, _clock_of):
-                clock.count(self._counts, own)
+    def add(self, work: Work) -> None:
+        """Count the work of a worker, or what the consumer's process did for it."""
+        with self.lock:
+            counts = self.counts
+            counts.busy_us += work.busy_us
+            counts.cache_hits += work.cache_hits
+            counts.cache_misses += work.cache_misses
+            counts.num_copies += work.num_copies
+            counts.num_restarts += work.num_restarts
 
-    def counts(self) -> Counts:
+    def copied_counts(self) -> Counts:
         """A copy of all figures."""
-        with self._lock:
-            self.count()
-            histogram = self._counts.histogram.copy()
-            return dataclasses.replace(self._counts, histogram=histogram, **self.tally.totals()._asdict())
+        with self.lock:
+            return copy.deepcopy(self.counts)
 
     def stats(self, *, reset: bool = False) -> LoaderStats:
         """The figures since the last reset."""
-        with self._lock:
-            counts, since = self.counts(), self._since
+        with self.lock:
+            counts, before = self.copied_counts(), self._reset
             if reset:
-                self._since = counts
-        return stats_of(counts, since)
+                self._reset = counts
+        return stats_of(counts.since(before))
 
     def report_every(self, every_s: float | None, callback: Callable[[LoaderStats], Any] | None) -> None:
         """Report the figures of each interval; None ends it."""
-        with self._lock:
+        with self.lock:
             self.reports = every_s is not None
             self._callback = callback
             self._every_ns = round((every_s or 0) * _NS_PER_S)
             self._due_ns = time.perf_counter_ns() + self._every_ns
-            self._reported = self.counts()
+            self._reported = self.copied_counts()
 
     def report_if_due(self) -> None:
         """Report the figures since the last report, if the time has come.
@@ -224,15 +206,13 @@ class Recorder:
         Raises:
             Exception: The error of the user's callback.
         """
-        now_ns = time.perf_counter_ns()
-        if now_ns < self._due_ns:
-            return
-        with self._lock:
+        with self.lock:
+            now_ns = time.perf_counter_ns()
             if now_ns < self._due_ns or not self.reports:
-                return  # another thread reports
+                return
             self._due_ns = now_ns + self._every_ns  # first: the callback may iterate over the loader itself
-            before, self._reported = self._reported, self.counts()
-            stats, callback = stats_of(self._reported, before), self._callback
+            before, self._reported = self._reported, self.copied_counts()
+            stats, callback = stats_of(self._reported.since(before)), self._callback
         if callback is not None:
             callback(stats)
         else:
@@ -241,12 +221,13 @@ class Recorder:
 
 def recorder_of(loader: Any) -> Recorder:
     """The recorder of this loader in this process."""
-    recorder: Recorder | None = vars(loader).get("_recorder")
-    if recorder is None:
-        recorder = vars(loader).setdefault("_recorder", Recorder(loader))
+    recorder: Recorder = vars(loader).setdefault("_recorder", Recorder(loader))
     if not recorder.belongs_to(loader):  # a copy's, an unpickled loader's, or the parent process's
         recorder = vars(loader)["_recorder"] = Recorder(loader)
     return recorder
+
+
+Size = tuple[int, "int | None"]  # of a batch: its samples, and its bytes (None: unknown)
 
 
 class Clock:
@@ -255,25 +236,12 @@ class Clock:
     Args:
         recorder: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
-        auto_workers: Is told the times of the epoch; None if the number of workers was not measured.
+        auto_workers: Gets the times of the epoch; None if the number of workers was not measured.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
 
     Attributes:
         recorder: As given.
     """
-
-    __slots__ = (
-        "_auto_workers",
-        "_epoch_ns",
-        "_has_ended",
-        "_iter_ns",
-        "_num_steps",
-        "_num_workers",
-        "_returned_ns",
-        "_step_ns",
-        "_wait_ns",
-        "recorder",
-    )
 
     def __init__(
         self, recorder: Recorder, num_workers: int | None, auto_workers: AutoWorkers | None, began_ns: int
@@ -283,205 +251,115 @@ class Clock:
         self._auto_workers = None if num_workers is None else auto_workers
         # When the loader last returned to its caller, at first from iter(loader).
         self._returned_ns = time.perf_counter_ns()
-        self._iter_ns: int | None = self._returned_ns - began_ns  # None once the first batch was counted
-        self._has_ended = False
-        self._epoch_ns = 0
+        self._iter_ns = self._returned_ns - began_ns
+        self._has_first = self._has_ended = False
         self._num_steps = self._step_ns = self._wait_ns = 0  # of this epoch, without its first batch
+        self._began_ns = began_ns
 
-    def count(self, counts: Counts, calls: Iterable[Call]) -> None:
-        """Count calls of this epoch, in their order; see `Call`."""
-        returned_before_ns = self._returned_ns
-        epoch_ns = 0
-        for _, called_ns, returned_ns, size in calls:
+    def count(self, called_ns: int, size: Size | None) -> None:
+        """Count a call that ends now; an error, and the end, have None in place of the size of a batch."""
+        counts = self.recorder.counts
+        with self.recorder.lock:
+            now_ns = time.perf_counter_ns()
             # Threads that share an iterator wait at the same time.
-            step_ns = called_ns - returned_before_ns if called_ns > returned_before_ns else 0
-            wait_ns = returned_ns - called_ns
-            returned_before_ns = returned_ns
+            step_ns, wait_ns = max(0, called_ns - self._returned_ns), now_ns - called_ns
+            self._returned_ns = now_ns
             counts.step_ns += step_ns
-            epoch_ns += step_ns + wait_ns
+            counts.workers_ns += self._num_workers * (step_ns + wait_ns)
             if size is None:
                 counts.other_ns += wait_ns
-                continue
+                return
             num_samples, nbytes = size
             counts.num_batches += 1
             counts.num_samples += num_samples
-            if nbytes is None:
-                counts.num_unknown += 1
-            else:
-                counts.nbytes += nbytes
-            if self._iter_ns is None:
+            counts.nbytes += nbytes or 0
+            counts.num_unknown += nbytes is None
+            if self._has_first:
                 counts.add_wait(wait_ns)
                 self._num_steps += 1
                 self._step_ns += step_ns
                 self._wait_ns += wait_ns
             else:
+                self._has_first = True
                 counts.num_epochs += 1
                 counts.first_wait_ns += wait_ns + self._iter_ns
-                epoch_ns += self._iter_ns
-                self._iter_ns = None
-        self._returned_ns = returned_before_ns
-        self._epoch_ns += epoch_ns
-        counts.workers_ns += self._num_workers * epoch_ns
+                counts.workers_ns += self._num_workers * self._iter_ns
 
-    def failed(self, called_ns: int) -> None:
-        """The caller receives an error instead of a batch."""
-        self.recorder.calls.append((self, called_ns, time.perf_counter_ns(), None))
-
-    def ended(self, called_ns: int) -> None:
+    def end(self, called_ns: int) -> None:
         """The caller receives the end of the epoch; it may ask again and again."""
         if self._has_ended:
             return
         self._has_ended = True
-        self.failed(called_ns)
-        self.recorder.count()
+        self.count(called_ns, None)
         if self._auto_workers is not None and self._num_steps:
             per_step_s = _NS_PER_S * self._num_steps
             means_s = self._step_ns / per_step_s, self._wait_ns / per_step_s
-            self._auto_workers.note_epoch(self._num_workers, *means_s, self._epoch_ns / _NS_PER_S)
+            epoch_s = (self._returned_ns - self._began_ns) / _NS_PER_S
+            self._auto_workers.note_epoch(self._num_workers, *means_s, epoch_s)
 
 
-class MeasuredIterator:
-    """The base of all iterators. `_next` returns a batch and puts its size into `sizes`.
-
-    Attributes:
-        clock: Measures the epoch; None: an iterator around this one measures.
-        sizes: For each batch that `_next` returned and that was not counted yet: its samples, and its bytes
-            (None: unknown).
-        num_measured_workers: The number of workers; None: they do not report how busy they are.
-    """
-
-    num_measured_workers: int | None = None
-    clock: Clock | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sizes: list[tuple[int, int | None]] = []
-
-    def _next(self) -> Any:
-        raise NotImplementedError
-
-    def __next__(self) -> Any:
-        clock = self.clock
-        if clock is None:
-            return self._next()
-        recorder = clock.recorder
-        if recorder.reports:
-            recorder.report_if_due()
-        called_ns = time.perf_counter_ns()
-        try:
-            batch = self._next()
-        except StopIteration:
-            clock.ended(called_ns)
-            raise
-        except BaseException:
-            clock.failed(called_ns)
-            raise
-        calls = recorder.calls
-        # The newest size: an interrupted call may have left an older one.
-        calls.append((clock, called_ns, time.perf_counter_ns(), self.sizes.pop()))
-        if len(calls) >= MOST_CALLS:
-            recorder.count()
-        return batch
-
-
-def stats_of(counts: Counts, since: Counts | None) -> LoaderStats:
-    """The figures between two moments; ``since`` is None for all figures."""
-    sums = {name: getattr(counts, name) for name in _SUMS}
-    histogram, longest_ns = counts.histogram, float(counts.wait_max_ns)
-    if since is not None:
-        sums = {name: number - getattr(since, name) for name, number in sums.items()}
-        histogram = [number - before for number, before in zip(histogram, since.histogram, strict=True)]
-        longest_ns = min(longest_ns, _quantile_ns(histogram, 1.0) or 0)
-    wait_s, step_s, first_s = (sums[name] / _NS_PER_S for name in ("wait_ns", "step_ns", "first_wait_ns"))
-    num_waits = sum(histogram)
-    accesses = sums["cache_hits"] + sums["cache_misses"]
-    workers_s = sums["workers_ns"] / _NS_PER_S
+def stats_of(counts: Counts) -> LoaderStats:
+    """The figures for the user."""
+    wait_s, step_s, first_s = (
+        ns / _NS_PER_S for ns in (counts.wait_ns, counts.step_ns, counts.first_wait_ns)
+    )
+    has_waits = bool(counts.histogram)
+    has_cache = bool(counts.cache_hits or counts.cache_misses)
+    longest_s = counts.wait_max_ns / _NS_PER_S
+    p50_s, p95_s = (min(_quantile_ns(counts.histogram, p) / _NS_PER_S, longest_s) for p in (0.5, 0.95))
+    workers_s = counts.workers_ns / _NS_PER_S
     return LoaderStats(
-        num_batches=sums["num_batches"],
-        num_samples=sums["num_samples"],
-        nbytes=None if sums["num_unknown"] else sums["nbytes"],
-        num_epochs=sums["num_epochs"],
-        elapsed_s=first_s + wait_s + step_s + sums["other_ns"] / _NS_PER_S,
+        num_batches=counts.num_batches,
+        num_samples=counts.num_samples,
+        nbytes=None if counts.num_unknown else counts.nbytes,
+        num_epochs=counts.num_epochs,
+        elapsed_s=first_s + wait_s + step_s + counts.other_ns / _NS_PER_S,
         first_batch_wait_s=first_s,
-        wait_p50_s=_quantile_s(histogram, 0.5, longest_ns),
-        wait_p95_s=_quantile_s(histogram, 0.95, longest_ns),
-        wait_max_s=longest_ns / _NS_PER_S if num_waits else None,
+        wait_p50_s=p50_s if has_waits else None,
+        wait_p95_s=p95_s if has_waits else None,
+        wait_max_s=longest_s if has_waits else None,
         wait_total_s=wait_s,
         step_total_s=step_s,
-        wait_share=wait_s / (wait_s + step_s) if num_waits and wait_s + step_s else None,
-        worker_utilisation=min(1.0, sums["busy_us"] / _US_PER_S / workers_s) if workers_s else None,
-        cache_hits=sums["cache_hits"] if accesses else None,
-        cache_misses=sums["cache_misses"] if accesses else None,
-        num_copies=sums["num_copies"],
-        num_restarts=sums["num_restarts"],
+        wait_share=wait_s / (wait_s + step_s) if has_waits and wait_s + step_s else None,
+        worker_utilisation=min(1.0, counts.busy_us / _US_PER_S / workers_s) if workers_s else None,
+        cache_hits=counts.cache_hits if has_cache else None,
+        cache_misses=counts.cache_misses if has_cache else None,
+        num_copies=counts.num_copies,
+        num_restarts=counts.num_restarts,
     )
 
 
-def bucket_of(time_ns: int) -> int:
-    """The bucket of a time in a histogram: one for each ns below 32 ns, then 16 for each doubling."""
-    shift = max(0, time_ns.bit_length() - _SHARE_BITS - 1)
-    return (shift << _SHARE_BITS) + (time_ns >> shift)
-
-
-def middle_ns(bucket: int) -> float:
-    """The middle of the times in a bucket."""
-    shift = max(0, (bucket >> _SHARE_BITS) - 1)
-    least = (bucket - (shift << _SHARE_BITS)) << shift
-    return least + ((1 << shift) - 1) / 2
-
-
-def _quantile_ns(histogram: list[int], share: float) -> float | None:
-    """A time that ``share`` of the times do not exceed, up to the width of its bucket; None without times."""
-    rank = math.ceil(share * sum(histogram))
-    for bucket, number in enumerate(histogram):
-        rank -= number
-        if number and rank <= 0:
-            return middle_ns(bucket)
-    return None
-
-
-def _quantile_s(histogram: list[int], share: float, longest_ns: float) -> float | None:
-    found_ns = _quantile_ns(histogram, share)
-    return None if found_ns is None else min(found_ns, longest_ns) / _NS_PER_S
-
-
-# --- as text ----------------------------------------------------------------------------------------------
+def _quantile_ns(histogram: Counter[int], share: float) -> float:
+    """A time that ``share`` of the times do not exceed, up to the width of its bucket; 0 without times."""
+    rank = math.ceil(share * histogram.total())
+    for bucket in sorted(histogram):
+        rank -= histogram[bucket]
+        if rank <= 0:
+            return math.exp2(bucket / _BUCKETS)
+    return 0.0
 
 
 def _lines(stats: LoaderStats) -> list[str]:
-    lines = [_amounts(stats)]
+    nbytes = "" if stats.nbytes is None else f", {readable_size(stats.nbytes)}"
+    rate = f" ({stats.num_samples / stats.elapsed_s:,.0f} samples/s)" if stats.elapsed_s else ""
+    amounts = f"{stats.num_batches:,} batches, {stats.num_samples:,} samples{nbytes}"
+    lines = [f"{amounts} in {readable_time(stats.elapsed_s)}{rate}"]
     if stats.num_epochs:
-        lines.append(f"first batches: {_duration(stats.first_batch_wait_s / stats.num_epochs)} on average")
-    if stats.wait_share is not None:
-        quantiles = (stats.wait_p50_s, stats.wait_p95_s, stats.wait_max_s)
-        p50, p95, longest = (_duration(seconds or 0.0) for seconds in quantiles)
         lines.append(
-            f"waits: {p50} (p50), {p95} (p95), {longest} (max); {stats.wait_share:.1%} of the time after the "
-            "first batch"
+            f"first batches: {readable_time(stats.first_batch_wait_s / stats.num_epochs)} on average"
         )
+    if stats.wait_share is not None:
+        waits = stats.wait_p50_s, stats.wait_p95_s, stats.wait_max_s
+        p50, p95, longest = (readable_time(seconds or 0.0) for seconds in waits)
+        share = f"{stats.wait_share:.1%} of the time after the first batch"
+        lines.append(f"waits: {p50} (p50), {p95} (p95), {longest} (max); {share}")
     rest = []
     if stats.worker_utilisation is not None:
         rest.append(f"workers {stats.worker_utilisation:.0%} busy")
-    if stats.cache_hits is not None and stats.cache_misses is not None:
+    if stats.cache_hits is not None:
         rest.append(f"cache: {stats.cache_hits:,} hits, {stats.cache_misses:,} misses")
     if stats.num_copies:
         rest.append(f"{stats.num_copies:,} batches copied because slots were scarce")
     if stats.num_restarts:
         rest.append(f"{stats.num_restarts:,} workers restarted")
     return [*lines, "; ".join(rest)] if rest else lines
-
-
-def _amounts(stats: LoaderStats) -> str:
-    nbytes = "" if stats.nbytes is None else f", {readable_size(stats.nbytes)}"
-    rate = f" ({stats.num_samples / stats.elapsed_s:,.0f} samples/s)" if stats.elapsed_s else ""
-    return (
-        f"{stats.num_batches:,} batches, {stats.num_samples:,} samples{nbytes} "
-        f"in {_duration(stats.elapsed_s)}{rate}"
-    )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"

@@ -21,7 +21,7 @@ from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
 from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import resume
-from fastload.epochs.stats import MeasuredIterator
+from fastload.epochs.iterator import EpochIterator
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import SeedWorker
 from fastload.rng.takeover import local_pipelines
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from fastload.epochs.epoch import Epoch
+    from fastload.epochs.resume import Epoch
+    from fastload.epochs.stats import Size
     from fastload.workers.settings import LoaderSettings
 
 
@@ -54,12 +55,12 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         )
     # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
     vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
-    if loader.memory_format is torch.channels_last:
-        twin.collate_fn = functools.partial(_collate_channels_last, own_collate(loader.collate_fn))
-    twin.collate_fn = functools.partial(_collate_counted, twin.collate_fn, loader._auto_collation)
+    channels_last = loader.memory_format is torch.channels_last
+    own = own_collate(loader.collate_fn)
+    twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)
     if loader.seed_pipelines and loader.num_workers > 0:
         init = loader.worker_init_fn
-        seed_worker = SeedWorker(_collate_fn=own_collate(loader.collate_fn))
+        seed_worker = SeedWorker(_collate_fn=own)
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
     if loader.num_workers > 0:
         twin.check_worker_number_rationality()
@@ -69,21 +70,19 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     base_seed = epoch.position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
     if loader.seed_pipelines and loader.num_workers == 0:
-        iterator.pipelines = local_pipelines(loader.dataset, base_seed, own_collate(loader.collate_fn))
+        iterator.pipelines = local_pipelines(loader.dataset, base_seed, own)
     return iterator
 
 
-class TorchIterator(MeasuredIterator):
-    """fastload's part of torch's iterators: their owner, and the batches that the caller has received.
+class TorchIterator(EpochIterator):
+    """fastload's part of torch's iterators: the batches that the caller has received.
 
     Attributes:
-        owner: The user's loader; torch's iterator was made for a copy of it.
         epoch: The epoch of this iterator; another iterator of the loader may be in a later one.
         reason: Why the loader must use torch's iterator.
         pipelines: The block in which batches are fetched in this process, without workers.
     """
 
-    owner: weakref.ref[Any]
     epoch: Epoch
     reason: str
     pipelines: AbstractContextManager[None] = contextlib.nullcontext()
@@ -99,21 +98,18 @@ class TorchIterator(MeasuredIterator):
             self.epoch.fetched(None)  # a caller who goes on after an error gets the next batch
             raise
         self.epoch.fetched(None)
-        self.sizes.append((num_samples, nbytes_of(data)))
-        return data
+        return data, (num_samples, nbytes_of(data))
 
-    def _next(self) -> Any:
-        return super(MeasuredIterator, self).__next__()  # type: ignore[misc]  # torch's
+    def next_sized(self) -> tuple[Any, Size]:
+        """The next batch and its size."""
+        found: tuple[Any, Size] = super(EpochIterator, self).__next__()  # type: ignore[misc]  # torch's
+        return found
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
             self.epoch = resume.begin_epoch(loader, "again", self.reason)
             self.epoch.position.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
-
-    def belongs_to(self, loader: LoaderSettings) -> bool:
-        """Whether ``loader`` made this iterator."""
-        return self.owner() is loader
 
     def close(self) -> None:
         """Stop the workers, if there are any."""
@@ -134,10 +130,10 @@ def _epoch_of(owner: weakref.ref[Any]) -> Epoch:
     return resume.current_epoch(owner())
 
 
-def _collate_counted(collate_fn: Callable[[Any], Any], is_batch: bool, samples: Any) -> tuple[int, Any]:
+def _collate(
+    collate_fn: Callable[[Any], Any], is_batch: bool, channels_last: bool, samples: Any
+) -> tuple[int, Any]:
     """How many samples a batch has, and the batch."""
-    return operator.length_hint(samples) if is_batch else 1, collate_fn(samples)
-
-
-def _collate_channels_last(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    return to_channels_last(collate_fn(samples))
+    batch = collate_fn(samples)
+    num_samples = operator.length_hint(samples) if is_batch else 1
+    return num_samples, to_channels_last(batch) if channels_last else batch

@@ -1,6 +1,6 @@
 """The iterator of a loader with workers. Runs in the consumer's process.
 
-It is built on torch's own base iterator (see `host_iterator`), which draws the base seed, runs the sampler,
+It is built on torch's own base iterator (see `iterator`), which draws the base seed, runs the sampler,
 warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
 memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
 changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.failures import FailureCount, num_samples_of
+from fastload.batch.failures import FailureCount
 from fastload.batch.iterable_state import NOT_BEGUN
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
-from fastload.epochs.host_iterator import HostIterator
+from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import (
     BatchLostError,
@@ -37,20 +37,20 @@ from fastload.errors import (
 )
 from fastload.memory.ring import Ring
 from fastload.system.budget import parse_ring_bytes
-from fastload.workers.core import AT_START, Kind
+from fastload.workers.core import AT_START
 from fastload.workers.job import Job
+from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
 from fastload.workers.schedule import Schedule
-from fastload.workers.task import Task
 from fastload.workers.threads import ThreadPool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.device.cuda import Backend
-    from fastload.workers.core import Answer
-    from fastload.workers.process import WorkerView
+    from fastload.epochs.stats import Size
+    from fastload.workers.messages import Answer
     from fastload.workers.settings import LoaderSettings
-    from fastload.workers.tally import Tally
-    from fastload.workers.workers import Workers
 
 
 class WorkerIterator(HostIterator):
@@ -67,23 +67,26 @@ class WorkerIterator(HostIterator):
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
         self._turn = threading.RLock()  # only one thread at a time takes and counts batches
-        self._is_interrupted = False  # whether an interruption closed this iterator
+        # What `next` raises after an interruption closed this iterator, or a worker's death, as in torch.
+        self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
-        self._has_died = False  # whether the death of a worker ended the epoch
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
         job = Job.of(loader, int(self._base_seed))
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._replaces = loader.on_error != "raise"
-        self._pool: Workers
-        tally = recorder_of(loader).tally
+        recorder = recorder_of(loader)
+        ring_bytes = parse_ring_bytes(loader.ring_bytes)
+        self._pool: Pool | ThreadPool
         if loader.worker_method == "thread":
-            self._pool = _make_threads(loader, job, self._pin_memory, tally)
+            finish = _pinning(self._pin_memory_device) if self._pin_memory else None
+            self._pool = ThreadPool(job, self._prefetch_factor, ring_bytes, finish, recorder.add)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, parse_ring_bytes(loader.ring_bytes))
-            self._pool = Pool(job, context, ring, tally, num_restarts=loader.restart_workers)
+            ring = Ring(self._num_workers, self._prefetch_factor, ring_bytes)
+            self._pool = Pool(job, context, ring, recorder.add, num_restarts=loader.restart_workers)
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
+        self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
         # Before anything is started: whatever interrupts the rest, processes and threads end.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
@@ -117,7 +120,6 @@ class WorkerIterator(HostIterator):
     def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
         self._is_prefetched = False
         self._failed_sampler = ""
-        self._has_died = False
         number, states = None, self._epoch.position.dataset_states
         if not first_iter:
             self._drop_pinned()
@@ -128,7 +130,7 @@ class WorkerIterator(HostIterator):
         self._pool.begin_epoch(number, states)
         self._schedule = Schedule(self._num_workers, first_worker=self._epoch.position.next_worker)
         self._first_batch = self._epoch.position.num_received  # the number of this iterator's first batch
-        self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
+        self._failures = FailureCount(loader)
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
             if failure is not None:
@@ -174,12 +176,7 @@ class WorkerIterator(HostIterator):
         """Close the iterator, because its bookkeeping did not complete."""
         if isinstance(error, (LoaderClosedError, WorkerDiedError)):
             _wait_for_exit()
-        if isinstance(error, WorkerDiedError):
-            self._has_died = True
-            self._schedule = Schedule(self._num_workers)  # as in torch: no more batches follow
-            self._sampler_iter = iter(())
-        else:
-            self._is_interrupted = True
+        self._broken = StopIteration if isinstance(error, WorkerDiedError) else LoaderClosedError
         self.close()
 
     def _next_data(self) -> Any:
@@ -191,16 +188,17 @@ class WorkerIterator(HostIterator):
         with self._turn:
             return self._next_batch()
 
-    def _next_batch(self) -> Any:
-        if self._is_interrupted:
-            raise LoaderClosedError
+    def _next_batch(self) -> tuple[Any, Size]:
+        if self._broken is not None:
+            raise self._broken
         if not self._is_prefetched and isinstance(self._pool, Pool):
             self._pool.unregister()  # slots of an earlier epoch, with persistent workers
         deadline = self._deadline()
         while (head := self._schedule.head()) is not None:
             _, worker = head
             try:
-                task = self._take(worker)
+                self._pool.expect_open()  # if the pool is closed, the thread that pins gives no answer
+                task = self._answers.take(worker)
                 failure = None if task is None else self._received(task, worker)
             except BaseException as error:
                 self._close_after(error)
@@ -218,15 +216,13 @@ class WorkerIterator(HostIterator):
                 continue
             if answer.kind is Kind.ERROR:
                 self._raise(answer, task, worker)
-            self.sizes.append((answer.num_samples, answer.nbytes))
-            return answer.payload
+            return answer.payload, (answer.num_samples, answer.nbytes)
         if self._failed_sampler:
             raise BatchLostError(
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the "
                 "batches after it are missing: start a new iterator"
             )
-        if not self._has_died:  # after a death the saved state stays in the middle of the epoch
-            self._epoch.ended()
+        self._epoch.ended()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -242,22 +238,12 @@ class WorkerIterator(HostIterator):
             return None
         return self._put_index()
 
-    def _take(self, worker: int) -> Task | None:
-        """The task that is due, if it is answered."""
-        if self._pin_thread is None:
-            return self._pool.take(worker)
-        self._pool.expect_open()  # if the pool is closed, the thread gives no answer
-        return self._pin_thread.take()
-
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout if self._timeout else None
 
     def _wait(self, worker: int, deadline: float | None) -> None:
         try:
-            if self._pin_thread is not None:
-                self._pin_thread.wait(deadline)
-            else:
-                self._pool.wait(worker, deadline)
+            self._answers.wait(worker, deadline)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
@@ -278,7 +264,8 @@ class WorkerIterator(HostIterator):
         """Take the remaining answers of the old epoch out of the pin thread."""
         deadline = self._deadline()
         while self._pin_thread is not None and (head := self._schedule.head()) is not None:
-            if self._take(head[1]) is None:
+            self._pool.expect_open()
+            if self._pin_thread.take(head[1]) is None:
                 self._wait(head[1], deadline)
             else:
                 self._schedule.answer()
@@ -289,13 +276,13 @@ class WorkerIterator(HostIterator):
         return self._pool.is_ours
 
     @property
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self) -> list[Any]:
         # torch's iterator has this attribute, and monitoring tools read it.
         return self._pool.processes
 
     def close(self) -> None:
         """Stop the workers and free the slots; batches that the caller holds stay valid."""
-        loader = self._loader()
+        loader = self.owner()
         if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
             loader._iterator = None  # stopped persistent workers cannot serve another epoch
         _close(self._pool, self._pin_thread)
@@ -330,34 +317,23 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Workers, pin_thread: PinThread | None) -> None:
+def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:
         pin_thread.close()
 
 
-def _make_threads(loader: LoaderSettings, job: Job, pins: bool, tally: Tally) -> ThreadPool:
-    # The threads must not keep the loader alive: it ends them when it is collected.
-    index, device = _accelerator_index() if pins else None, loader.pin_memory_device or None
+def _pinning(device: str | None) -> Callable[[Any], Any]:
+    """A function that pins batches, in any thread, for the accelerator that is current in this one."""
+    index = _accelerator_index()
 
-    def finish(batch: Any) -> Any:
-        if not pins:
-            return batch
+    def pin(batch: Any) -> Any:
         if index is not None:
-            torch.accelerator.set_device_index(index)  # of the worker's thread
+            torch.accelerator.set_device_index(index)
         return pin_batch(batch, device)
 
-    watches = resume.progress_of(loader).next_number <= 1
-    return ThreadPool(
-        job,
-        loader.prefetch_factor or 0,
-        parse_ring_bytes(loader.ring_bytes),
-        finish,
-        tally,
-        watches=watches,
-        timeout_s=loader.timeout,
-    )
+    return pin
 
 
 def _accelerator_index() -> int | None:

@@ -1,6 +1,6 @@
 """The iterator of a loader with `num_workers=0`. Runs in the consumer's process.
 
-It is built on torch's own base iterator (see `host_iterator`). One thread fetches at a time, because rows and
+It is built on torch's own base iterator (see `iterator`). One thread fetches at a time, because rows and
 buffers belong to the iterator; other threads that ask for a batch wait for their turn.
 """
 
@@ -11,27 +11,25 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import FailureCount, num_samples_of
-from fastload.batch.fetch import Fetcher
-from fastload.batch.iterable_state import IterableState
+from fastload.batch.failures import FailureCount
 from fastload.batch.nbytes import nbytes_of
 from fastload.cache.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
-from fastload.epochs.host_iterator import HostIterator
+from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.rng.sample_rng import SampleRng
 from fastload.rng.takeover import local_pipelines
 from fastload.system.budget import parse_ring_bytes
-from fastload.system.sent_error import SentError
+from fastload.workers.core import dataset_state_of, make_fetcher
 from fastload.workers.job import Job
-from fastload.workers.tally import Work
+from fastload.workers.messages import Work
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from fastload.batch.iterable_state import IterableState
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.settings import LoaderSettings
 
@@ -61,35 +59,21 @@ class LocalIterator(HostIterator):
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
         self._is_closed = False
-        self._tally = recorder_of(loader).tally
+        self._recorder = recorder_of(loader)
         self._turn = threading.RLock()
         self._is_fetching = False
         # The index of the batch that is being read, and its origin; after Ctrl-C it is read again.
         self._due: tuple[Any, StreamOrigin | None] | None = None
         self._num_drawn = self._epoch.position.num_received  # how many batches of the epoch were drawn
-        self._failures: FailureCount | None = None
-        if loader.on_error != "raise":
-            self._failures = FailureCount(loader, loader.error_budget, num_samples_of(loader))
+        self._failures = FailureCount(loader)
         job = Job.of(loader, self._epoch.position.base_seed)
-        sample_rng = None
-        if job.seeds_samples:
-            sample_rng = SampleRng(
-                job.dataset, job.collate_fn, with_pipelines=job.seed_pipelines, is_guest=True
-            )
         states = self._epoch.position.dataset_states
         self._keeps_state = states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_pipelines and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
         with self._pipelines:  # iter() of an iterable dataset may draw
-            self._fetcher = Fetcher(
-                job,
-                job.dataset,
-                self._buffers.arena,
-                in_worker=False,
-                sample_rng=sample_rng,
-                dataset_state=None if states is None else states[0],
-            )
+            self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
         if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 
@@ -117,8 +101,7 @@ class LocalIterator(HostIterator):
             if self._pin_memory:
                 batch = pin_batch(batch, self._pin_memory_device)
             nbytes = self._fetcher.gathered_bytes or nbytes_of(batch)
-            self.sizes.append((self._fetcher.num_samples, nbytes))
-            return batch
+            return batch, (self._fetcher.num_samples, nbytes)
 
     def _refuse(self) -> None:
         """Raise the error that the caller gets instead of a batch."""
@@ -132,9 +115,7 @@ class LocalIterator(HostIterator):
         raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
-        batch_id = None
-        if self._failures is not None:
-            batch_id = self._epoch.batch_id(self._num_drawn - 1)
+        batch_id = self._epoch.batch_id(self._num_drawn - 1)
         hits, misses = counts.hits, counts.misses
         try:
             self._is_fetching = True
@@ -154,10 +135,10 @@ class LocalIterator(HostIterator):
             self._is_fetching = False  # comes first: a signal may interrupt the next line
             self._buffers.arena.end()
             if counts.hits != hits or counts.misses != misses:
-                self._tally.add(Work(0, counts.hits - hits, counts.misses - misses))
+                self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))
         self._due = None
         self._received(index)
-        if self._failures is not None and self._fetcher.replacer is not None:
+        if self._fetcher.replacer is not None:
             self._failures.note(self._fetcher.replacer.failed)
         return batch
 
@@ -165,10 +146,7 @@ class LocalIterator(HostIterator):
         self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
 
     def _dataset_state(self) -> IterableState:
-        try:
-            return self._fetcher.dataset_state()
-        except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
-            return IterableState("unknown", error=SentError.current("in the dataset's state_dict()"))
+        return dataset_state_of(self._fetcher, "in the dataset's state_dict()")
 
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""

@@ -174,10 +174,8 @@ def _our_init_subclass(cls: Any, /, **kwargs: Any) -> None:
     is_ours = cls.__module__.partition(".")[0] == "fastload"
     if not state.is_installed or is_ours or TorchLoader not in cls.__bases__:
         return
-    from fastload.epochs.resume import note_iterators_of
     from fastload.integrations.replaced import DataLoader
     from fastload.loader import DataLoader as FastloadLoader
 
     if not issubclass(cls, FastloadLoader):
         cls.__bases__ = tuple(DataLoader if base is TorchLoader else base for base in cls.__bases__)
-        note_iterators_of(cls)

@@ -66,8 +66,8 @@ class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning may n
         if not isinstance(loader, DataLoader):
             return
         recorder = recorder_of(loader)
-        counts = recorder.counts()
-        before = self._logged[1] if self._logged is not None and self._logged[0] is recorder else None
+        counts = recorder.copied_counts()
+        before = self._logged[1] if self._logged is not None and self._logged[0] is recorder else Counts()
         self._logged = recorder, counts
-        figures = stats_of(counts, before).as_dict()
+        figures = stats_of(counts.since(before)).as_dict()
         pl_module.log_dict({f"{self._prefix}/{name}": float(value) for name, value in figures.items()})

@@ -1,7 +1,7 @@
 """Make batches in worker processes or worker threads.
 
-Read in this order: `core` (the work of one worker), `worker` (the worker process around it), `workers` (the
-interface of its owner), `pool` (the owner in the parent), `schedule` and `task` (which worker makes which
-batch), `channel` and `job` (messages between the two), `process`, `starting` and `death_message` (start and
-end of a worker), `threads`, `tally` (counts their work); `auto_workers` chooses the number of workers.
+Read in this order: `core` (the work of a worker), `worker` (the process around it), `pool` (its owner in the
+parent), `schedule` (which worker makes which batch), `messages`, `channel` and `job` (what the two send each
+other), `process` and `starting` (start and end of a worker), `threads`; `auto_workers` chooses the number of
+workers.
 """

@@ -13,8 +13,7 @@ After each epoch, the measured times correct the model. Rules:
 4. Before the first epoch, the time that the consumer computes between two batches is unknown; see `safest`.
 5. The model proposes each number once. If epochs then take longer than with an earlier number, the loader
    returns to that number.
-6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs. If the
-   first sample came too late, the trial is repeated after an epoch, with a tenth of its time.
+6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
 7. A trial that an exception in this process interrupts, such as one of a signal handler, is made again.
    Signals that have a handler wait while its process is started, as in `process`.
 8. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
@@ -36,16 +35,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.utils.data
 from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.iterable_state import keeps_state
 from fastload.system.cgroups import read_text
 from fastload.system.cpus import rank_cpus
 from fastload.system.logs import log
+from fastload.system.sizes import readable_time
 from fastload.workers.core import be_quiet
-from fastload.workers.process import end_unrecorded, without_handlers
-from fastload.workers.starting import check_not_inheriting, start_helpers
+from fastload.workers.process import start_helpers, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -80,9 +78,6 @@ class Cost(NamedTuple):
     def times(self, factor: float) -> Cost:
         """The cost of that many batches."""
         return Cost(self.make_s * factor, self.busy_s * factor)
-
-    def __str__(self) -> str:
-        return f"a batch takes {_time(self.make_s)}, CPU time {_time(self.busy_s)}"
 
 
 class Model(NamedTuple):
@@ -156,18 +151,12 @@ class Model(NamedTuple):
             return self
         return self._replace(cost=self.cost.times(seen_s / self.batch_s(number)))
 
-    def rule(self, number: int, step_s: float | None) -> str:
-        """Why this number is the best, as a clause."""
-        if number == 0:
-            return "workers would cost more time than they save"
-        if number == self.num_cpus:
-            return "one for each CPU of this rank"
-        if number > self.num_cpus:
-            wait_s = self.cost.make_s - self.cost.busy_s
-            return f"more than this rank's {self.num_cpus} CPUs, because batches wait {_time(wait_s)}"
-        if step_s is None:
-            return f"enough for epochs of {self.num_batches} batches"
-        return f"enough for steps of {_time(step_s)}"
+    def facts(self, step_s: float | None) -> str:
+        """What decides, in words."""
+        make_s, busy_s = map(readable_time, self.cost)
+        step = "" if step_s is None else f", a step of the consumer {readable_time(step_s)}"
+        cpus = f"an epoch has {self.num_batches} batches, this rank {self.num_cpus} CPUs"
+        return f"a batch takes {make_s}, CPU time {busy_s}{step}; {cpus}"
 
 
 class AutoWorkers:
@@ -185,7 +174,6 @@ class AutoWorkers:
         self._least = least
         self._model: Model | None = None
         self._is_due = True  # whether the next epoch begins with a trial
-        self._was_slow = False
         self._was_filling = False
         self._step_s: float | None = None
         self._epochs_s: dict[int, float] = {}  # the last epoch with each number
@@ -193,15 +181,11 @@ class AutoWorkers:
 
     def keep(self, number: int) -> None:
         """Take this number from now on: a saved state needs it."""
-        self.number, self._is_due, self._model = max(self._least, number), False, None
-        self._say("as many as the state has copies of the dataset")
+        self._is_due, self._model = False, None
+        self._say(max(self._least, number), "as many as the state has copies of the dataset")
 
     def choose(self, loader: Any) -> int:
-        """The number of workers for the next epochs of a loader.
-
-        Raises:
-            WorkerStartError: This process is itself being started.
-        """
+        """The number of workers for the next epochs of a loader."""
         is_filling = _is_filling(loader.dataset)
         if self._is_due or (self._was_filling and not is_filling):
             self._measure(loader)
@@ -214,7 +198,6 @@ class AutoWorkers:
         """Record an epoch: its number of workers, the means of `Model.corrected`, and all its seconds."""
         self._step_s = step_s
         self._epochs_s[number] = epoch_s
-        self._is_due, self._was_slow = self._is_due or self._was_slow, False
         if self._model is not None:
             self._model = self._model.corrected(number, step_s, wait_s)
 
@@ -222,27 +205,21 @@ class AutoWorkers:
         epochs_s = self._epochs_s
         before = min(epochs_s, key=epochs_s.__getitem__)
         if _WORSE * epochs_s[before] < epochs_s.get(self.number, 0.0):
-            clause = f"because epochs took {epochs_s[before]:.3g} s, and {epochs_s[self.number]:.3g} s with"
-            self.number, other = before, self.number
-            self._say(f"{clause} {other}")
+            self._say(before, f"because epochs took {epochs_s[self.number]:.3g} s with {self.number}")
             return
         number = model.fastest(self._least, step_s, self.number)
         if number not in epochs_s:
-            self.number = number
-            self._say(f"{model.rule(number, step_s)}; {model.cost}, a step of the consumer {_time(step_s)}")
+            self._say(number, model.facts(step_s))
 
     def _measure(self, loader: Any) -> None:
-        check_not_inheriting()
         length = _length(loader)
         if length < 2:  # tried again later: a sampler may change its length
-            self.number = self._least
-            self._say(f"an epoch has {length} batch{'' if length == 1 else 'es'}")
+            self._say(self._least, f"an epoch has {length} batches")
             return
         if process.current_process().daemon:
             self._is_due = False
-            if loader.worker_method == "process":
-                self.number = self._least
-            self._say("not measured, because this process is a daemon and may not start another one")
+            number = self._least if loader.worker_method == "process" else self.number
+            self._say(number, "not measured, because this process is a daemon and may not start another one")
             return
         began_s = time.perf_counter()
         found = self._try(loader, length)
@@ -250,19 +227,19 @@ class AutoWorkers:
         self._epochs_s.clear()
         if isinstance(found, str):
             self._model = None
-            self.number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
-            self._say(f"as many as CPUs of this rank, because the trial failed: {found}", logging.WARNING)
+            number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
+            self._say(number, f"as many as CPUs of this rank: the trial failed: {found}", logging.WARNING)
             return
         self._model = found
-        if self._step_s is None:
-            self.number = found.safest(self._least)
-        else:
-            self.number = found.fastest(self._least, self._step_s, self.number)
-        took_s = time.perf_counter() - began_s
-        self._say(f"{found.rule(self.number, self._step_s)}; {found.cost} (measured in {took_s:.2g} s)")
+        step_s = self._step_s
+        number = (
+            found.safest(self._least) if step_s is None else found.fastest(self._least, step_s, self.number)
+        )
+        self._say(number, f"{found.facts(step_s)} (measured in {time.perf_counter() - began_s:.2g} s)")
 
-    def _say(self, why: str, level: int = logging.INFO) -> None:
-        text = f'num_workers="auto": {self.number}, {why}'
+    def _say(self, number: int, why: str, level: int = logging.INFO) -> None:
+        self.number = number
+        text = f'num_workers="auto": {number}, {why}'
         if text != self._said:
             self._said = text
             log.log(level, "%s", text)
@@ -283,12 +260,7 @@ class AutoWorkers:
                 child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
                 try:
                     child.start()
-                except BaseException as error:
-                    if method != "forkserver":
-                        end_unrecorded(error)
-                    if not isinstance(error, Exception):
-                        raise
-                    # The first epoch raises it again if it matters.
+                except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
                     return f"its process could not be started: {error!r}"
             sender.close()
             if not receiver.poll(_START_LIMIT_S):
@@ -319,22 +291,7 @@ class AutoWorkers:
             found = model._replace(cost=message)
             epoch_s = min(found.epoch_s(number, 0.0) for number in found.numbers(self._least))
             limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * epoch_s)
-        self._was_slow = found is None and not self._epochs_s
         return found or f"the first sample took more than {limit_s:.0f} s"
-
-
-def check_countable(dataset: Any) -> None:
-    """Refuse a dataset whose samples depend on the number of workers.
-
-    Raises:
-        ValueError: The dataset is iterable-style.
-    """
-    if isinstance(dataset, torch.utils.data.IterableDataset):
-        raise ValueError(
-            f'num_workers="auto" needs a map-style dataset, but the dataset is a {type(dataset).__name__}: '
-            "the samples that each worker reads from an iterable dataset depend on the number of workers; "
-            "give num_workers as a number"
-        )
 
 
 def _is_filling(dataset: Any) -> bool:
@@ -351,10 +308,6 @@ def _length(loader: Any) -> int:
         return len(loader)
     except TypeError:  # a batch sampler without a length
         return _UNKNOWN_LENGTH
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _twin_of(loader: Any) -> Any:
@@ -396,14 +349,7 @@ def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal
     except KeyboardInterrupt:
         pass  # the parent gets the signal too, and raises
     except Exception as error:  # noqa: BLE001  # the first epoch raises it for the user
-        sender.send(_in_a_line(error))
-
-
-def _in_a_line(error: Exception) -> str:
-    """An error's class and the last line of its text, which comes from the user's code."""
-    lines = str(error).split("\n")
-    last = next((line for line in reversed(lines) if line.strip(" )")), "")
-    return f"{type(error).__name__}: {last:.200}"
+        sender.send(f"{type(error).__name__}: {error!s:.500}")
 
 
 def costs(loader: Any) -> Iterator[Cost]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import mmap
 import os
 import pickle
 import select
@@ -80,7 +81,8 @@ class Received:
             Exception: An error of unpickling.
         """
         if self._is_in_segment:
-            return pickle.loads(_read_all(self._fds[0], self._nbytes))
+            with mmap.mmap(self._fds[0], self._nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
+                return pickle.loads(pages)
         return pickle.loads(memoryview(self.data)[_HEADER.size :])
 
     @property
@@ -211,15 +213,3 @@ def make_channel() -> tuple[Channel, socket.socket]:
     """The parent's channel, and the socket of which a worker makes the other end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(ours, blocking=False), theirs
-
-
-def _read_all(fd: int, nbytes: int) -> bytes:
-    parts = []
-    offset = 0
-    while offset < nbytes:
-        part = os.pread(fd, nbytes - offset, offset)
-        if not part:
-            raise EOFError(f"a message of {nbytes:,} bytes ends after {offset:,}")
-        parts.append(part)
-        offset += len(part)
-    return b"".join(parts)

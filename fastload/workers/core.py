@@ -11,12 +11,11 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import faulthandler
 import itertools
 import os
 import sys
-from dataclasses import dataclass
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,18 +24,17 @@ from torch.utils.data._utils import worker as torch_worker
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
 from fastload.batch.stacking import install_slot_rule
-from fastload.errors import add_note
+from fastload.cache.counts import counts
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.freed_memory import keep_freed_memory
 from fastload.system.sent_error import SentError
-from fastload.workers.tally import Meter, Work
+from fastload.workers.messages import Answer, Kind, Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastload.batch.failed_sample import FailedSample
     from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
     from fastload.rng.sample_streams import StreamOrigin
@@ -45,38 +43,28 @@ if TYPE_CHECKING:
 AT_START = "at its start"  # the place of an error that is the answer to every task
 
 
-_NO_WORK = Work()
+class Meter:
+    """Measures the work of the calling thread, from its making on."""
 
+    __slots__ = ("_hits", "_idle_ns", "_misses", "_since_ns")
 
-class Kind(enum.IntEnum):
-    """The kind of an answer."""
+    def __init__(self) -> None:
+        self._idle_ns = 0
+        self._since_ns = time.perf_counter_ns()  # of the previous answer
+        self._hits, self._misses = counts.hits, counts.misses
 
-    BATCH = 0
-    ERROR = 1
-    ENDED = 2  # the worker's share of an iterable dataset is used up
+    def waited(self, since_ns: int) -> None:
+        """Record that the worker has waited for a task since ``since_ns`` (of `perf_counter_ns`)."""
+        self._idle_ns += time.perf_counter_ns() - since_ns
 
-
-@dataclass(slots=True)
-class Answer:
-    """What a worker made of one index.
-
-    Attributes:
-        kind: The kind.
-        payload: The batch, in the form that the transport's ``finish`` gave it; or the error, as a SentError.
-        dataset_state: The state of the worker's copy of the dataset after this batch; None if it has none.
-        failed: Samples that could not be read and were replaced.
-        num_samples: The samples of the batch.
-        nbytes: The bytes of the batch; 0 until the transport knows them, None if they cannot be known.
-        work: The work of the worker since its previous answer.
-    """
-
-    kind: Kind
-    payload: Any = None
-    dataset_state: IterableState | None = None
-    failed: tuple[FailedSample, ...] = ()
-    num_samples: int = 0
-    nbytes: int | None = 0
-    work: Work = _NO_WORK
+    def work(self) -> Work:
+        """The work since the last call."""
+        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
+        idle_ns, self._idle_ns = self._idle_ns, 0
+        hits, self._hits = self._hits, counts.hits
+        misses, self._misses = self._misses, counts.misses
+        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
+        return Work(busy_us, self._hits - hits, self._misses - misses)
 
 
 class WorkerCore:
@@ -87,6 +75,7 @@ class WorkerCore:
         job: Its job; a thread's has the thread's copies of the dataset and the collate_fn.
         arena: The memory of batches; the transport begins and ends it around each answer.
         finish: Called with each batch; returns the payload of its answer. Its errors are those of the batch.
+            None: the batch itself.
         is_thread: Whether it is a thread, which leaves to its process what all threads share; else it has a
             process of its own, whose libraries it seeds.
 
@@ -100,7 +89,7 @@ class WorkerCore:
         worker_id: int,
         job: Job | PickledJob,
         arena: Arena,
-        finish: Callable[[Any], Any],
+        finish: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
     ) -> None:
@@ -162,36 +151,13 @@ class WorkerCore:
             if epoch is not None and callable(getattr(job.dataset, "set_epoch", None)):
                 job.dataset.set_epoch(epoch)
             if dataset_state is not None:
-                _expect_known(dataset_state)
-            self._fetcher = self._make_fetcher(job, dataset_state)
+                dataset_state.raise_error()  # of a new worker in place of a dead one
+            self._keeps_states = dataset_state is not None
+            self._fetcher = make_fetcher(
+                job, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
+            )
         except self._caught:
             self._error = SentError.current(self.where, AT_START)
-
-    def _make_fetcher(self, job: Job, dataset_state: IterableState | None) -> Fetcher:
-        self._keeps_states = dataset_state is not None
-        sample_rng = None
-        if job.seeds_samples:
-            sample_rng = SampleRng(
-                job.dataset,
-                job.collate_fn,
-                with_pipelines=job.seed_pipelines,
-                is_guest=False,
-                with_globals=not self._is_thread,
-            )
-        return Fetcher(
-            job,
-            job.dataset,
-            self._arena,
-            in_worker=not self._is_thread,
-            sample_rng=sample_rng,
-            dataset_state=dataset_state,
-            worker_id=self._id,
-        )
-
-    def fail_epoch(self, text: str) -> None:
-        """Make an error the answer to every index of the epoch, which could not begin."""
-        if self._loaded is not None:
-            self._fetcher, self._error = None, SentError.of_text(text, self.where)
 
     def answer(
         self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None, coming: Iterable[Any] = ()
@@ -211,7 +177,8 @@ class WorkerCore:
             if fetcher.reads_ahead:
                 for ahead in itertools.chain([index], coming):
                     fetcher.announce(ahead)
-            answer = Answer(Kind.BATCH, self._finish(fetcher.fetch(index, origin, batch_id)))
+            batch = fetcher.fetch(index, origin, batch_id)
+            answer = Answer(Kind.BATCH, batch if self._finish is None else self._finish(batch))
             if fetcher.replacer is not None:
                 answer.failed = tuple(fetcher.replacer.failed)
         except self._caught as error:  # every error of user code is sent to the consumer
@@ -220,7 +187,7 @@ class WorkerCore:
             else:
                 answer = Answer(Kind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
         if self._keeps_states:
-            answer.dataset_state = self._dataset_state(fetcher)
+            answer.dataset_state = dataset_state_of(fetcher, self.where)
         answer.num_samples, answer.nbytes = fetcher.num_samples, fetcher.gathered_bytes
         answer.work = self.meter.work()
         return answer
@@ -230,24 +197,42 @@ class WorkerCore:
             return SentError.itself(error, place)
         return SentError.current(self.where, place)
 
-    def _dataset_state(self, fetcher: Fetcher) -> IterableState:
-        try:
-            return fetcher.dataset_state()
-        except Exception:  # noqa: BLE001  # fails no batch; raised when the loader's state is requested
-            return IterableState("unknown", error=SentError.current(self.where))
 
-
-def _expect_known(state: IterableState) -> None:
-    try:
-        state.raise_error()
-    except Exception as error:
-        add_note(
-            error,
-            "fastload: the worker is a new one instead of one that died, and its copy of the dataset cannot "
-            "go on, because the state after the last batch is missing; start a new iterator, or set "
-            "restart_workers=0",
+def make_fetcher(
+    job: Job,
+    arena: Arena,
+    dataset_state: IterableState | None,
+    *,
+    worker_id: int | None = None,
+    is_thread: bool = False,
+) -> Fetcher:
+    """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
+    sample_rng = None
+    if job.seeds_samples:
+        sample_rng = SampleRng(
+            job.dataset,
+            job.collate_fn,
+            with_pipelines=job.seed_pipelines,
+            is_guest=worker_id is None,
+            with_globals=not is_thread,
         )
-        raise
+    return Fetcher(
+        job,
+        job.dataset,
+        arena,
+        in_worker=worker_id is not None and not is_thread,
+        sample_rng=sample_rng,
+        dataset_state=dataset_state,
+        worker_id=worker_id,
+    )
+
+
+def dataset_state_of(fetcher: Fetcher, where: str) -> IterableState:
+    """The state of a fetcher's dataset; an error of it fails no batch, but the loader's `state_dict()`."""
+    try:
+        return fetcher.dataset_state()
+    except Exception:  # noqa: BLE001  # as above
+        return IterableState("unknown", error=SentError.current(where))
 
 
 def be_quiet() -> None:
@@ -259,9 +244,6 @@ def be_quiet() -> None:
     cv2 = sys.modules.get("cv2")
     if cv2 is not None:
         cv2.setNumThreads(0)
-    for file in (sys.stderr, sys.__stderr__):
-        if file is None or faulthandler.is_enabled():
-            continue
-        # A user's or a notebook's replacement of stderr may be closed or have no descriptor.
-        with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
-            faulthandler.enable(file)
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # it is closed
+            faulthandler.enable(sys.__stderr__)

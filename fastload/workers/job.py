@@ -12,7 +12,7 @@ import io
 import mmap
 import os
 import pickle
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.workers.settings import LoaderSettings
-
-_MAX_SEARCH_DEPTH = 6
 
 
 @dataclass(kw_only=True)
@@ -139,7 +137,14 @@ class PickledJob:
         except FastloadError:
             raise  # of a cache that this process cannot open
         except Exception as error:  # the user's objects may raise anything
-            raise WorkerStartError(_why_not_unpickled(error)) from error
+            raise WorkerStartError(
+                f"a worker cannot unpickle the dataset, or what is sent with it: {type(error).__name__}: "
+                f"{error}. Workers that are spawned or come from a fork server import classes and functions "
+                "by name: define them at the top level of a module file that they can import, not at a "
+                "prompt, in a notebook, or under `if __name__ == '__main__':`. Open files and connections at "
+                "their first use, not in __setstate__ or a constructor. Or use "
+                'multiprocessing_context="fork"'
+            ) from error
         finally:
             _received_fds.clear()
             self.close()
@@ -159,26 +164,6 @@ class PickledJob:
 
 def _attach_job(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledJob:
     return PickledJob(segment, sizes, [duplicate.detach() for duplicate in duplicates])
-
-
-def _why_not_unpickled(error: Exception) -> str:
-    trace = error.__traceback__
-    is_picklers = trace is not None and trace.tb_next is None  # not raised by the user's code
-    if isinstance(error, ImportError) or (isinstance(error, AttributeError) and is_picklers):
-        cure = (
-            "Workers that are spawned or come from a fork server import each class and function by its name: "
-            "define it at the top level of a module file that they can import, not at a prompt, in a "
-            "notebook, or under `if __name__ == '__main__':`"
-        )
-    else:
-        cure = (
-            "An object that the dataset, the collate_fn or the worker_init_fn holds raised this in its "
-            "__setstate__ or its constructor: open files and connections at their first use instead"
-        )
-    return (
-        "a worker cannot unpickle the dataset, or what is sent with it: "
-        f'{type(error).__name__}: {error}. {cure}; or use multiprocessing_context="fork"'
-    )
 
 
 def pickle_job(job: Job) -> PickledJob:
@@ -271,43 +256,27 @@ def _collect_descriptors(fds: list[int]) -> Any:
 
 
 def _explain(job: Job) -> str:
-    for field in fields(job):
-        if field.name in ("dataset", "collate_fn", "worker_init_fn"):
-            found = _find_unpicklable(getattr(job, field.name), field.name, _MAX_SEARCH_DEPTH)
-            if found is not None:
-                path, value = found
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        owner = getattr(job, name)
+        attributes = getattr(owner, "__dict__", {})
+        for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
+            if not _can_be_sent(value):
                 return (
-                    f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. "
-                    "Define functions and classes at the top level of a module, not as lambdas or local "
-                    "functions; open files and connections in the worker, at their first use; "
-                    "or use multiprocessing_context='fork'."
+                    f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. Define "
+                    "functions and classes at the top level of a module, not as lambdas or local functions; "
+                    "open files and connections in the worker, at their first use; or use "
+                    "multiprocessing_context='fork'."
                 )
     return "fastload: the dataset could not be sent to a worker process"
 
 
-def _find_unpicklable(value: Any, path: str, depth: int) -> tuple[str, Any] | None:
-    """The path and value of the deepest attribute or element that cannot be pickled."""
+def _can_be_sent(value: Any) -> bool:
     fds: list[int] = []
     try:
         with _collect_descriptors(fds):
             _dump(value, [])
-        return None
     except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
-        pass
+        return False
     finally:
         _close_all(fds)
-    if depth:
-        for name, part in _parts(value):
-            found = _find_unpicklable(part, path + name, depth - 1)
-            if found is not None:
-                return found
-    return path, value
-
-
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, dict):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [(f"[{number}]", part) for number, part in enumerate(value[:1000])]
-    state = getattr(value, "__dict__", None)
-    return [(f".{name}", part) for name, part in state.items()] if isinstance(state, dict) else []
+    return True

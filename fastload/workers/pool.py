@@ -10,8 +10,8 @@ the order of the tasks. Rules:
 4. close() may be called at any time, in any state, from any thread, and again after it was interrupted. In a
    forked child it only closes descriptors and takes no lock: a thread that does not exist there may have held
    the lock at the fork.
-5. Answers are matched to tasks by their serial number. If an answer cannot be received or opened, an error is
-   raised at the turn of its task; other tasks are not affected.
+5. Answers are matched to tasks by their serial number. If an answer cannot be opened, an error is raised at
+   the turn of its task; other tasks are not affected. If its descriptors cannot be received, `take` raises.
 6. An exception from a signal handler that ends `wait` changes nothing. After one that ends another method,
    the owner closes the pool.
 """
@@ -19,7 +19,6 @@ the order of the tasks. Rules:
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import select
@@ -31,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.iterable_state import LOST
 from fastload.batch.packing import unpack
 from fastload.device.registered import RegisteredSlots, has_host_leaves
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note, short_repr
 from fastload.memory.lease import Memory
 from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
@@ -43,17 +41,12 @@ from fastload.system.limits import too_many_files
 from fastload.system.logs import log
 from fastload.system.sent_error import SentError
 from fastload.workers.channel import Channel, make_channel
-from fastload.workers.core import Answer, Kind
-from fastload.workers.death_message import death_message
 from fastload.workers.job import Job, PickledJob, pickle_job
-from fastload.workers.process import WorkerProcess, WorkerView, wait_for_all
-from fastload.workers.starting import check_start, start_helpers
-from fastload.workers.tally import Work
-from fastload.workers.task import Begin, Task
-from fastload.workers.worker import Fetch, of_plain
-from fastload.workers.workers import Workers
+from fastload.workers.messages import Begin, Fetch, Kind, Task, Work, of_plain
+from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.context import BaseContext
 
     from fastload.batch.iterable_state import IterableState
@@ -61,7 +54,6 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.workers.channel import Received
-    from fastload.workers.tally import Tally
 
 # A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
 _GRACE_S = 5.0
@@ -70,6 +62,12 @@ _TERMINATE_S = 1.0
 _GRACE_AFTER_DEATH_S = 0.2
 # How often a waiting caller checks its workers; a check costs little.
 _WATCH_INTERVAL_S = 5.0
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
+    signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
+    signal.SIGTERM: "another process asked it to end",
+}
 
 
 class _WorkerHandle:
@@ -91,29 +89,35 @@ class _WorkerHandle:
         return bool(self.sent) and self.sent[0].answer is not None
 
 
-class Pool(Workers):
+class Pool:
     """The worker processes of one iterator, from `start` on.
 
     Args:
         job: Their job.
         context: The multiprocessing context that starts them.
         ring: The state of their slots.
-        tally: Counts their work; other pools may share it.
+        note_work: Called with their work.
         num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
     """
 
     def __init__(
-        self, job: Job, context: BaseContext, ring: Ring, tally: Tally, *, num_restarts: int = 0
+        self,
+        job: Job,
+        context: BaseContext,
+        ring: Ring,
+        note_work: Callable[[Work], None],
+        *,
+        num_restarts: int = 0,
     ) -> None:
         self.ring = ring
-        self._tally = tally
+        self._note_work = note_work
         self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
         self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._closing = threading.RLock()
         self._pid = os.getpid()
         self._serials = itertools.count(1)  # of messages to workers
         self._workers: list[_WorkerHandle] = []
-        self.processes: list[WorkerView] = []  # stays after close()
+        self.processes: list[Any] = []  # multiprocessing's objects; stays after close()
         self._is_closed = False
         self._death = ""  # the error message, if the pool closed because workers died
         self._context = context
@@ -130,7 +134,7 @@ class Pool(Workers):
         job, method = self._job, self._context.get_start_method()
         if isinstance(job, PickledJob):
             raise AssertionError("the workers are started once")
-        check_start(job, method)
+        check_start(method)
         if method != "fork":
             start_helpers(method)
             self._job = pickle_job(job)
@@ -145,18 +149,13 @@ class Pool(Workers):
         worker = _WorkerHandle(worker_id, WorkerProcess(worker_id, self._context), ours)
         self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() ends it in any case
         worker.process.start(self._job, theirs, [other.channel for other in self._workers])
-        self.processes[worker_id : worker_id + 1] = [WorkerView(worker.process)]
+        self.processes[worker_id : worker_id + 1] = [worker.process.process]
         return worker
 
     @property
     def is_ours(self) -> bool:
         """Whether this process started the workers."""
         return os.getpid() == self._pid
-
-    @property
-    def pids(self) -> list[int]:
-        """The workers' process ids, by worker number."""
-        return [worker.process.pid for worker in self._workers]
 
     def submit(self, worker_id: int, task: Task) -> None:
         """Give a worker its next task; never blocks."""
@@ -228,7 +227,7 @@ class Pool(Workers):
         if not is_private:
             if self.ring.lend(slot):
                 return batch
-            self._tally.add(Work(num_copies=1))
+            self._note_work(Work(num_copies=1))
         del batch
         return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
 
@@ -252,18 +251,12 @@ class Pool(Workers):
                 self._fill(worker, task, received)
         received.close()
 
-    def _note_state(self, worker: _WorkerHandle, task: Task, state: IterableState | None) -> None:
-        """Note where a new worker would go on; answers to tasks older than a loaded state change nothing."""
-        if state is not None and worker.begin.dataset_state is not None and task.serial > worker.loaded_at:
-            worker.begin = worker.begin._replace(dataset_state=state)
-
     def _fill(self, worker: _WorkerHandle, task: Task, received: Received) -> None:
         if received.is_cut:
-            self._lose(worker, task, f"its memory could not be received, {too_many_files()}")
-            return
+            raise BatchLostError(f"the memory of a batch could not be received, {too_many_files()}")
         try:
             answer, memory = of_plain(received.load()), None
-        except BaseException as error:  # of an index, which is the user's object, or from a signal handler
+        except Exception as error:  # of an index, which is the user's object
             where = f"the answer to batch {task.number} of worker {worker.id}"
             add_note(error, f"fastload: raised while {where} was unpickled")
             raise
@@ -272,22 +265,15 @@ class Pool(Workers):
                 segment = Segment(received.fd, os.fstat(received.fd).st_size)
                 memory = Memory(segment.map(writable=True), shared=True)
             except (OSError, MemoryError, ValueError) as error:
-                is_limit = getattr(error.__cause__, "errno", None) == errno.EMFILE
-                self._lose(worker, task, f"{error}, {too_many_files()}" if is_limit else str(error))
-                return
-        self._note_state(worker, task, answer.dataset_state)
-        self.ring.fill(_slot_of(task), memory)
-        self._tally.add(answer.work)
+                raise BatchLostError(f"the memory of a batch could not be received: {error}") from error
+        state, begin = answer.dataset_state, worker.begin
+        # Answers to tasks that are older than a loaded state do not say where a new worker would go on.
+        if state is not None and begin.dataset_state is not None and task.serial > worker.loaded_at:
+            worker.begin = begin._replace(dataset_state=state)
+        if task.slot is not None:
+            self.ring.fill(task.slot, memory)
+        self._note_work(answer.work)
         task.answer = answer
-
-    def _lose(self, worker: _WorkerHandle, task: Task, reason: str) -> None:
-        """Make the answer to a task an error; the worker then makes new memory for the task's slot."""
-        error = BatchLostError(f"a batch was lost on its way from a worker: {reason}")
-        slot = _slot_of(task)
-        self.ring.fill(slot, None)
-        slot.memory = None
-        self._note_state(worker, task, LOST)
-        task.answer = Answer(Kind.ERROR, SentError(error), LOST)
 
     def _feed(self, worker: _WorkerHandle) -> None:
         """Send the tasks that were waiting for a slot or for room in the pipe."""
@@ -362,13 +348,31 @@ class Pool(Workers):
         except BaseException:
             self._is_closed = True  # no worker would ever answer the unfinished tasks
             raise
-        pids = ", ".join(str(worker.process.pid) for worker in dead)
+        pids = ", ".join(str(worker.process.process.pid) for worker in dead)
         self._death = f"DataLoader worker (pid(s) {pids}) exited unexpectedly: {causes}"
         log.error("%s", self._death)
 
     def _cause_of_death(self, worker: _WorkerHandle) -> str:
+        """How a worker ended, the likely cause, and what it was doing."""
+        code = worker.process.exitcode
+        num_oom_kills = oom_kills() - self._oom_kills
+        if code is None:
+            how = "ended, and other code of this program took its exit code (os.wait(), a SIGCHLD handler)"
+        elif code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
+            if -code == signal.SIGKILL and num_oom_kills > 0:
+                how += f"; memory.events of the cgroup counts {num_oom_kills} more out-of-memory kills"
+        else:
+            how = (
+                f"exited with code {code} (user code called sys.exit() or os._exit(), or the process could "
+                "not start: see stderr, and check that the script has an `if __name__ == '__main__':` guard)"
+            )
         task = next((task for task in worker.sent if task.answer is None), None)
-        return death_message(worker.id, worker.process.exit_code(), task, oom_kills() - self._oom_kills)
+        doing = "had no unfinished batch"
+        if task is not None:
+            doing = f"was working on batch {task.number}, index {short_repr(task.index)}"
+        return f"worker {worker.id} {how}. It {doing}. num_workers=0 runs the same code in this process."
 
     def _replace(self, worker: _WorkerHandle) -> None:
         """Start a worker in place of a dead one, and give it the unanswered tasks."""
@@ -383,7 +387,7 @@ class Pool(Workers):
         worker.channel.close()
         worker.process.clean_up()
         new = self._start(worker.id)
-        self._tally.add(Work(num_restarts=1))
+        self._note_work(Work(num_restarts=1))
         self._begin(new, worker.begin)
         for task in [*worker.sent, *worker.waiting]:
             if task.answer is not None:
@@ -440,9 +444,3 @@ class Pool(Workers):
                     self.ring.clear()
                     self.unregister()
                     self._job.close()
-
-
-def _slot_of(task: Task) -> Slot:
-    if task.slot is None:
-        raise AssertionError("a task that was sent has a slot")
-    return task.slot

@@ -16,16 +16,22 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import multiprocessing
 import os
 import select
 import signal
+import socket
+import sys
 import time
 import traceback
-from multiprocessing import popen_fork
+from multiprocessing import forkserver, popen_fork, resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
-from fastload.workers.worker import Setup, main
+from fastload.memory.segment import why_unsupported
+from fastload.workers.worker import main
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,8 +42,6 @@ if TYPE_CHECKING:
 
 # The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0
-# poll(2) takes no longer time in milliseconds than an int holds.
-_LONG_S = 1e6
 
 
 class WorkerProcess:
@@ -46,16 +50,16 @@ class WorkerProcess:
     Args:
         worker_id: Its number.
         context: The multiprocessing context that starts it.
+
+    Attributes:
+        process: multiprocessing's object, once it was started.
     """
 
     def __init__(self, worker_id: int, context: BaseContext) -> None:
-        self.pid = 0
-        self.name = f"fastload-worker-{worker_id}"
+        self.process: Any = None
         self._worker_id = worker_id
         self._context = context
-        self._process: Any = None
         self._pidfd = -1
-        self._exit_code: int | None = None  # once `clean_up` took it
 
     def start(self, job: Job | PickledJob, end: Any, inherited: list[Channel]) -> None:
         """Start the process. The owner must have this object by now, and call `clean_up` after an error.
@@ -71,12 +75,15 @@ class WorkerProcess:
         """
         method = self._context.get_start_method()
         with without_handlers(method != "forkserver") as mask, end:
-            setup = Setup(self._worker_id, job, end, os.getpid(), inherited if method == "fork" else [], mask)
-            self._process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
-                target=main, args=(setup,), name=self.name, daemon=True
+            pipes = inherited if method == "fork" else []
+            self.process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
+                target=main,
+                args=(self._worker_id, job, end, os.getpid(), pipes, mask),
+                name=f"fastload-worker-{self._worker_id}",
+                daemon=True,
             )
             try:
-                self._process.start()
+                self.process.start()
             except BaseException as error:
                 if method != "forkserver":
                     end_unrecorded(error)
@@ -87,8 +94,7 @@ class WorkerProcess:
                     "ended before it had its setup. The error is on stderr; the usual cause is a limit on "
                     "processes or memory"
                 ) from error
-            self.pid = self._process.pid
-            self._pidfd = _pidfd_of(self.pid)
+            self._pidfd = _pidfd_of(self.process.pid)
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the process has ended; -1 before `start` and at the end."""
@@ -99,16 +105,15 @@ class WorkerProcess:
         """Whether the process has ended; also True before `start` and after `clean_up`."""
         return self._pidfd < 0 or bool(_ended([self], 0.0))
 
-    def exit_code(self) -> int | None:
+    @property
+    def exitcode(self) -> int | None:
         """The exit code of a process that has ended; minus the signal number if a signal killed it.
 
         None if another part of this program has waited for the process and taken the code.
         """
-        if self._pidfd < 0:
-            return self._exit_code
-        if self._process.exitcode is None:
-            self._process.join(_EXIT_CODE_WAIT_S)
-        code: int | None = self._process.exitcode
+        if self.process.exitcode is None:
+            self.process.join(_EXIT_CODE_WAIT_S)
+        code: int | None = self.process.exitcode
         return code
 
     def send_signal(self, number: int) -> None:
@@ -119,79 +124,22 @@ class WorkerProcess:
 
     def clean_up(self) -> None:
         """Take the exit code from the system and close the descriptors; idempotent."""
+        process, popen = self.process, getattr(self.process, "_popen", None)
+        if popen is None:
+            return  # an exception interrupted `start`
         if self._pidfd < 0:
-            process, self._process = self._process, None
-            if process is not None and process.pid is not None:  # an exception interrupted `start`
-                process.kill()
-                process.join()
-            return
-        if self.has_ended:
-            self._exit_code = self.exit_code()
-            if self._exit_code is None:
-                self._process._popen.returncode = 255  # else multiprocessing would wait without end
-            self._process.close()
+            process.kill()
+            process.join()
+        elif self.has_ended and self.exitcode is None:
+            popen.returncode = 255  # else multiprocessing would wait without end
+        popen.close()
         self.abandon()
 
     def abandon(self) -> None:
         """After a fork: close this process's descriptor and leave the worker running."""
-        pidfd, self._pidfd, self._process = self._pidfd, -1, None
+        pidfd, self._pidfd = self._pidfd, -1
         if pidfd >= 0:
             os.close(pidfd)
-
-
-class WorkerView:
-    """A worker process as an iterator's `_workers` shows it, with the methods of `multiprocessing.Process`.
-
-    It stays valid after the iterator was closed. A forked child of the parent may only read `pid`, `name`,
-    `daemon` and `exitcode`, as with multiprocessing.
-
-    Args:
-        process: The worker process.
-    """
-
-    daemon = True
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self._process = process
-        self._parent_pid = os.getpid()
-        self.pid = self.ident = process.pid
-        self.name = process.name
-
-    def is_alive(self) -> bool:
-        """Whether the process still runs."""
-        self._check_parent("test")
-        return not self._process.has_ended
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the process has ended, at most ``timeout`` seconds; None waits without limit."""
-        self._check_parent("join")
-        limit_s = _LONG_S if timeout is None else timeout
-        while not wait_for_all([self._process], limit_s) and timeout is None:
-            pass
-
-    @property
-    def exitcode(self) -> int | None:
-        """None while it runs; then its exit code, or minus the number of the signal that ended it."""
-        if os.getpid() != self._parent_pid or not self._process.has_ended:
-            return None
-        return self._process.exit_code()
-
-    def terminate(self) -> None:
-        """Send SIGTERM, unless the process has ended."""
-        self._check_parent("terminate")
-        self._process.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Send SIGKILL, unless the process has ended."""
-        self._check_parent("kill")
-        self._process.send_signal(signal.SIGKILL)
-
-    def _check_parent(self, verb: str) -> None:
-        if os.getpid() != self._parent_pid:
-            raise AssertionError(f"can only {verb} a child process")  # multiprocessing's, word for word
-
-    def __repr__(self) -> str:
-        return f"<worker process name={self.name!r} pid={self.pid}>"
 
 
 def _pidfd_of(pid: int) -> int:
@@ -273,3 +221,68 @@ def without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
         yield mask
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+# --- whether processes can be started --------------------------------------------------------------------
+
+
+@functools.cache
+def why_no_processes() -> str | None:
+    """Why worker processes cannot use fastload's transport here, as a readable clause; None if they can.
+
+    Once in each process, the function tries the system calls that a filter may refuse. Workers need shared
+    segments, socket pairs that keep messages apart, pidfd_open, which shows one process the end of another,
+    and pidfd_send_signal, by which the parent ends workers that do not leave.
+    """
+    reason = why_unsupported()
+    if reason is not None:
+        return reason
+    if not hasattr(os, "pidfd_open"):
+        return "this platform has no pidfd_open"
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            signal.pidfd_send_signal(pidfd, 0)  # number 0 sends no signal
+        finally:
+            os.close(pidfd)
+        for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+            end.close()
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):  # starting a worker reports these itself
+            return f"this system refuses pidfd_open, pidfd_send_signal or socketpair: {error}"
+    return None
+
+
+def check_start(method: str) -> None:
+    """Raise a clear error here for a problem that would otherwise appear later, in another process.
+
+    Raises:
+        WorkerStartError: Workers cannot import the main script.
+    """
+    main_path = spawn.get_preparation_data("worker").get("init_main_from_path") if method != "fork" else None
+    if main_path is not None and not os.path.exists(main_path):
+        raise WorkerStartError(
+            f"workers started with {method!r} run the main script again, but there is no file {main_path}. "
+            "Save the script to a file, or use multiprocessing_context='fork'."
+        )
+
+
+def start_helpers(method: str) -> None:
+    """Start the processes through which multiprocessing starts others.
+
+    This comes before signals are blocked, because these processes inherit what is blocked, and the start of
+    the resource tracker ends the block.
+    """
+    resource_tracker.ensure_running()
+    if method == "forkserver":
+        _preload_forkserver()
+        forkserver.ensure_running()
+
+
+def _preload_forkserver() -> None:
+    """Let a fork server that is not running yet import torch once, and the caches if they may be in use."""
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+        # The last module freezes the objects of all modules imported before it.
+        caches = [name for name in ("fastload.cache.dataset",) if name in sys.modules]
+        multiprocessing.set_forkserver_preload(["__main__", *caches, "fastload.workers.preload"])

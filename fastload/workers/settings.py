@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastload.workers.auto_workers import AutoWorkers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Options:
     """The arguments of `fastload.DataLoader` that torch's loader does not have; it documents them.
 
@@ -44,10 +44,27 @@ class Options:
     snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
-        if self.memory_format not in (None, torch.channels_last):
-            raise ValueError(
-                f"memory_format should be None or torch.channels_last, but got {self.memory_format!r}"
-            )
+        checks = {
+            "memory_format": (
+                self.memory_format in (None, torch.channels_last),
+                "None or torch.channels_last",
+            ),
+            "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
+            "worker_method": (self.worker_method in ("process", "thread"), '"process" or "thread"'),
+            "on_error": (
+                self.on_error in ("raise", "replace") or callable(self.on_error),
+                '"raise", "replace" or a function',
+            ),
+            "restart_workers": (_is_int(self.restart_workers, 0), "an int of at least 0"),
+            "snapshot_every_n_steps": (
+                self.snapshot_every_n_steps is None or _is_int(self.snapshot_every_n_steps, 1),
+                "an int of at least 1, or None",
+            ),
+        }
+        for name, (is_right, expected) in checks.items():
+            if not is_right:
+                raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
+        check_error_budget(self.error_budget)
         if self.ring_bytes != "auto":
             budget.parse_budget(self.ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
         if self.device is not None:
@@ -61,27 +78,13 @@ class Options:
                     f"device that it runs on, but got device={self.device!r} and "
                     f"device_transform={self.device_transform!r}"
                 )
-        if self.rng not in ("worker", "sample"):
-            raise ValueError(f'rng should be "worker" or "sample", but got {self.rng!r}')
-        if self.worker_method not in ("process", "thread"):
-            raise ValueError(f'worker_method should be "process" or "thread", but got {self.worker_method!r}')
-        if self.on_error not in ("raise", "replace") and not callable(self.on_error):
-            raise ValueError(
-                f'on_error should be "raise", "replace" or a function, but got {self.on_error!r}'
-            )
-        check_error_budget(self.error_budget)
-        if not _is_int(self.restart_workers, 0):
-            raise ValueError(
-                f"restart_workers should be an int of at least 0, but got {self.restart_workers!r}"
-            )
-        if self.snapshot_every_n_steps is not None and not _is_int(self.snapshot_every_n_steps, 1):
-            raise ValueError(
-                "snapshot_every_n_steps should be an int of at least 1, or None, but got "
-                f"{self.snapshot_every_n_steps!r}"
-            )
 
-    def check_with(self, loader: torch.utils.data.DataLoader[Any]) -> None:
+    def check_with(self, loader: torch.utils.data.DataLoader[Any], *, is_auto: bool) -> None:
         """Check that torch's arguments of the loader allow these.
+
+        Args:
+            loader: The loader.
+            is_auto: Whether the number of workers is measured.
 
         Raises:
             ValueError: The dataset is not map-style, or has a `__getitems__` of its own; or the loader has a
@@ -92,21 +95,22 @@ class Options:
         if self.rng == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        if self.worker_method == "thread" and is_stream:
-            raise ValueError(
-                'worker_method="thread" needs a map-style dataset: threads would share one iterator of a '
-                f'{type(dataset).__name__}; use worker_method="process"'
-            )
         if self.worker_method == "thread" and loader.multiprocessing_context is not None:
             raise ValueError(
                 'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
             )
-        name = "on_error" if self.on_error != "raise" else "restart_workers" if self.restart_workers else ""
-        if name and is_stream:
-            raise ValueError(
-                f"{name} needs a map-style dataset, whose samples can be read again by their indices, "
-                f"but the dataset is a {type(dataset).__name__}"
-            )
+        needs_map = {
+            'worker_method="thread"': self.worker_method == "thread",
+            "on_error": self.on_error != "raise",
+            "restart_workers": self.restart_workers > 0,
+            'num_workers="auto"': is_auto,
+        }
+        for name, is_given in needs_map.items():
+            if is_given and is_stream:
+                raise ValueError(
+                    f"{name} needs a map-style dataset, whose samples are read by their indices, but the "
+                    f"dataset is a {type(dataset).__name__}"
+                )
 
 
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
@@ -122,18 +126,12 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-class LoaderSettings(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # as in `loader`
-    """torch's settings and fastload's own; `fastload.DataLoader` documents them."""
+if TYPE_CHECKING:
 
-    memory_format: torch.memory_format | None
-    ring_bytes: int | float | str
-    seed_pipelines: bool
-    rng: str
-    worker_method: str
-    device: str | int | torch.device | None
-    device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None
-    on_error: str | Callable[..., Any]
-    error_budget: int | float
-    restart_workers: int
-    snapshot_every_n_steps: int | None
-    _auto_workers: AutoWorkers | None
+    class LoaderSettings(torch.utils.data.DataLoader, Options):  # type: ignore[type-arg]  # as in `loader`
+        """torch's settings and fastload's own; `fastload.DataLoader` documents them."""
+
+        _auto_workers: AutoWorkers | None
+
+else:
+    LoaderSettings = torch.utils.data.DataLoader

@@ -11,52 +11,49 @@ GIL: nothing is pickled, and a batch is passed as an object. Rules:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import os
 import queue
-import random
 import threading
 import time
+import types
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
-from fastload.system.logs import log
+from fastload.rng.generators import FIXED, held_generators
+from fastload.rng.pipelines import Search, attributes
 from fastload.system.wakes import Wakes
-from fastload.workers.core import Kind, WorkerCore
-from fastload.workers.task import Begin, Task
-from fastload.workers.thread_copy import copies_for_threads
-from fastload.workers.workers import Workers
+from fastload.workers.core import WorkerCore
+from fastload.workers.messages import Begin, Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from fastload.batch.iterable_state import IterableState
     from fastload.workers.job import Job
-    from fastload.workers.process import WorkerView
-    from fastload.workers.tally import Tally
+    from fastload.workers.messages import Work
 
 _GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
 _BUFFERS_BEYOND_PREFETCH = 3
 
 
-class ThreadPool(Workers):
+class ThreadPool:
     """The worker threads of one iterator, from `start` on.
 
     Args:
         job: Their job.
         prefetch_factor: How many batches each thread may be ahead.
         ring_bytes: Upper bound for the memory that all threads keep.
-        finish: Called with each batch, in its thread; the caller gets the result.
-        tally: Counts the work of the threads; other pools may share it.
-        watches: Whether the first batch is fetched alone, to see if it draws from the process's generators.
-        timeout_s: How long to wait for that first batch; 0 waits without limit.
+        finish: Called with each batch, in its thread; the caller gets the result. None changes nothing.
+        note_work: Called with the work of the threads, in them.
 
     Raises:
         ValueError: A pipeline cannot be copied for each thread.
@@ -67,18 +64,12 @@ class ThreadPool(Workers):
         job: Job,
         prefetch_factor: int,
         ring_bytes: int,
-        finish: Callable[[Any], Any],
-        tally: Tally,
-        *,
-        watches: bool,
-        timeout_s: float = 0,
+        finish: Callable[[Any], Any] | None,
+        note_work: Callable[[Work], None],
     ) -> None:
-        self.processes: list[WorkerView] = []
-        self._timeout_s = timeout_s
+        self.processes: list[Any] = []
         self._pid = os.getpid()
         self._is_closed = False
-        self._watches = watches
-        self._is_late = False  # whether `submit` waited in vain for the batch that is due next
         limit_bytes = ring_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         copies = copies_for_threads(
@@ -92,7 +83,7 @@ class ThreadPool(Workers):
                 dataclasses.replace(job, dataset=dataset, collate_fn=collate_fn),
                 Buffers(limit_bytes, max_buffers),
                 finish,
-                tally,
+                note_work,
             )
             for number, (dataset, collate_fn) in enumerate(copies)
         ]
@@ -114,18 +105,11 @@ class ThreadPool(Workers):
         return os.getpid() == self._pid
 
     def submit(self, worker_id: int, task: Task) -> None:
-        """Give a worker its next task; if the first batch is watched, wait for it."""
+        """Give a worker its next task."""
         self.expect_open()
         worker = self._workers[worker_id]
-        watches, self._watches = self._watches, False
-        before = _generator_states() if watches else {}
         worker.sent.append(task)
         worker.tasks.put(task)
-        if watches:  # no other worker thread draws during this wait
-            self._is_late = not worker.is_idle.wait(self._timeout_s or None)
-            if not self._is_late:
-                after = _generator_states()
-                _warn([name for name, state in before.items() if state != after[name]])
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
@@ -141,8 +125,7 @@ class ThreadPool(Workers):
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
         """Wait until the worker has answered, or `close` was called."""
-        is_late, self._is_late = self._is_late, False
-        self._workers[worker_id].wakes.wait(time.monotonic() if is_late else deadline)
+        self._workers[worker_id].wakes.wait(deadline)
 
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool was closed."""
@@ -173,16 +156,20 @@ class _Worker:
     """One thread: its queues and its buffers."""
 
     def __init__(
-        self, worker_id: int, job: Job, buffers: Buffers, finish: Callable[[Any], Any], tally: Tally
+        self,
+        worker_id: int,
+        job: Job,
+        buffers: Buffers,
+        finish: Callable[[Any], Any] | None,
+        note_work: Callable[[Work], None],
     ) -> None:
         self._core = WorkerCore(worker_id, job, buffers.arena, finish, is_thread=True)
         self._buffers = buffers
-        self._tally = tally
+        self._note_work = note_work
         self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
         self.wakes = Wakes()  # the consumer, which looks into its tasks for answers
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.has_begun = threading.Event()
-        self.is_idle = threading.Event()  # set once the first task is answered
         # A daemon thread: else an interpreter that exits with a live iterator would wait without end.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
 
@@ -203,7 +190,6 @@ class _Worker:
                 self._answer(task)
             del task  # else this frame would keep the index alive until the next task
         self._buffers.clear()
-        self.is_idle.set()  # another thread may be waiting for the first batch of a closed pool
 
     def _next_task(self) -> Task | Begin | None:
         since_ns = time.perf_counter_ns()
@@ -217,10 +203,9 @@ class _Worker:
         self._buffers.arena.end()
         if answer.kind is Kind.BATCH and not answer.nbytes:
             answer.nbytes = nbytes_of(answer.payload)
-        self._tally.add(answer.work)
+        self._note_work(answer.work)
         task.answer = answer  # last, because the consumer checks it
         self.wakes.wake()
-        self.is_idle.set()
 
     def _coming(self, task: Task) -> Iterator[Any]:
         for coming in self.sent.copy():
@@ -228,20 +213,97 @@ class _Worker:
                 yield coming.index
 
 
-def _generator_states() -> dict[str, Any]:
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return {
-        "random": random.getstate(),
-        "numpy.random": (keys.tobytes(), position),  # type: ignore[union-attr]
-        "torch": torch.default_generator.get_state().numpy().tobytes(),
-    }
+# --- copies of what is random ----------------------------------------------------------------------------
+#
+# A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads
+# must not call the same pipeline. With `rng="sample"` two threads must not draw from the same generator
+# either. But a copy of the whole dataset would copy its images. Therefore each thread gets deep copies of
+# both and shallow copies of the few objects that hold them, and shares all other objects.
 
 
-def _warn(drawn: list[str]) -> None:
-    if drawn:
-        log.warning(
-            "the first batch drew random numbers from %s, which worker threads share: these draws have no "
-            'fixed order and cannot be reproduced, not even with rng="sample". Draw from '
-            'fastload.sample_generator() with rng="sample", or use worker_method="process"',
-            " and ".join(drawn),
-        )
+def copies_for_threads(
+    dataset: Any, collate_fn: Any, num_threads: int, *, with_generators: bool
+) -> list[tuple[Any, Any]]:
+    """For each thread, copies of ``dataset`` and ``collate_fn`` with their own pipelines.
+
+    An object without pipelines is not copied. An object that both hold is one object in a thread's copies,
+    too.
+
+    Args:
+        dataset: The dataset.
+        collate_fn: The function that collates.
+        num_threads: The number of copies.
+        with_generators: Whether the copies also have their own generators, except those that cannot be seeded
+            or replaced.
+
+    Raises:
+        ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
+    """
+    search = Search(dataset, collate_fn)
+    random_ones = [
+        value
+        for found in (search.of_dataset, search.of_collate)
+        for value in found.transforms + found.randomizables
+    ]
+    if with_generators:
+        random_ones += [
+            held.generator
+            for held in held_generators(search)
+            if held.seed is not None and held.fixed_by is None
+        ]
+    holders = search.holding(random_ones)
+    copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
+    return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
+
+
+class _Copier:
+    """Makes one copy."""
+
+    def __init__(self, random_ones: list[Any], holders: dict[int, Any]) -> None:
+        self._holders = holders
+        self._random_ones = {id(value) for value in random_ones}
+        self._copies: dict[
+            int, Any
+        ] = {}  # also deepcopy's memo: an object shared by two pipelines is shared by their copies
+
+    def _holds(self, value: Any) -> bool:
+        return id(value) in self._holders
+
+    def copied(self, value: Any) -> Any:
+        """The counterpart of a value in the copy."""
+        if not self._holds(value):
+            return value
+        if id(value) not in self._copies:
+            if id(value) in self._random_ones:
+                self._copies[id(value)] = copy.deepcopy(value, self._copies)
+            else:
+                self._copies[id(value)] = self._rebuilt(value)
+        return self._copies[id(value)]
+
+    def _rebuilt(self, value: Any) -> Any:
+        """A shallow copy that holds copies."""
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copied(value.__self__))
+        if isinstance(value, functools.partial):
+            named = {name: self.copied(part) for name, part in value.keywords.items()}
+            return type(value)(self.copied(value.func), *map(self.copied, value.args), **named)
+        if isinstance(value, tuple):
+            parts = map(self.copied, value)
+            return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+        fixed = [value] if isinstance(value, FIXED) else [c for c in type(value).__mro__ if self._holds(c)]
+        if fixed:
+            raise ValueError(
+                "each worker thread needs its own copy of every albumentations pipeline, and one is held by "
+                f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
+                'of an object that is the collate_fn, or use worker_method="process"'
+            )
+        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may refer to it
+        if isinstance(value, dict):
+            twin.update({key: self.copied(part) for key, part in value.items()})
+        elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques
+            twin.clear()
+            twin.extend(map(self.copied, value))
+        for name, part in attributes(value).items():
+            if self._holds(part):
+                object.__setattr__(twin, name, self.copied(part))
+        return twin

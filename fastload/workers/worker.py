@@ -7,8 +7,7 @@ All code here runs in the worker. A worker communicates only with the parent, th
 
 Rules:
 
-1. A reply has the number of its Fetch. A Begin has the number 0, so that the worker knows what a message was
-   that it cannot read.
+1. A reply has the number of its Fetch.
 2. Every Fetch gets a reply: if a batch cannot be sent, an error that is short enough for the pipe.
 3. A worker exits when the parent hangs up or dies.
 4. The parent's signal handlers never run in a worker.
@@ -22,8 +21,7 @@ import signal
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastload.batch.iterable_state import LOST
 from fastload.batch.packing import Packed, pack
@@ -32,69 +30,43 @@ from fastload.memory.segment import Segment, populate
 from fastload.system.limits import too_many_files
 from fastload.system.sent_error import SentError
 from fastload.workers.channel import Channel
-from fastload.workers.core import Answer, Kind, WorkerCore
-from fastload.workers.tally import Work
-from fastload.workers.task import Begin
+from fastload.workers.core import WorkerCore
+from fastload.workers.messages import Answer, Begin, Fetch, Kind, to_plain
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
 
-    from fastload.batch.replacing import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.channel import Received
     from fastload.workers.job import Job, PickledJob
 
 
-class Fetch(NamedTuple):
-    """Parent to worker: fetch the batch of ``index`` into ``slot``. Sent as a tuple, which pickles faster."""
+def main(
+    worker_id: int,
+    job: Job | PickledJob,
+    end: socket.socket,
+    parent_pid: int,
+    inherited: list[Channel],
+    signal_mask: set[Any],
+) -> None:
+    """Run the worker from start to end.
 
-    slot: int
-    has_memory: bool  # False: the worker must not use its memory for this slot again
-    num_slots: int  # the worker frees the memory of slots from this number on
-    index: Any
-    origin: StreamOrigin | None
-    batch_id: BatchId | None
-
-
-def to_plain(answer: Answer) -> tuple[Any, ...]:
-    """An answer as built-in types, which pickle faster."""
-    payload = tuple(answer.payload) if answer.kind is Kind.BATCH else answer.payload
-    work = answer.work[:3]  # the rest is the parent's
-    return int(answer.kind), payload, answer.dataset_state, answer.failed, answer.num_samples, *work
-
-
-def of_plain(plain: tuple[Any, ...]) -> Answer:
-    """Undo `to_plain`."""
-    number, payload, dataset_state, failed, num_samples, *work = plain
-    kind = Kind(number)
-    if kind is Kind.BATCH:
-        payload = Packed(*payload)
-    return Answer(kind, payload, dataset_state, failed, num_samples, work=Work(*work))
-
-
-@dataclass
-class Setup:
-    """The arguments with which one worker is started."""
-
-    worker_id: int
-    job: Job | PickledJob
-    end: socket.socket  # its end of the pipe
-    parent_pid: int
-    inherited: list[Channel]  # the parent's ends, which a forked worker must close
-    signal_mask: set[Any]  # the signals that it blocks once it has its own handlers: those of its parent
-
-
-def main(setup: Setup) -> None:
-    """Run the worker from start to end."""
+    Args:
+        worker_id: Its number.
+        job: Its job.
+        end: Its end of the pipe.
+        parent_pid: Its parent.
+        inherited: The parent's ends, which a forked worker must close.
+        signal_mask: The signals that it blocks once it has its own handlers: those of its parent.
+    """
     try:
         drop_signal_handlers()
-        signal.pthread_sigmask(signal.SIG_SETMASK, setup.signal_mask)
-        for channel in setup.inherited:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+        for channel in inherited:
             channel.abandon()
-        channel = Channel(setup.end, blocking=True)
-        leave_with(setup.parent_pid)
-        _Worker(setup.worker_id, setup.job, channel).serve()
+        channel = Channel(end, blocking=True)
+        leave_with(parent_pid)
+        _Worker(worker_id, job, channel).serve()
     except KeyboardInterrupt:
         pass  # the parent gets the signal too, and raises
     except (BrokenPipeError, ConnectionResetError):
@@ -102,23 +74,16 @@ def main(setup: Setup) -> None:
 
 
 def drop_signal_handlers() -> None:
-    """Remove the signal handlers that a fork copied from the parent; signals then act as in a new process."""
+    """Remove the signal handlers that a fork copied from the parent; signals then act as in a new process.
+
+    Batch systems send some to every process of a job: if the parent handles them, a worker must not die.
+    """
     signal.set_wakeup_fd(-1)
+    ignored = {getattr(signal, name, None) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2")}  # not on Windows
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, _SIGNALS_OF_A_WORKER.get(number, signal.SIG_DFL))
-
-
-# Batch systems send these to every process of a job. If the parent handles them, a worker must not die.
-_SIGNALS_OF_A_WORKER: dict[int, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    # Windows lacks these three.
-    **{
-        getattr(signal, name): signal.SIG_IGN
-        for name in ("SIGHUP", "SIGUSR1", "SIGUSR2")
-        if hasattr(signal, name)
-    },
-}
+            action = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else action)
 
 
 def leave_with(parent_pid: int) -> None:
@@ -145,9 +110,7 @@ class _Worker:
 
     def __init__(self, worker_id: int, job: Job | PickledJob, channel: Channel) -> None:
         self._channel = channel
-        self._messages: deque[tuple[int, Begin | Fetch | str]] = (
-            deque()
-        )  # that have arrived, with their numbers
+        self._messages: deque[tuple[int, Begin | Fetch]] = deque()  # that have arrived, with their numbers
         self._slots: dict[int, Memory] = {}
         self._arena = Arena(self._make_memory)
         self._new_segment: Segment | None = None
@@ -165,15 +128,10 @@ class _Worker:
             number, message = numbered
             if isinstance(message, Fetch):
                 self._answer(number, message)
-            elif isinstance(message, Begin):
-                self._core.begin_epoch(message.epoch, message.dataset_state)
-            elif number:
-                error = SentError.of_text(f"the index {message}", self._core.where)
-                self._send(number, Answer(Kind.ERROR, error))
             else:
-                self._core.fail_epoch(f"the message that began the epoch {message}")
+                self._core.begin_epoch(message.epoch, message.dataset_state)
 
-    def _next_message(self) -> tuple[int, Begin | Fetch | str] | None:
+    def _next_message(self) -> tuple[int, Begin | Fetch] | None:
         if not self._messages:
             since_ns = time.perf_counter_ns()
             received = self._channel.receive()
@@ -183,17 +141,12 @@ class _Worker:
             self._read(received)
         return self._messages.popleft()
 
-    def _read(self, received: Received) -> Begin | Fetch | str:
-        """Note and return a message, or the reason why it cannot be read."""
-        message: Begin | Fetch | str
+    def _read(self, received: Received) -> Begin | Fetch:
+        """Note and return a message; an error of it ends this process, with a traceback on stderr."""
         if received.is_cut:
-            message = f"did not arrive in the worker, {too_many_files()}"
-        else:
-            try:
-                loaded = received.load()
-                message = loaded if isinstance(loaded, Begin) else Fetch(*loaded)
-            except Exception as error:  # noqa: BLE001  # indices may be the user's objects
-                message = f"could not be unpickled in the worker: {error!r}"
+            raise OSError(f"a message did not arrive in the worker: {too_many_files()}")
+        loaded = received.load()
+        message = loaded if isinstance(loaded, Begin) else Fetch(*loaded)
         received.close()
         self._messages.append((received.number, message))
         return message
@@ -255,19 +208,12 @@ class _Worker:
         return True
 
 
-_SHORT_BYTES = 3800  # leaves room in the pipe's message for the rest of the reply
-
-
 def short_error(answer: Answer, error: Exception, where: str) -> SentError:
-    """The error to send instead of an answer that could not be sent; short enough for the pipe.
+    """The error to send instead of an answer that could not be sent, because of ``error``.
 
-    Args:
-        answer: The answer that could not be sent.
-        error: The error of sending it.
-        where: The worker that answers.
+    It is short enough for the pipe.
     """
-    if answer.kind is Kind.ERROR:
-        short: SentError = answer.payload.shortened(_SHORT_BYTES, where)
-        return short
-    reason = str(error) or repr(error)  # a MemoryError raised by the interpreter has no text
-    return SentError.of_text(f"the batch could not be sent: {reason}", where)
+    if answer.kind is not Kind.ERROR:
+        return SentError.of_text(f"the batch could not be sent: {error!r}", where)
+    short: SentError = answer.payload.shortened(3800, where)  # leaves room for the rest of the reply
+    return short

@@ -16,9 +16,6 @@ from fastload.system import cpu_times
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
 from tests.bench.made_up import PLAIN, row
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 @given(st.integers(1, 10**6), st.data())
 def test_spread_indices_are_distinct_and_in_order(length: int, data: st.DataObject) -> None:

@@ -249,12 +249,6 @@ def test_a_new_process_of_a_rank_is_not_compared_with_an_old_one(monkeypatch: py
         run(Ranks(monkeypatch, store), lambda rank, length=length: [make(length, rank)])
 
 
-def test_ranks_with_very_many_loaders_raise_no_alarm(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not publish them all, so that rule 3 cannot be checked."""
-    monkeypatch.setattr(agreement, "_MAX_MADE", 1)
-    run(ranks, lambda rank: [make(length, rank) for length in (40, 20 - rank)])
-
-
 # --- where there is no check -----------------------------------------------------------------------------
 
 

@@ -15,29 +15,15 @@ import fastload
 from fastload.errors import SegmentError
 from fastload.system.sent_error import SentError
 from fastload.workers import pool, worker
-from fastload.workers.core import Answer, Kind
+from fastload.workers.messages import Answer, Fetch, Kind
 from tests.faults import zoo
 from tests.kit import datasets
 
 
-def assert_right_or_lost(iterator: Any, numbers: range, *, match: str) -> int:
-    """Each batch of two holds its own samples, or is an error; how many were errors."""
-    num_lost = 0
+def assert_right(iterator: Any, numbers: range) -> None:
+    """Each batch of two holds its own samples."""
     for number in numbers:
-        got = _batch_or_loss(iterator)
-        if isinstance(got, str):
-            assert match in got
-            num_lost += 1
-        else:
-            assert [zoo.value_of(sample) for sample in got] == [2 * number, 2 * number + 1]
-    return num_lost
-
-
-def _batch_or_loss(iterator: Any) -> Any:
-    try:
-        return next(iterator)
-    except fastload.BatchLostError as error:
-        return str(error)
+        assert [zoo.value_of(sample) for sample in next(iterator)] == [2 * number, 2 * number + 1]
 
 
 @pytest.mark.parametrize(
@@ -46,18 +32,17 @@ def _batch_or_loss(iterator: Any) -> Any:
 def test_a_batch_whose_descriptor_cannot_be_received_is_an_error_that_names_the_limit(
     make: Any, collate_fn: Any
 ) -> None:
-    """New memory, or a long reply, finds no descriptor in the parent; later batches are right again."""
+    """New memory, or a long reply, finds no descriptor in the parent; the state before it is right."""
     loader = fastload.DataLoader(datasets.Made(make, 60), 2, num_workers=1, collate_fn=collate_fn, timeout=60)
     iterator = iter(loader)
-    assert assert_right_or_lost(iterator, range(10), match="") == 0
+    assert_right(iterator, range(10))
 
-    with zoo.no_descriptors():
-        num_lost = assert_right_or_lost(iterator, range(10, 22), match="RLIMIT_NOFILE is 256")
+    with zoo.no_descriptors(), pytest.raises(fastload.BatchLostError, match="RLIMIT_NOFILE is 256"):
+        assert_right(iterator, range(10, 22))
 
-    assert num_lost > 0
-    # Those that were on their way have lost their descriptors for good.
-    assert assert_right_or_lost(iterator, range(22, 30), match="RLIMIT_NOFILE") <= 3
-    assert next(iterator, None) is None
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert_right(iter(loader), range(state["_num_yielded"], 30))
 
 
 @pytest.mark.parametrize("depth", [0, 60], ids=["short", "long"])
@@ -66,7 +51,7 @@ def test_a_worker_without_descriptors_sends_its_error_all_the_same(depth: int) -
     make = zoo.EatsDescriptors(4, depth)
     loader = fastload.DataLoader(datasets.Made(make, 12), 2, num_workers=1, timeout=60)
     iterator = iter(loader)
-    assert assert_right_or_lost(iterator, range(2), match="") == 0
+    assert_right(iterator, range(2))
 
     with pytest.raises(OSError, match="Too many open files") as caught:
         next(iterator)
@@ -118,7 +103,7 @@ def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
         return Answer(Kind.BATCH, made._pack(torch.ones(1 << 20)))
 
     made._core.answer = answer  # type: ignore[method-assign]
-    made._answer(1, worker.Fetch(0, True, 1, [0], None, None))
+    made._answer(1, Fetch(0, True, 1, [0], None, None))
 
     assert channel.kinds == [Kind.ERROR]
     assert made._slots == {0: old}
@@ -133,7 +118,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
 
 
 def test_a_state_that_cannot_reach_a_worker_without_descriptors_is_an_error(tmp_path: Any) -> None:
-    """The worker does not read on from another state: each of its batches says what is missing."""
+    """The worker does not read on from another state: it ends, and the reason is on stderr."""
     options: dict[str, Any] = {"num_workers": 1, "timeout": 60}
     dataset = zoo.Counts(str(tmp_path), padding=100_000)  # beyond one message
     loader = fastload.DataLoader(dataset, 2, **options)
@@ -142,12 +127,11 @@ def test_a_state_that_cannot_reach_a_worker_without_descriptors_is_an_error(tmp_
     resumed.load_state_dict(loader.state_dict())
     iterator = iter(resumed)
 
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"message that began the epoch did not arrive in the worker"):
-            next(iterator)
+    with pytest.raises(fastload.WorkerDiedError, match="exited with code 1"):
+        next(iterator)
 
 
-def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_its_turn() -> None:
+def test_an_index_that_cannot_reach_a_worker_without_descriptors_ends_the_worker() -> None:
     """A list of indices beyond one message needs a descriptor in the worker."""
     make = zoo.EatsDescriptorsAndGoesOn(4)
     batches = [[4], list(range(5000)), [7]]
@@ -157,17 +141,17 @@ def test_an_index_that_cannot_reach_a_worker_without_descriptors_is_an_error_at_
     iterator = iter(loader)
     first = next(iterator)
 
-    with pytest.raises(RuntimeError, match=r"index did not arrive in the worker.*RLIMIT_NOFILE is 100"):
+    with pytest.raises(fastload.WorkerDiedError, match="exited with code 1"):
         next(iterator)
 
-    assert [zoo.value_of(batch[0]) for batch in (first, next(iterator))] == [4, 7]
+    assert zoo.value_of(first[0]) == 4
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_memory_that_cannot_be_mapped_costs_its_batch_alone(
+def test_memory_that_cannot_be_mapped_closes_the_iterator(
     num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The address space is used up for a moment: an error at its turn, and all other batches in order."""
+    """The address space is used up for a moment: an error at its turn, and the rest comes from the state."""
     refused = iter([False] * num_workers + [True] + [False] * 100)
     original = pool.Segment.map
 
@@ -184,5 +168,8 @@ def test_memory_that_cannot_be_mapped_costs_its_batch_alone(
     monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
     iterator = iter(loader)
 
-    assert assert_right_or_lost(iterator, range(20), match="out of address space") == 1
-    assert next(iterator, None) is None
+    with pytest.raises(fastload.BatchLostError, match="out of address space"):
+        assert_right(iterator, range(20))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert_right(iter(loader), range(state["_num_yielded"], 20))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.workers import starting
+from fastload.workers import process as starting
 from tests.faults import zoo
 from tests.kit import datasets
 

@@ -75,7 +75,7 @@ def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(
     """The error names the signal, and the parent's handler is not called for it."""
     iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 400), 2, num_workers=2))
     next(iterator)
-    os.kill(iterator._pool.pids[1], number)
+    os.kill(iterator._workers[1].pid, number)
 
     with pytest.raises(fastload.WorkerDiedError, match=f"worker 1 was killed by {number.name}"):
         list(iterator)
@@ -92,7 +92,7 @@ from tests.faults import zoo
 signal.signal(signal.SIGTERM, lambda *_: None)  # as launchers and loggers do
 iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 400), 2, num_workers=2))
 next(iterator)
-print(*iterator._pool.pids, flush=True)
+print(*(one.pid for one in iterator._workers), flush=True)
 if sys.argv[1] == "exits":
     sys.exit(3)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_close_that_is_interrupted_ends_the_workers_and_may_be_called_again(
     loader = fastload.DataLoader(datasets.Made(zoo.Blocks(4), 40), 2, num_workers=2)
     iterator = iter(loader)
     held = next(iterator)
-    pids = iterator._pool.pids
+    pids = [one.pid for one in iterator._workers]
     monkeypatch.setattr(pool, "wait_for_all", wait_or_interrupt)
 
     with pytest.raises(KeyboardInterrupt):

@@ -359,7 +359,7 @@ def test_a_stopped_worker_is_waited_for_and_goes_on(method: str) -> None:
     """SIGSTOP is no death: with a time-out it is torch's error, and after SIGCONT its batch comes."""
     loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method, timeout=60)
     iterator = iter(loader)
-    pid = iterator._pool.pids[0]
+    pid = iterator._workers[0].pid
     next(iterator), next(iterator), next(iterator), next(iterator)
     os.kill(pid, signal.SIGSTOP)
     iterator._timeout = 0.2

@@ -320,7 +320,7 @@ held = zoo.make_loader({name!r}, {stage!r}, multiprocessing_context={method!r}, 
 fault, context = held.worker_init_fn.fault, multiprocessing.get_context({method!r})
 fault.begins, fault.may_begin = context.Event(), context.Event()
 iterator = iter(held)
-print(*iterator._pool.pids, flush=True)
+print(*(one.pid for one in iterator._workers), flush=True)
 batches = list(iterator) if {is_idle} else [next(iterator) for _ in range(4)]
 fault.may_begin.set()
 assert fault.begins.wait(20)

@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 
 from fastload import DataLoader
-from fastload.epochs.sampler_state import generators_of, samplers_by_place, samplers_of
+from fastload.epochs.order import Sources
 from tests.resume.zoo import Draws, Numbers, Stateful
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def make(kind: str, num_workers: int = 0, *, persistent: bool = False) -> DataLo
 
 def order_states(loader: DataLoader) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The states of the generators and of the samplers that determine the loader's order."""
-    samplers = samplers_by_place(loader)
-    return generators_of(loader, samplers), samplers_of(samplers)
+    sources = Sources(loader)
+    return sources.generator_states(), sources.sampler_states()
 
 
 def labels(batches: Any) -> list[list[int]]:

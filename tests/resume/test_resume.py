@@ -18,7 +18,6 @@ from fastload.errors import ResumeError
 from tests.kit import datasets
 from tests.resume.loaders import LENGTH, SAMPLERS, labels, make, seeded, through_json, through_torch_save
 from tests.resume.zoo import Foreign, Numbers
-from tests.transport.fetch_zoo import Silent
 
 
 def start_epoch(loader: DataLoader, epoch: int) -> Any:
@@ -389,7 +388,7 @@ def test_a_million_samples_are_passed_over() -> None:
     loader = DataLoader(dataset, 4, shuffle=True, generator=seeded())
     iterator = iter(loader)
     next(iterator)
-    state = loader.state_dict() | {"_num_yielded": 250_000, "index_checksum": [250_001, 0]}
+    state = loader.state_dict() | {"_num_yielded": 250_000, "checksum": [250_001, 0]}
     resumed = DataLoader(dataset, 4, shuffle=True, generator=seeded())
     resumed.load_state_dict(state)
     dataset.reads = 0
@@ -441,12 +440,11 @@ def _loader_of_keys(keys: list[Any]) -> DataLoader:
         (["a", "b", "c", "d"], ["a", "x", "c", "d"], True),
         ([object() for _ in range(4)], [object() for _ in range(4)], False),
         ([object() for _ in range(4)], [Ellipsis for _ in range(4)], True),
-        ([Silent(number) for number in range(4)], [Silent(number) for number in range(4)], False),
     ],
-    ids=["same texts", "other texts", "addresses", "other kinds", "no repr"],
+    ids=["same texts", "other texts", "addresses", "other kinds"],
 )
 def test_keys_are_told_apart_by_their_text(before: list[Any], after: list[Any], is_refused: bool) -> None:
-    """Less the addresses in it, which the next process does not have; by their kind where there is none."""
+    """Less the addresses in it, which the next process does not have."""
     loader = _loader_of_keys(before)
     next(iter(loader))
     resumed = _loader_of_keys(after)

@@ -330,29 +330,25 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
 @pytest.mark.parametrize(
     ("num_batches", "change", "text"),
     [
-        (3, {"beginning": None}, "'beginning' says that no epoch has begun, but '_num_yielded' is 3"),
-        (
-            3,
-            {"_iterator_finished": True},
-            r"between two epochs, .* but 'generators' is \['default', 'loader'\]",
-        ),
-        (99, {"_iterator_finished": False}, r"begun and not ended, .* but 'generators' is \['loader'\]"),
-        (99, {"beginning": None}, "no epoch has begun, but '_num_yielded' is 13"),
-        (3, {"_num_yielded": 4}, "indices of 3 batches were counted, but '_num_yielded' is 4"),
-        (3, {"next_worker": 1}, "'dataset_states' has 1 workers, but 'next_worker' is 1"),
+        (3, {"iterator_kind": None}, "an epoch has begun, but 'iterator_kind' is None"),
+        (3, {"_iterator_finished": True}, r"it is between epochs, but 'generators' \['default', 'loader'\]"),
+        (99, {"_iterator_finished": False}, r"it is within epochs, but 'generators' \['loader'\]"),
+        (99, {"iterator_kind": None}, "an epoch has begun, but 'iterator_kind' is None"),
+        (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
+        (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
         (
             3,
             {"dataset_states": [{"progress": "not begun"}]},
-            r"3 batches .* 'dataset_states\[0\]' is 'not begun'",
+            "'dataset_states' have read fewer batches than 3",
         ),
         (
             3,
             {"dataset_states": [{"progress": "begun", "num_batches": 2}]},
-            "3 batches .* is '2 batches read'",
+            "'dataset_states' have read fewer batches than 3",
         ),
-        (0, {"beginning": "again"}, "its generators do not give its 'base_seed'"),
-        (0, {"beginning": "local", "base_seed": 5}, "its generators do not give its 'base_seed'"),
-        (99, {"generators": {}}, "the state lacks the generator of the loader, which decides"),
+        (0, {"iterator_kind": "again"}, "its generators do not give its 'base_seed'"),
+        (0, {"iterator_kind": "local", "base_seed": 5}, "its generators do not give its 'base_seed'"),
+        (99, {"generators": {}}, r"the state lacks generators\['loader'\], which decides"),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: Any, text: str) -> None:
@@ -374,7 +370,7 @@ def test_a_rank_beyond_the_number_of_ranks_is_refused() -> None:
     """The order of a state says among how many ranks the dataset was split."""
     state = state_after(make("distributed"), 2) | {"rank": 3}
 
-    with pytest.raises(ResumeError, match="order is that of 3 ranks, but 'rank' is 3"):
+    with pytest.raises(ResumeError, match="'rank' is 3 of 3"):
         make("distributed").load_state_dict(state)
 
 
@@ -383,50 +379,58 @@ def _mt19937(size: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "text"),
+    ("key", "value"),
     [
-        ("epoch", "3", "'epoch' should be an int"),
-        ("epoch", True, "'epoch' should be an int"),
-        ("_num_yielded", -1, "'_num_yielded' should be an int from 0"),
-        ("_num_yielded", 2.0, "but got 2.0"),
-        ("_iterator_finished", 0, "'_iterator_finished' should be a bool"),
-        ("beginning", "later", "'beginning' should be one of"),
-        ("beginning", [], "'beginning' should be one of"),
-        ("base_seed", -5, "'base_seed' should be"),
-        ("sample_seed", 1 << 64, "'sample_seed' should be"),
-        ("index_checksum", [1], "'index_checksum' should be a list of two ints"),
-        ("index_checksum", [2, 1 << 32], r"index_checksum\[1\]"),
-        ("generators", None, "'generators' should be a dict"),
-        ("generators", {"default": b"raw"}, "base64 text"),
-        ("generators", {"default": "no base64!"}, "base64 text"),
-        ("generators", {"default": "QUJD\n"}, "base64 text"),
-        ("generators", {"default": "grün"}, "base64 text"),
-        ("generators", {"default": "QUJD"}, "generator of the default is damaged: torch refuses 3 bytes"),
-        ("generators", {"default": _mt19937(5056)}, "generator of the default is damaged"),
-        ("samplers", [], "'samplers' should be a dict"),
-        ("samplers", {1: 2}, "keys are str"),
-        ("samplers", {"sampler.epoch": "x"}, r"sampler\.epoch"),
-        ("samplers", {"sampler": lambda: 0}, "cannot be copied"),
-        ("obstacle", 3, "'obstacle' should be None or a str"),
-        ("dataset_states", [], "'dataset_states' should be None or a list"),
-        ("dataset_states", [{"progress": "begun"}], "'progress' is"),
-        ("dataset_states", [{"progress": "begun", "state": lambda: 0}], "cannot be copied"),
-        ("next_worker", -1, "'next_worker' should be an int from 0"),
-        ("version", 3.0, "'version' should be the int 3"),
-        ("rank", "0", "'rank' should be an int from 0"),
-        ("rank", -1, "'rank' should be an int from 0"),
-        ("order", None, "'order' should be a dict with the keys"),
-        ("order", [], "'order' should be a dict with the keys"),
-        ("order", {"seed": 1}, "'order' should be a dict with the keys"),
+        ("epoch", "3"),
+        ("epoch", True),
+        ("_num_yielded", -1),
+        ("_num_yielded", 2.0),
+        ("_iterator_finished", 0),
+        ("iterator_kind", "later"),
+        ("iterator_kind", []),
+        ("base_seed", -5),
+        ("sample_seed", 1 << 64),
+        ("checksum", [1]),
+        ("checksum", [2, 1 << 32]),
+        ("generators", None),
+        ("generators", {"default": "no base64!"}),
+        ("generators", {"default": "QUJD\n"}),
+        ("generators", {"default": "grün"}),
+        ("samplers", []),
+        ("samplers", {1: 2}),
+        ("samplers", {"sampler.epoch": "x"}),
+        ("samplers", {"sampler": lambda: 0}),
+        ("obstacle", 3),
+        ("dataset_states", []),
+        ("dataset_states", [{"progress": "begun"}]),
+        ("dataset_states", [{"progress": "begun", "state": lambda: 0}]),
+        ("next_worker", -1),
+        ("version", 3.0),
+        ("rank", "0"),
+        ("order", None),
+        ("order", []),
+        ("order", {"seed": 1}),
     ],
 )
-def test_the_error_names_what_is_wrong(key: str, value: Any, text: str) -> None:
-    """The key, what was expected, and what came."""
+def test_the_error_names_what_is_wrong(key: str, value: Any) -> None:
+    """The key, and why its value cannot be read; nothing has changed."""
     state = state_after(make("shuffle, generator"), 2) | {key: value}
     loader = make("shuffle, generator")
     before = loader.state_dict()
 
-    with pytest.raises(ResumeError, match=text):
+    with pytest.raises(ResumeError, match=f"or it is damaged: '{key}'"):
+        loader.load_state_dict(state)
+    assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize("text", ["QUJD", _mt19937(5056)])
+def test_a_generator_that_torch_refuses_is_named(text: str) -> None:
+    """The error has its place; nothing has changed."""
+    state = state_after(make("shuffle, generator"), 2) | {"generators": {"default": text}}
+    loader = make("shuffle, generator")
+    before = loader.state_dict()
+
+    with pytest.raises(ResumeError, match="generator of the default is damaged: torch refuses"):
         loader.load_state_dict(state)
     assert loader.state_dict() == before
 
@@ -435,7 +439,7 @@ def test_numbers_that_cannot_be_written() -> None:
     """Python writes no int of 5,000 digits; the error says its type."""
     state = state_after(make("shuffle"), 2)
     for key in ("version", "epoch"):
-        with pytest.raises(ResumeError, match=f"{key}.*a value of type int that cannot be shown"):
+        with pytest.raises(ResumeError, match=f"{key}.*<int, whose repr"):
             make("shuffle").load_state_dict(state | {key: 10**5000})
 
 
@@ -488,7 +492,7 @@ def test_a_sampler_that_is_missing_within_an_epoch() -> None:
 
 def test_a_stream_of_any_length_is_not_counted_through() -> None:
     """How many batches a stream has brought is taken from its state, whatever the number."""
-    state = state_after(DataLoader(Stream(), 3), 2) | {"_num_yielded": 10**15, "index_checksum": [10**15, 0]}
+    state = state_after(DataLoader(Stream(), 3), 2) | {"_num_yielded": 10**15, "checksum": [10**15, 0]}
     loader = DataLoader(Stream(), 3)
     loader.load_state_dict(state)
     next(iter(loader))
@@ -497,8 +501,8 @@ def test_a_stream_of_any_length_is_not_counted_through() -> None:
 
 
 @pytest.mark.parametrize("version", [2, 4])
-def test_other_versions_are_refused_before_their_keys_are_looked_at(version: int) -> None:
-    """The error has both versions; another version has other keys."""
-    text = f"the state has version {version}, but this release reads version 3"
-    with pytest.raises(ResumeError, match=text):
-        make("shuffle").load_state_dict({"version": version, "something": bytes(3)})
+def test_other_versions_are_refused(version: int) -> None:
+    """The error says which version this release reads."""
+    state = make("shuffle").state_dict() | {"version": version}
+    with pytest.raises(ResumeError, match=rf"'version': ValueError..{version} should be one of \(3,\)"):
+        make("shuffle").load_state_dict(state)

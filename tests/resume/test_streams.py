@@ -117,9 +117,8 @@ def test_a_stream_that_cannot_say_where_it_stands(num_workers: int) -> None:
         loader.state_dict()  # nothing was read yet
         found = [next(iterator).tolist() for _ in range(2)]
         for _ in range(2):
-            with pytest.raises(ArithmeticError, match="no idea") as caught:
+            with pytest.raises(ArithmeticError, match="no idea"):
                 loader.state_dict()
-            assert "in the first 2 batches of epoch 0; the loader kept the error" in caught.value.__notes__[0]
         found += [batch.tolist() for batch in iterator]
 
         assert found == whole

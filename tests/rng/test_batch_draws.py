@@ -289,7 +289,7 @@ def test_torchs_own_iterator_draws_reproducibly() -> None:
 def test_torchs_own_workers_draw_what_ours_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rng="sample", on a system that refuses our transport, each sample keeps its draws."""
     expected = [dict(epoch) for epoch in drawn(2, rng="sample")]
-    monkeypatch.setattr("fastload.loader.starting.why_no_processes", lambda: "a test says so")
+    monkeypatch.setattr("fastload.loader.process.why_no_processes", lambda: "a test says so")
 
     found = drawn(2, rng="sample", num_workers=2, persistent_workers=True)
 

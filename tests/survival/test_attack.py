@@ -194,7 +194,7 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
         how, attack_zoo.numbered
     )
     iterator = iter(fastload.DataLoader(datasets.Made(make), 4, num_workers=2))
-    pids = iterator._pool.pids
+    pids = [one.pid for one in iterator._workers]
     next(iterator)
     if how == "finished":
         assert len(list(iterator)) == 5

@@ -22,7 +22,7 @@ def loader(**options):
 
 
 def pids(*iterators):
-    print(*(pid for iterator in iterators for pid in iterator._pool.pids), flush=True)
+    print(*(pid for iterator in iterators for pid in [one.pid for one in iterator._workers]), flush=True)
 """
 
 PROGRAMS = {

@@ -272,16 +272,6 @@ def test_every_next_after_close_is_the_same_error(pretend_accelerator: Any, pinn
     assert_numbered(held, 0, 4)
 
 
-def test_a_closed_iterator_has_no_processes() -> None:
-    """Their numbers may soon be those of other processes."""
-    loader = fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), 4, num_workers=2)
-    iterator: Any = iter(loader)
-    before = iterator._pool.pids
-    loader.close()
-
-    assert (len(before), iterator._pool.pids) == (2, [])
-
-
 @PINNED
 def test_close_in_another_thread_ends_a_wait(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool

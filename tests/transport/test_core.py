@@ -8,8 +8,9 @@ from typing import Any
 import fastload
 from fastload.batch.packing import pack, unpack
 from fastload.memory.lease import Arena, private_memory
-from fastload.workers.core import Answer, Kind, WorkerCore
+from fastload.workers.core import WorkerCore
 from fastload.workers.job import Job
+from fastload.workers.messages import Answer, Kind
 from tests.kit import datasets
 
 

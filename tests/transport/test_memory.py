@@ -319,7 +319,7 @@ def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() ->
         datasets.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, ring_bytes="2MB"
     )
     iterator = iter(loader)
-    (pid,) = iterator._pool.pids
+    pid = iterator._workers[0].pid
     for number, batch in enumerate(iterator):
         assert batch.flatten()[0] == number
         if number == 19:

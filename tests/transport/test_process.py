@@ -12,7 +12,7 @@ import pytest
 
 import fastload
 from fastload.workers import process as process_module
-from fastload.workers import starting
+from fastload.workers import process as starting
 from fastload.workers.process import WorkerProcess, wait_for_all
 from tests.kit import datasets
 
@@ -114,7 +114,7 @@ def test_a_wait_is_for_as_many_seconds_as_it_says(
 def test_a_process_has_ended_from_its_end_on(worker: WorkerProcess) -> None:
     """Before it was cleaned up after, too."""
     before = worker.has_ended
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.process.pid, signal.SIGKILL)
     wait_for_all([worker], 30)
 
     assert (before, worker.has_ended) == (False, True)
@@ -134,7 +134,7 @@ def test_whether_a_process_has_ended_is_told_at_once(
 
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
     """It has ended for all who ask; signals and further clean-ups do nothing."""
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.process.pid, signal.SIGKILL)
     ended = wait_for_all([worker], 30)
     worker.clean_up()
     worker.send_signal(signal.SIGTERM)
@@ -147,12 +147,12 @@ def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> N
 
 def test_a_signal_to_a_process_that_has_ended_does_nothing(worker: WorkerProcess) -> None:
     """Also while its exit code was not taken from the system yet."""
-    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(worker.process.pid, signal.SIGKILL)
     wait_for_all([worker], 30)
 
     worker.send_signal(signal.SIGTERM)
 
-    assert worker.exit_code() == -signal.SIGKILL
+    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
@@ -166,8 +166,10 @@ def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
         def join(self, limit_s: float) -> None:
             self.exitcode = 7
 
-    monkeypatch.setattr(worker, "_process", Late())
-    code = worker.exit_code()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    wait_for_all([worker], 30)
+    monkeypatch.setattr(worker, "process", Late())
+    code = worker.exitcode
     monkeypatch.undo()
 
     assert code == 7
@@ -177,15 +179,15 @@ def test_a_process_whose_exit_code_others_took_is_cleaned_up_after_all_the_same(
     worker: WorkerProcess,
 ) -> None:
     """Its code is not known, and no process is left for multiprocessing to wait for."""
-    os.kill(worker.pid, signal.SIGKILL)
-    os.waitpid(worker.pid, 0)
+    os.kill(worker.process.pid, signal.SIGKILL)
+    os.waitpid(worker.process.pid, 0)
     wait_for_all([worker], 30)
-    code = worker.exit_code()
+    code = worker.exitcode
 
     worker.clean_up()
 
     assert (code, worker.fileno()) == (None, -1)
-    assert worker._process not in multiprocessing.active_children()
+    assert worker.process not in multiprocessing.active_children()
 
 
 def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

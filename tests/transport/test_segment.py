@@ -15,7 +15,7 @@ import pytest
 from fastload.errors import SegmentError
 from fastload.memory import segment
 from fastload.memory.segment import Segment, open_in_process
-from fastload.workers import starting
+from fastload.workers import process as starting
 from tests.kit.faults import OTHER_KINDS, limited, something_else
 
 if TYPE_CHECKING:
@@ -67,7 +67,10 @@ def test_what_workers_alone_need_is_no_reason_against_memory(
     monkeypatch.setattr(module, call, refusing(38))
 
     assert segment.why_unsupported() is None
-    assert starting.why_no_processes() == f"this system refuses {call}: [Errno 38] Function not implemented"
+    reason = (
+        "this system refuses pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not implemented"
+    )
+    assert starting.why_no_processes() == reason
 
 
 @pytest.mark.parametrize(

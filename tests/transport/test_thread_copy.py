@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fastload import CachedDataset
 from fastload.rng.pipelines import find_pipelines
-from fastload.workers.thread_copy import copies_for_threads
+from fastload.workers.threads import copies_for_threads
 from tests.rng.draws_zoo import Composed, Pictures, Randomizable
 from tests.rng.pipelines_zoo import crop
 

@@ -1,0 +1,78 @@
+"""The common bases of all iterators over an epoch."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd import profiler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+if TYPE_CHECKING:
+    from fastload.epochs.stats import Clock, Size
+    from fastload.workers.settings import LoaderSettings
+
+
+class EpochIterator:
+    """The base of all iterators.
+
+    Attributes:
+        owner: The loader that made it; not kept alive.
+        clock: Measures the epoch; None: an iterator around this one measures.
+        num_measured_workers: The number of workers; None: they do not report how busy they are.
+    """
+
+    owner: weakref.ref[LoaderSettings]
+    clock: Clock | None = None
+    num_measured_workers: int | None = None
+
+    def next_sized(self) -> tuple[Any, Size]:
+        """The next batch and its size."""
+        raise NotImplementedError
+
+    def __next__(self) -> Any:
+        clock = self.clock
+        if clock is None:
+            return self.next_sized()[0]
+        if clock.recorder.reports:
+            clock.recorder.report_if_due()
+        called_ns = time.perf_counter_ns()
+        try:
+            batch, size = self.next_sized()
+        except StopIteration:
+            clock.end(called_ns)
+            raise
+        except BaseException:
+            clock.count(called_ns, None)
+            raise
+        clock.count(called_ns, size)
+        return batch
+
+    def close(self) -> None:
+        """Stop the workers and free the memory; batches that the caller holds stay valid."""
+
+
+class HostIterator(EpochIterator, _BaseDataLoaderIter):
+    """The base of the iterators with and without workers: torch's, which takes 5 us less for each batch.
+
+    torch's `__next__` labels each batch in the profile; this one does so only while a profiler is on.
+
+    Args:
+        loader: The loader whose batches it returns.
+    """
+
+    def __init__(self, loader: LoaderSettings) -> None:
+        super().__init__(loader)
+        self.owner = weakref.ref(loader)
+        self.num_measured_workers = self._num_workers
+
+    def next_sized(self) -> tuple[Any, Size]:
+        """The next batch and its size."""
+        if profiler._is_profiler_enabled or self._IterableDataset_len_called is not None:
+            # torch's method labels the profile, and warns about wrong lengths.
+            found: tuple[Any, Size] = super(EpochIterator, self).__next__()
+            return found
+        found = self._next_data()
+        self._num_yielded += 1
+        return found
