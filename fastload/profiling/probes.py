@@ -62,7 +62,7 @@ _METHODS = (
     ("fastload.cache.lmdb.lmdb_cache", "LMDBCache", "get", CACHE),
     ("fastload.cache.ram.private", "PrivateCache", "get", CACHE),
     ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
-    ("fastload.batch.collate", "RowCollate", "add", COLLATE),
+    ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
 )
 # Functions that read files and decode them in one call: blocked time in them counts as reading.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
+import importlib
 import json
 import multiprocessing.queues
 import os
@@ -18,6 +20,7 @@ from torch.utils.data import _utils
 
 import fastload
 from fastload.batch.fetch import Fetcher
+from fastload.profiling import probes
 from fastload.profiling.timeline import Machine
 from fastload.profiling.watching import AHEAD, NEW, REPLAYED
 from fastload.workers import process
@@ -408,3 +411,14 @@ def test_a_long_profile_keeps_its_last_steps(monkeypatch: pytest.MonkeyPatch) ->
     (timeline,) = profile._timelines
     assert len(timeline.watched.steps) == 30
     assert profile.report().loaders[0].num_batches == 72
+
+
+OWN_NAMES = [words for words in (*probes._FUNCTIONS, *probes._METHODS) if words[0].startswith("fastload.")]
+
+
+@pytest.mark.parametrize("words", OWN_NAMES, ids=lambda words: ".".join(words[:-1]))
+def test_what_is_watched_of_fastload_is_there(words: tuple[str, ...]) -> None:
+    """The probes name functions by text: one that was renamed would take its stage out of every report."""
+    module, *path, _ = words
+
+    assert callable(functools.reduce(getattr, path, importlib.import_module(module)))
