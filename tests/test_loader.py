@@ -161,8 +161,8 @@ def test_attributes_are_read_again_at_the_next_epoch() -> None:
     ("arguments", "text"),
     [
         ({"memory_format": torch.preserve_format}, "memory_format should be None or torch.channels_last"),
-        ({"ring_bytes": "many"}, "^ring_bytes='many' is not a size: "),
-        ({"ring_bytes": -1}, "^ring_bytes=-1 is not above zero: "),
+        ({"ring_bytes": "many"}, "^ring_bytes='many' is not an amount of memory: "),
+        ({"ring_bytes": -1}, "^ring_bytes=-1 is not an amount of memory: "),
     ],
     ids=str,
 )

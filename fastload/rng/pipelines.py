@@ -76,7 +76,7 @@ class Search:
     The search is breadth-first. It follows attributes (also in ``__slots__`` and on the class), elements of
     dicts, lists, tuples, sets and deques, partials, bound methods, and functions: their closures, their
     defaults, and the globals that they load, except functions of another module. It does not follow modules,
-    classes as values, object arrays, and objects that code creates later.
+    classes as values, object arrays, clients of stores, and objects that code creates later.
 
     The work is bounded. Containers are visited 1,000 elements at a time, in rounds; the search ends after a
     round that finds nothing new. A list of a million paths therefore takes no longer than a list of a
@@ -209,6 +209,7 @@ def seeds_itself(transform: Any) -> bool:
 # As in inspect.getattr_static: a metaclass cannot intercept these.
 _read_class_dict = type.__dict__["__dict__"].__get__
 _read_mro = type.__dict__["__mro__"].__get__
+_read_name = type.__dict__["__name__"].__get__
 
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
@@ -217,6 +218,15 @@ _LEAVES = (
     *(np.generic, np.ndarray, torch.Tensor, *_GENERATORS),
     *(type, types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
     logging.Logger,  # refers to all other loggers
+)
+
+# Clients of stores and tables refer to tens of thousands of objects, and to nothing random of the user's.
+_CLIENTS = frozenset(
+    (
+        *("fsspec", "s3fs", "gcsfs", "adlfs", "obstore", "huggingface_hub"),
+        *("botocore", "aiobotocore", "boto3", "google", "azure", "aiohttp", "httpx", "requests", "urllib3"),
+        *("pandas", "pyarrow", "polars", "h5py", "zarr", "lmdb", "sqlite3", "sqlalchemy", "pymongo", "redis"),
+    )
 )
 
 # Objects of these modules hold pipelines and generators that other objects hold, and generators of their own.
@@ -269,7 +279,9 @@ class _Kind:
         dicts: list[types.MappingProxyType[str, Any]] = list(map(_read_class_dict, mro))
         bases = set(map(id, mro))
         self.cls = cls
-        self.is_leaf = any(id(leaf) in bases for leaf in _LEAVES) or _module(dicts[0]) in _OUR_HOLDERS
+        module = _module(dicts[0])
+        is_closed = module in _OUR_HOLDERS or module.partition(".")[0] in _CLIENTS
+        self.is_leaf = is_closed or any(id(leaf) in bases for leaf in _LEAVES)
         self.is_class = id(type) in bases
         self.is_generator = any(id(generator) in bases for generator in _GENERATORS)
         self.is_transform = any(map(_is_albumentations, mro, dicts)) and any(
@@ -278,6 +290,7 @@ class _Kind:
         self.seeds_itself = any("_get_effective_seed" in own for own in dicts)
         self.is_randomizable = any(_is_monai(own.get("set_random_state")) for own in dicts)
         self.elements = next((read for base, read in _ELEMENTS if id(base) in bases), None)
+        self.is_set = not bases.isdisjoint((id(set), id(frozenset)))
         # The descriptor that reads an object's __dict__, and those of its slots.
         dict_of = next((own["__dict__"] for own in dicts if "__dict__" in own), None)
         self.dict_of = dict_of if type(dict_of) in _DESCRIPTORS else None
@@ -313,9 +326,15 @@ def _is_other_maker(module: Any) -> bool:
     return type(module) is str and module.split(".")[0] in _OTHER_MAKERS
 
 
+def _class_name(item: tuple[Any, Any]) -> str:
+    return str(_read_name(type(item[1])))
+
+
 def _is_albumentations(cls: type, class_dict: types.MappingProxyType[str, Any]) -> bool:
-    name: str = type.__dict__["__name__"].__get__(cls)
-    return name in ("BaseCompose", "BasicTransform") and _module(class_dict).split(".")[0] == "albumentations"
+    return (
+        _read_name(cls) in ("BaseCompose", "BasicTransform")
+        and _module(class_dict).split(".")[0] == "albumentations"
+    )
 
 
 def _is_monai(method: Any) -> bool:
@@ -344,7 +363,9 @@ def _elements(value: Any, start: int = 0) -> Iterable[tuple[Any, Any]]:
     kind = _kind(type(value))
     if kind.elements is None:
         return ()
-    return itertools.islice(kind.elements(value), start, start + _CHUNK_ELEMENTS)
+    chunk = itertools.islice(kind.elements(value), start, start + _CHUNK_ELEMENTS)
+    # The order of a set differs between runs, and the streams of pipelines depend on the order.
+    return sorted(chunk, key=_class_name) if kind.is_set else chunk
 
 
 def _contents(value: Any) -> Iterator[tuple[str, Any]]:

@@ -266,6 +266,26 @@ def count_visits(monkeypatch: pytest.MonkeyPatch, root: Any) -> int:
     return visits
 
 
+def test_clients_of_stores_are_not_walked() -> None:
+    """One of botocore's refers to 36,000 objects, and the search would take a second for each loader."""
+    session = pytest.importorskip("botocore.session").get_session()
+    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
+    dataset = Plain([session.create_client("s3", **keys), A.Compose([A.HorizontalFlip()])])
+
+    search = pipelines.Search(dataset)
+
+    assert len(search.of_dataset.pipelines) == 1
+    assert len(search._seen) < 300
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_the_order_of_pipelines_in_a_set_is_that_of_their_names(kind: type) -> None:
+    """A set has another order in each run, and each pipeline gets its stream by its place."""
+    found = [type(part) for part in find_pipelines(kind([A.VerticalFlip(), A.Blur(), A.HorizontalFlip()]))]
+
+    assert found == [A.Blur, A.HorizontalFlip, A.VerticalFlip]
+
+
 def test_a_million_paths_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strings and numbers are never visited, whatever their number."""
     root = {
