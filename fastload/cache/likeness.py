@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _RANDOM_PROBES = 5
 _DIGEST_BYTES = 16
-_MAX_BYTES = 128 << 20  # of an array: more would delay the start of a training
+_MAX_BYTES = 128 << 20  # of a pickle, and of an array: more would delay the start of a training
 _ARRAY_PROBES = 1024  # elements of a larger array, evenly spaced
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict})
@@ -89,14 +89,29 @@ def _hex(content: bytes) -> str:
 def _digest(value: Any) -> str:
     """A digest of a value; of an object that contains itself, only its class."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    file: Any = SimpleNamespace(write=digest.update)
-    pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: digest.update(buffer.raw()))
+    left_bytes = _MAX_BYTES
+
+    def write(content: bytes | memoryview) -> None:
+        nonlocal left_bytes
+        digest.update(memoryview(content)[:left_bytes])
+        left_bytes -= len(content)
+        if left_bytes <= 0:
+            raise _EnoughError
+
+    file: Any = SimpleNamespace(write=write)
+    pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: write(buffer.raw()))
     pickler.fast = True  # an object that occurs twice is pickled twice, so it does not matter whether it does
     try:
         pickler.dump(value)
+    except _EnoughError:
+        pass
     except Exception:  # noqa: BLE001  # methods of the user's objects may raise anything
         return f"a {qualified_name(type(value))}"
     return f"digest {digest.hexdigest()}"
+
+
+class _EnoughError(Exception):
+    """The pickle is as long as what is compared of it."""
 
 
 class _Pickler(pickle.Pickler):

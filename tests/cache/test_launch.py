@@ -429,6 +429,18 @@ def test_attributes_are_compared(attribute: Any, other: Any) -> None:
     assert likeness(Holding(attribute), None, samples) != likeness(Holding(other), None, samples)
 
 
+def test_only_the_beginning_of_a_long_attribute_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of gigabytes would delay the start of every rank."""
+    monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
+    samples = {0: 1, 1: 2, 2: 3}
+    lists = [[f"{number:050}" for number in range(5000)] for _ in range(3)]
+    lists[1][4999], lists[2][3] = "another end", "another beginning"
+
+    first, same, other = (likeness(Holding(held), None, samples) for held in lists)
+
+    assert first == same != other
+
+
 def test_an_attribute_that_contains_itself_is_compared_by_its_class() -> None:
     """It is no error."""
     held: list[Any] = []
