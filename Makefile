@@ -71,8 +71,13 @@ $(CLIENTS)/%/.ready: $(CLIENTS_PINS)/%.txt $(CLIENTS_PINS)/torch.txt
 test-clients: $(BIN)/.ready $(CLIENTS_ENVIRONMENTS)
 	$(BIN)/pytest tests/clients --numprocesses 2 --dist load $(CLIENTS_ARGS)
 
-# All that can be tested without a GPU; the environments take 10 GB.
-test-all: test test-clients test-emulated
+# All that can be tested without a GPU, before a release: two hours and more; the environments take 10 GB.
+# SINCE is the revision whose changed files are mutated.
+SINCE ?= HEAD~20
+test-all: test-clients test-emulated docs
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10 --thorough
+	$(MAKE) mutants FILE="--since $(SINCE)"
+	$(MAKE) soak MINUTES=30
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

@@ -21,6 +21,7 @@ import select
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -116,11 +117,17 @@ def main() -> None:
     parser.add_argument(
         "--again", action="store_true", help="only those of the sample that survived last time"
     )
+    parser.add_argument("--since", metavar="REVISION", help="only files that changed since then")
     arguments = parser.parse_args()
     plugins.OPERATOR_PROVIDERS["own"] = _OwnOperators()
     chosen = [name for name in TESTS if not arguments.files or any(name.endswith(f) for f in arguments.files)]
     if not chosen:
         sys.exit(f"no file of {', '.join(TESTS)} ends in {' or '.join(arguments.files)}")
+    if arguments.since:
+        command = ["git", "diff", "--name-only", "--relative=fastload", arguments.since]
+        changed = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout
+        chosen = [name for name in chosen if name in changed.splitlines()]
+        print(f"changed since {arguments.since}: {', '.join(chosen) or 'none of these files'}")
     for name in chosen:
         test_file(name, arguments.sample, arguments.seed, again=arguments.again)
 
