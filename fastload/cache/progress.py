@@ -6,6 +6,7 @@ not parsed as markup, and cut where the terminal is narrow.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -38,7 +39,7 @@ class BuildProgress:
         self._bytes = 0
         self._lock = threading.Lock()
         self._start = self._last = time.monotonic()
-        self._bar = _bar() if shown and sys.stderr is not None and not sys.stderr.closed else None
+        self._bar = _bar() if shown else None
         if self._bar is not None:
             self._task = self._bar.add_task(title, total=total, completed=done, figures="")
 
@@ -79,6 +80,10 @@ class BuildProgress:
 
 def _bar() -> Progress | None:
     """A bar on standard error; None if that is no terminal."""
+    stream = sys.stderr
+    is_forced = "FORCE_COLOR" in os.environ or "TTY_COMPATIBLE" in os.environ  # then rich decides
+    if stream is None or stream.closed or not (is_forced or stream.isatty()):
+        return None
     from rich.console import Console  # here: slow to import, and most runs draw no bar
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
