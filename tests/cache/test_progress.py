@@ -23,6 +23,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
     real = rich.console.Console
     seconds = itertools.count(0, 10)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # or standard error, which is no terminal, is asked
 
     def draw_bar(columns: int, title: str, total: int, done: int, nbytes: int = 0) -> str:
         file = io.StringIO()
