@@ -38,7 +38,8 @@ class Spans:
 
     Attributes:
         num_events: How many stages were entered.
-        sums: By stage and name: calls, wall time, CPU time, bytes and pixels, as in `Sums`.
+        sums: By stage and name: calls, nanoseconds without those in stages that it called, nanoseconds of the
+            CPU likewise, bytes and pixels.
     """
 
     def __init__(self) -> None:
