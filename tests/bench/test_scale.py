@@ -322,11 +322,11 @@ def crossing_example() -> Any:
 def test_crossing_points_by_hand() -> None:
     """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
 
-    An image has 0.1 MB, and 1 MB when it is decoded. A node keeps a fourth of the set. So
-    1 TB of RAM holds the parts of 4 TB of files, or of 400 GB of files whose images are decoded. The parts are never dealt anew, so later epochs over decoded
-    images take no time. LMDB fits up to 200 GB, and brings the whole set to each node: four times the
-    bytes. Above 400 GB all designs decode in each epoch: 10 MB of files take 0.1 s, and 0.01 s of the
-    network. So encoded parts are as fast as no cache, and move less.
+    An image has 0.1 MB, and 1 MB when it is decoded. A node keeps a fourth of the set. So 1 TB of RAM
+    holds the parts of 4 TB of files, or of 400 GB of files whose images are decoded. The parts are never
+    dealt anew, so later epochs over decoded images take no time. LMDB fits up to 200 GB, and brings the
+    whole set to each node: four times the bytes. Above 400 GB all designs decode in each epoch: 10 MB of
+    files take 0.1 s, and 0.01 s of the network. So encoded parts are as fast as no cache, and move less.
     """
     found = scale.ranges(crossing_example(), 4)
     assert [design for _, design in found] == [scale.DECODED, scale.ENCODED, scale.NO_CACHE]
