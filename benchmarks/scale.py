@@ -10,7 +10,7 @@ The designs:
 
 * no cache: in each epoch every node reads its share from the object store, and decodes the crops.
 * decoded, RAM: every node trains on its own part for `epochs_per_deal` epochs, and keeps the decoded images
-  of this part in RAM. Then the parts are dealt anew; a sample stays on its node with probability 1 / nodes.
+  of this part in RAM. Then the parts are dealt anew, and the cache starts empty.
 * decoded, LMDB: every node first builds an LMDB file of the whole set on its own disk, and trains from it.
 * encoded, RAM, whole set: every node first reads all files into RAM, and decodes the crops in each epoch.
 * encoded, RAM: as "decoded, RAM", with files instead of decoded images.
@@ -213,13 +213,12 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
             stored_bytes = c.encoded_bytes
             read_s, decode_s, cpu = c.region_from_ram_s, c.region_s, "decoding"
         miss_s = decode_s + stored_bytes * c.ram_store_s_per_byte
-        kept = share / num_nodes  # of a part, by chance, when the parts are dealt anew
-        ram_bytes = stored_bytes * (share if num_nodes == 1 else share + kept)  # a deal copies those kept
+        ram_bytes = stored_bytes * share
         first = epoch(fetched=share, cpu_s=share * miss_s)
-        deal = epoch(fetched=share - kept, cpu_s=(share - kept) * miss_s + kept * read_s)
-        others = epoch(cpu_s=share * read_s, cpu=cpu)
-        later_fetched = (share - kept) / c.epochs_per_deal
-        later = mean(deal, others, c.epochs_per_deal)
+        others = later = epoch(cpu_s=share * read_s, cpu=cpu)
+        if num_nodes > 1:  # with every deal the cache starts empty
+            later_fetched = share / c.epochs_per_deal
+            later = mean(first, others, c.epochs_per_deal)
     elif design == LMDB:
         first_fetched = images
         disk_bytes = images * c.decoded_bytes
@@ -284,13 +283,12 @@ def largest_bytes(c: Constants, design: str, num_nodes: int) -> float:
     """The largest set of JPEGs that fits, in bytes; infinite without a cache."""
     decoded_per_encoded = c.decoded_bytes / c.encoded_bytes
     ram_bytes = c.ram_share * c.ram_bytes
-    parts = num_nodes if num_nodes == 1 else num_nodes / (1 + 1 / num_nodes)
     return {
         NO_CACHE: math.inf,
-        DECODED: parts * ram_bytes / decoded_per_encoded,
+        DECODED: num_nodes * ram_bytes / decoded_per_encoded,
         LMDB: c.disk_bytes / decoded_per_encoded,
         ENCODED_WHOLE: ram_bytes,
-        ENCODED: parts * ram_bytes,
+        ENCODED: num_nodes * ram_bytes,
     }[design]
 
 

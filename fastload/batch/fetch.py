@@ -234,12 +234,7 @@ class Fetcher:
     def _read_samples(self, indices: Any, origin: StreamOrigin | None) -> None:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
-        if (
-            origin is None
-            and not self.reads_ahead
-            and hasattr(dataset, "__getitems__")
-            and dataset.__getitems__
-        ):
+        if origin is None and not self.reads_ahead and getattr(dataset, "__getitems__", None):
             self.num_samples = operator.length_hint(indices)  # 0 if a sampler of the user's hides it
             try:
                 samples = dataset.__getitems__(indices)

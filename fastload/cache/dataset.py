@@ -298,7 +298,7 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if the budget and the rate limit allow it."""
         counts.misses += 1
-        restore = mark() if self._stores else _nothing
+        restore = mark() if self._stores else None
         started_s = time.perf_counter()
         try:
             fresh = self._source[index]
@@ -313,9 +313,9 @@ class CachedDataset(Dataset[Any]):
                 )
             raise
         read_s = time.perf_counter() - started_s
-        restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
-        if not self._stores:
+        if restore is None:
             return read_only_views(fresh)
+        restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
         try:
             sample = read_only(fresh)
         except UnsupportedSampleError as error:
@@ -439,10 +439,6 @@ def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
         outside = given[(given < 0) | (given >= num_samples)][0]
         raise IndexError(f"retain() got the index {outside}, but the dataset has {num_samples} samples")
     return np.unique(given.astype(np.intp))
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_map_style(dataset: Any) -> None:

@@ -59,7 +59,6 @@ class Pushdown:
 
     Attributes:
         obstacle: Why images are decoded in full; None if they are not.
-        available_keys: Those of the pipeline.
     """
 
     def __init__(self, pipeline: Any, *, reduces: bool) -> None:
@@ -69,7 +68,6 @@ class Pushdown:
         transforms = pipeline.transforms if self._is_compose else [pipeline]
         self._first: Any = transforms[0] if transforms else None
         self.obstacle = self._find_obstacle()
-        self.available_keys = getattr(pipeline, "available_keys", ())
 
     def explain(self) -> str:
         """What is decoded, in one clause."""

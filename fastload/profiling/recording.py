@@ -33,7 +33,8 @@ class Batch(NamedTuple):
         process_cpu_ns: CPU time of the process in the meantime, with all threads.
         waited_ns: How long this worker had waited for the batch's indices before `start_ns`.
         num_samples: Its samples.
-        stages: The stage, name and `Sums` of each function that ran; empty if they were not measured.
+        stages: The stage, name and sums (see `Spans`) of each function that ran; empty if they were not
+            measured.
     """
 
     loader: int
@@ -65,16 +66,6 @@ class Moment(NamedTuple):
     name: str
     wall_ns: int = 0
     cpu_ns: int = 0
-
-
-class Sums(NamedTuple):
-    """What was added up under one name: `wall_ns` is without the time in stages that it called."""
-
-    calls: int = 0
-    wall_ns: int = 0
-    cpu_ns: int = 0
-    nbytes: int = 0
-    num_pixels: int = 0
 
 
 class Recording:

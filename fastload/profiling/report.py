@@ -11,6 +11,7 @@ from fastload.profiling.timeline import Timeline, mean, median
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_MAX_SUGGESTIONS = 3
 _FEW_STEPS = 20  # with fewer steady steps, the figures are uncertain
 
 
@@ -230,7 +231,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         culprit=culprit,
         bottleneck=bottleneck,
         verdict=_verdict(timeline, bottleneck),
-        suggestions=suggest(timeline, available_bytes) if is_bound else [],
+        suggestions=suggest(timeline, available_bytes)[:_MAX_SUGGESTIONS] if is_bound else [],
     )
 
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SHARE = 0.01  # of the time that a batch takes
 EVENT_NS = 1_500  # the measured cost of entering and leaving a stage, with its wrapper (benchmarks/NOTES.md)
-BATCH_NS = (
-    100_000  # the cost of putting probes in place for a batch, and of the calls that are slower after it
-)
+BATCH_NS = 100_000  # the cost of putting probes in place for a batch, with the slower calls after it
 MAX_STRIDE = 256
 
 Key = tuple[str, str]  # stage, name
@@ -38,7 +36,8 @@ class Spans:
 
     Attributes:
         num_events: How many stages were entered.
-        sums: By stage and name: calls, wall time, CPU time, bytes and pixels, as in `Sums`.
+        sums: By stage and name: calls, nanoseconds without those in stages that it called, nanoseconds of the
+            CPU likewise, bytes and pixels.
     """
 
     def __init__(self) -> None:

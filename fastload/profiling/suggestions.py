@@ -4,7 +4,7 @@ Rules:
 
 1. A loop that waits for data less than `MIN_DATA_SHARE` of its time gets no suggestion.
 2. A suggestion's gain is the steps' time now, divided by their time after that change alone. Suggestions
-   below `MIN_GAIN` are left out; the `MAX_SUGGESTIONS` largest are kept.
+   below `MIN_GAIN` are left out; the report has the three largest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MIN_DATA_SHARE = 0.05
 MIN_GAIN = 1.03
-MAX_SUGGESTIONS = 3
 
 _RAM_BYTES_PER_S = 4e9  # a cautious rate for copying a cached sample into its batch
 _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than everything else
@@ -142,15 +141,12 @@ def _outside(timeline: Timeline) -> Stage | None:
 # --- changes ---------------------------------------------------------------------------------------------
 
 
-def suggest(
-    timeline: Timeline, available_bytes: int, *, limit: int | None = MAX_SUGGESTIONS
-) -> list[Suggestion]:
+def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     """The changes that are worth while, largest gain first.
 
     Args:
         timeline: What was recorded.
         available_bytes: The host memory that is free.
-        limit: How many are returned at most; None: all.
     """
     if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.warm:
         return []  # also if the workers were started before the profile, so that nothing is known of them
@@ -169,7 +165,7 @@ def suggest(
         )
     ]
     found += _persistent_workers(timeline)
-    return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)[:limit]
+    return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
 
 
 def _without(

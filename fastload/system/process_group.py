@@ -10,9 +10,8 @@ import os
 import sys
 from typing import Any
 
-_is_forked = (
-    False  # this process was forked from a rank, and must not use that rank's connection to the store
-)
+# Whether this process was forked from a rank: it must not use that rank's connection to the store.
+_is_forked = False
 
 
 def process_group() -> Any | None:

@@ -1,7 +1,7 @@
 """Worker threads instead of worker processes: `worker_method="thread"`.
 
-Threads are for code that releases the GIL, and for Python without a
-GIL: nothing is pickled, and a batch is passed as an object. Rules:
+Threads are for code that releases the GIL, and for Python without a GIL: nothing is pickled, and a batch is
+passed as an object. Rules:
 
 1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the
    generators that the dataset and collate_fn keep; it shares the rest of these.
@@ -262,9 +262,8 @@ class _Copier:
     def __init__(self, random_ones: list[Any], holders: dict[int, Any]) -> None:
         self._holders = holders
         self._random_ones = {id(value) for value in random_ones}
-        self._copies: dict[
-            int, Any
-        ] = {}  # also deepcopy's memo: an object shared by two pipelines is shared by their copies
+        # Also deepcopy's memo: an object that two pipelines share is shared by their copies.
+        self._copies: dict[int, Any] = {}
 
     def _holds(self, value: Any) -> bool:
         return id(value) in self._holders

@@ -57,14 +57,14 @@ TESTS = {
     " -k 'not sampler_that and not timeout'",
     "workers/process.py": "tests/transport/test_process.py tests/survival/test_start.py"
     " tests/survival/test_going_on.py tests/faults/test_processes.py -m 'not slow' -k 'not sampler_that'",
-    "workers/task.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
+    "workers/messages.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that'",
     "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
     " tests/cache/test_shared_model.py tests/cache/test_sharing.py -m 'not slow'",
     "epochs/resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
-    "epochs/epoch.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
+    "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
     f" tests/rng/test_seeding.py {FEW}",
     "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/copies.py": "tests/device/test_prefetch.py tests/device/test_prefetch_model.py"

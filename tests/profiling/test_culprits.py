@@ -157,7 +157,7 @@ def test_advised_code_runs_as_printed(
     with fastload.profile() as profile:
         for _ in make("torch", dataset, 0):
             pass
-    found = suggestions.suggest(profile._timelines[0], free_bytes, limit=None)
+    found = suggestions.suggest(profile._timelines[0], free_bytes)
     texts = {one.change: one.text for one in found if one.change in changes}
     names: dict[str, Any] = {name: getattr(fastload, name) for name in ("CachedDataset", "DataLoader")}
     names |= {"fastload": fastload, "dataset": [np.zeros((4, 4, 3), np.uint8)], "transform": len}

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 SHARD_SUFFIX = ".lmdb"
 MANIFEST_NAME = "cache.json"  # in an object store and in a local copy, see `manifest` and `copies`
 _FILES_A_SHARD = 2  # its descriptor, and that of its mapping
-_MOST_NAMED = 10  # missing shards that an error lists
 
 
 def shard_name(plan: Plan, shard: int) -> str:
