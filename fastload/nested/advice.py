@@ -18,7 +18,7 @@ _BY_PACKAGE = {
 }
 _BY_TYPE = (
     (np.ndarray, "return numpy.asarray(array)"),
-    ((int, float, str, bytes), "return a plain int, float, str or bytes"),
+    ((int, float, str, bytes, bytearray, memoryview), "return a plain int, float, str or bytes"),
     (Mapping, "return a plain dict"),
     ((Set, Sequence), "return a plain list or tuple"),
 )

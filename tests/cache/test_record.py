@@ -218,6 +218,7 @@ def _local_tuple() -> Any:
         ({"p": Path("x")}, '$["p"]', "str(value)"),
         ({1: 2}, "$", "str keys"),
         (OrderedDict(a=1), "$", "plain dict"),
+        ({"file": bytearray(b"x")}, '$["file"]', "str or bytes"),
         ((Colour.RED,), "$[0]", "plain int"),
         ([np.array([None])], "$[0]", "numbers"),
         ([np.ma.masked_array([1])], "$[0]", "numpy.asarray"),
