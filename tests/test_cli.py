@@ -120,6 +120,21 @@ def flip_a_bit(path: Path, index: int) -> None:
     path.write_bytes(content)
 
 
+def test_file_urls_are_paths(tmp_path: Path) -> None:
+    """For the source, the destination, and whoever opens the cache."""
+    source = images(tmp_path / "photos", "a/1.png", "b/2.png")
+
+    done = run("build", f"file://{source}", f"file://{tmp_path}/made")
+    assert done.exit_code == 0, done.output
+    assert run("verify", f"file://{tmp_path}/made").exit_code == 0
+
+    opened = fastload.CachedDataset.from_cache(f"file://{tmp_path}/made")
+    cached = fastload.CachedDataset(fastload.ImageFolder(source), cache=f"lmdb:file://{tmp_path}/made")
+    assert len(opened) == len(cached) == cached.cache_info().num_cached == 2
+    opened.cache.close()
+    cached.cache.close()
+
+
 @pytest.mark.slow
 class TestImports:
     @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])

@@ -41,7 +41,7 @@ from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.stack import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
-from fastload.files.remote import is_url
+from fastload.files.remote import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_budget
@@ -154,7 +154,7 @@ class Opener:
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
             path = cache.removeprefix(_LMDB_PREFIX)
             if not is_url(path):
-                return self._build_lmdb(os.path.expanduser(path))
+                return self._build_lmdb(os.path.expanduser(local_path(path)))
             url, cache = path, LMDBCache(path, progress=self.progress)  # a local copy, never built here
         if isinstance(cache, LMDBCache):
             if cache.codec == SOURCE:

@@ -57,6 +57,9 @@ def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[st
                 raise CommandError(f"{name} should be a path on this machine, but is {text}: {hint}")
             check_url(text)
             return text
+        from fastload.files.remote import local_path
+
+        text = local_path(text)
         if not text:
             raise CommandError(f"{name} is empty: give a path")
         try:

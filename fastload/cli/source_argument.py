@@ -59,7 +59,9 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
 def is_folder(source: str) -> bool:
     """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    return is_url(source) or os.path.isdir(source)
+    from fastload.files.remote import local_path
+
+    return is_url(source) or os.path.isdir(local_path(source))
 
 
 def open_transform(name: str) -> Any:
@@ -88,7 +90,9 @@ def setup_code(source: str, size: int | tuple[int, int] | None, transform: str |
     """The lines of Python that make the variables `dataset` and `transform`."""
     if is_folder(source):
         scaled = "" if size is None else f", size={size}"
-        root = source if is_url(source) else os.path.abspath(source)
+        from fastload.files.remote import local_path
+
+        root = source if is_url(source) else os.path.abspath(local_path(source))
         lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]
     else:
         lines = _code("dataset", source, _makes_dataset)

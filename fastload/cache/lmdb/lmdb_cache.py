@@ -24,7 +24,7 @@ from fastload.cache.progress import BuildProgress
 from fastload.cache.record import decode, spec_text
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files.remote import is_url
+from fastload.files.remote import is_url, local_path
 from fastload.nested.spec import Spec
 from fastload.system.sizes import readable_size
 
@@ -79,7 +79,7 @@ class LMDBCache(BaseCache):
         else:
             if storage_options is not None:
                 raise ValueError(f"storage_options= is for URLs, but path is {name!r}: omit storage_options=")
-            self.path = os.path.abspath(name)
+            self.path = os.path.abspath(local_path(name))
             self._files = open_cache(self.path)
             self.reason = "opened by its path"
         self._plan: Plan | None = self._files[0].description.plan
