@@ -153,7 +153,7 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
                 try:
                     built = future.result()
                 except TransientTaskError as error:
-                    built = str(error)
+                    built = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
                 except Exception as error:  # noqa: BLE001 - of the executor: a process or a machine has died
                     built = f"failed: {_in_one_line(error)}"
                 if isinstance(built, str):
