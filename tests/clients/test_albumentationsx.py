@@ -128,6 +128,7 @@ OTHER_CLAIMS = {
         test_collate_pipelines.py::TestTheDatasetsStreams::test_they_are_fixed
         test_collate_pipelines.py::TestTheUsersOwn::test_after_an_error
         test_collate_pipelines.py::TestTheUsersOwn::test_between_batches_and_after_them
+        test_collate_pipelines.py::TestThreads::test_an_attribute_with_the_name_of_a_global_pipeline_is_copied
         test_collate_pipelines.py::TestThreads::test_a_method_of_the_dataset_uses_its_thread_s_dataset
         test_local_pipelines.py::TestStreams::test_a_resumed_epoch_begins_its_streams_anew
         test_local_pipelines.py::TestStreams::test_datapipes_too
@@ -146,7 +147,6 @@ OTHER_CLAIMS = {
         test_seeding.py::test_two_flips_always_agree_after_set_random_seed
     """,
     "a flip at the end returns a view with negative strides, which torch's default_collate refuses": """
-        test_sample_rng.py::TestCaches::test_a_refused_call_draws_again_from_the_beginning
         test_views.py::test_views_are_the_same_for_any_number_of_workers
         test_views.py::test_views_of_one_pipeline_differ
     """,

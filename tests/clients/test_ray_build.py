@@ -200,12 +200,13 @@ def test_a_cluster_builds_the_cache_of_one_process(script: str, tmp_path: Path) 
 
 
 def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
-    """It names the shards, the machine, the reason and the attempts."""
+    """It names the shards, the machine and the reason, in one line each."""
     run(FULL_EVERYWHERE, tmp_path, "torch", limit_s=LIMIT_S).check_end()
     said = (tmp_path / "error").read_text()
 
     assert said.startswith("2 of 2 shards were not built: shard 1/2 on ")
-    assert said.count("cannot write the cache") == said.count("(2 attempts)") == 2
+    assert said.count("cannot write the cache") == 2
+    assert "Traceback" not in said
 
 
 def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     assert reports[0] == reports[1]
 
 
-def test_ctrl_c_keeps_the_finished_shards(tmp_path: Path) -> None:
-    """The command ends with its exit code, its tasks are gone, and the next run finishes the cache."""
+def test_ctrl_c_ends_the_tasks(tmp_path: Path) -> None:
+    """They leave nothing of their unfinished shards, and the next run builds the cache."""
     script = (
         SETUP
         + """
@@ -232,11 +233,9 @@ if __name__ == "__main__":
     os.environ["NODE"] = "driver"  # its own reads are not held
     try:
         ray_build.build(images, FOLDER / "cache", shards=4)
-    except KeyboardInterrupt as error:
-        assert "build again to resume" in error.__notes__[-1], error.__notes__
+    except KeyboardInterrupt:
         (FOLDER / "interrupted").touch()
-        left = [name for name in os.listdir(FOLDER / "cache.partial") if name.startswith(".")]
-        assert left == [], left
+        assert not (FOLDER / "cache.partial").exists()
     (FOLDER / "hold-head").unlink()
     assert ray_build.build(images, FOLDER / "cache").verify() == []
     ray.shutdown()
