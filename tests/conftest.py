@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from fastload.cache import launch, rate_limit
@@ -20,6 +21,11 @@ from tests.kit.processes import Gate, Interpreter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+if hypothesis.settings.get_current_profile_name() == "default":  # the mutants have a profile of their own
+    # By default an example that takes more than 200 ms fails its test: on a busy machine, any does at times.
+    hypothesis.settings.register_profile("without deadline", deadline=None)
+    hypothesis.settings.load_profile("without deadline")
 
 TESTS = Path(__file__).parent
 INTERPRETERS = {"spawn", "forkserver"}  # start methods
