@@ -252,8 +252,9 @@ class RowCollate:
     def read(self, get: Callable[[Any], Any], indices: Iterator[Any]) -> None:
         """Add ``get(index)`` for each index; each sample may be dropped afterwards."""
         if not self._keeps:
+            add = self._add
             for index in indices:
-                self._add(get(index))
+                add(get(index))
                 if self._keeps:
                     break
         if self._keeps:
