@@ -113,14 +113,14 @@ class _Rows:
         self._is_tensor = self._kind is torch.Tensor
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
+        self._row_dtype = tensor_array(first).dtype if self._is_tensor else first.dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
         self._any_strides = batch.in_worker or self._layout is not None
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        dtype = tensor_array(torch.empty(0, dtype=self._dtype)).dtype if self._is_tensor else self._dtype
-        count, arena = self._batch.count, self._batch.arena
+        count, arena, dtype = self._batch.count, self._batch.arena, self._row_dtype
         if self._layout == "CHW":
             channels, height, width = self._shape
             self._rows = arena.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)

@@ -153,9 +153,13 @@ class Opener:
         url = None
         if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
             path = cache.removeprefix(_LMDB_PREFIX)
-            if not is_url(path):
-                return self._build_lmdb(os.path.expanduser(local_path(path)))
-            url, cache = path, LMDBCache(path, progress=self.progress)  # a local copy, never built here
+            if is_url(path):
+                url = path  # a local copy, never built here
+            else:
+                path = os.path.abspath(os.path.expanduser(local_path(path)))
+                if not os.path.lexists(path):
+                    return self._build_lmdb(path)
+            cache = LMDBCache(path, progress=self.progress)
         if isinstance(cache, LMDBCache):
             if cache.codec == SOURCE:
                 self._use_encoded_source(url or cache.path)
@@ -306,10 +310,7 @@ class Opener:
             )
 
     def _build_lmdb(self, path: str) -> LMDBCache:
-        if os.path.exists(path) and LMDBCache(path).codec == SOURCE:
-            self._use_encoded_source(path)
-        if self.fingerprint is None or not os.path.exists(path):
-            self._examine()
+        self._examine()
         for attempt in itertools.count():
             try:
                 return build_lmdb(

@@ -44,20 +44,22 @@ class Sources:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.samplers: dict[str, Any] = {}
-        left = [("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
-        while left:  # batch samplers may be nested: Accelerate wraps the loader's own
-            place, sampler = left.pop(0)
-            if sampler is None or any(sampler is other for other in self.samplers.values()):
-                continue
-            self.samplers[place] = sampler
-            if sampler is loader.batch_sampler or isinstance(sampler, BatchSampler):
-                inner = ((name, getattr(sampler, name, None)) for name in ("sampler", "batch_sampler"))
-                left += [(f"{place}.{name}", other) for name, other in inner]
         self.generators = {DEFAULT: torch.default_generator}
-        for place, owner in ((LOADER, loader), *self.samplers.items()):
+        known = {id(None), id(torch.default_generator)}
+        left = [(LOADER, loader), ("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
+        for place, owner in left:
+            if id(owner) in known:
+                continue
+            known.add(id(owner))
+            if owner is not loader:
+                self.samplers[place] = owner
+                # Batch samplers may be nested: Accelerate wraps the loader's own.
+                if owner is loader.batch_sampler or isinstance(owner, BatchSampler):
+                    names = ("sampler", "batch_sampler")
+                    left += [(f"{place}.{name}", getattr(owner, name, None)) for name in names]
             generator = getattr(owner, "generator", None)
-            is_known = any(generator is other for other in self.generators.values())
-            if isinstance(generator, torch.Generator) and not is_known:
+            if isinstance(generator, torch.Generator) and id(generator) not in known:
+                known.add(id(generator))
                 self.generators[place] = generator
         self.keys = {place for place, sampler in self.samplers.items() if keeps_state(sampler)}
         for place, sampler in self.samplers.items():

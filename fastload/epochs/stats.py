@@ -221,9 +221,12 @@ class Recorder:
 
 def recorder_of(loader: Any) -> Recorder:
     """The recorder of this loader in this process."""
-    recorder: Recorder = vars(loader).setdefault("_recorder", Recorder(loader))
+    attributes = vars(loader)
+    recorder: Recorder | None = attributes.get("_recorder")
+    if recorder is None:
+        recorder = attributes.setdefault("_recorder", Recorder(loader))  # threads may begin at the same time
     if not recorder.belongs_to(loader):  # a copy's, an unpickled loader's, or the parent process's
-        recorder = vars(loader)["_recorder"] = Recorder(loader)
+        recorder = attributes["_recorder"] = Recorder(loader)
     return recorder
 
 

@@ -116,7 +116,7 @@ class SampleRng:
             # A dataset that is being read for a sample may itself iterate over a loader.
             self._outer, _current.rng = _current.rng, self
         self._stream_bytes = stream_bytes(origin, index, occurrence)
-        self.set_generators()
+        self._set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
@@ -125,7 +125,7 @@ class SampleRng:
         if self._takeover is not None:
             self._takeover.__exit__()
 
-    def set_generators(self) -> None:
+    def _set_generators(self) -> None:
         """Set all generators for the current sample, from the first draw on."""
         seeds = self._stream_bytes
         self._generator = None

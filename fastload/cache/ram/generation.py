@@ -119,9 +119,8 @@ class Generation:
     def __init__(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
         self.segment = segment
         self.plan = plan
-        memory: mmap.mmap | bytes = bytes(TABLE_AT + plan.num_samples * ENTRY_BYTES)
-        self.is_full = segment.fd < 0
-        if not self.is_full:
+        memory: mmap.mmap | bytes | None = mapping
+        if segment.fd >= 0:
             weakref.finalize(self, segment.close).atexit = False
             try:
                 memory = mapping or segment.map(writable=False)
@@ -131,7 +130,9 @@ class Generation:
                     os.getpid(),
                     str(error),  # the error itself would keep this frame alive in a log handler
                 )
-                self.is_full = True
+        self.is_full = memory is None
+        if memory is None:
+            memory = bytes(TABLE_AT + plan.num_samples * ENTRY_BYTES)
         self.stamp = Stamp.parse(memory)
         self.followed = 0
         self._memory = memoryview(memory)
