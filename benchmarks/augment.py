@@ -33,11 +33,11 @@ from harness import Contender, best, interleave, report, save
 
 import fastload
 from fastload.device import resample
-from fastload.device.augment import chained
-from fastload.device.boxes import NUM_DRAWS, draw_boxes
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import BatchStreams
 from fastload.rng.sample_streams import StreamOrigin
+from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
+from fastload.transforms.crop_and_flip import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ def by_kornia() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_fastload() -> Callable[[torch.Tensor], torch.Tensor]:
-    return chained([fastload.RandomResizedCrop(SIDE), fastload.RandomHorizontalFlip()])
+    return chained([fastload.transforms.RandomResizedCrop(SIDE), fastload.transforms.RandomHorizontalFlip()])
 
 
 MAKERS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {

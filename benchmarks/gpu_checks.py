@@ -28,11 +28,11 @@ import torch
 from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
 from harness import RESULTS
 
-from fastload.device.normalize import Normalize
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.training.backends import tune_backends
 from fastload.training.oom import find_batch_size, retry_on_oom
 from fastload.training.report import memory_report
+from fastload.transforms.normalize import Normalize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

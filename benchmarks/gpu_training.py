@@ -28,7 +28,7 @@ import fastload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-NORMALIZE = fastload.Normalize(
+NORMALIZE = fastload.transforms.Normalize(
     (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), dtype=torch.bfloat16, memory_format=torch.channels_last
 )
 

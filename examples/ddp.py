@@ -35,7 +35,7 @@ def train(folder: Path) -> tuple[nn.Module, fastload.CachedDataset]:
         sampler=sampler,
         num_workers=1,
         device=device,
-        device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        device_transform=fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     )
     model = DistributedDataParallel(small_network(len(dataset.classes)).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

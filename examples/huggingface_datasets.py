@@ -65,7 +65,7 @@ def train(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
         shuffle=True,
         num_workers=2,
         device="auto",
-        device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        device_transform=fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = small_network(rows.features["label"].num_classes).to(device)

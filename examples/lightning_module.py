@@ -63,7 +63,9 @@ class Photos(L.LightningDataModule):
             num_workers=2,
             persistent_workers=True,
             device="auto",  # the GPU of this rank; give "cpu" if the Trainer has accelerator="cpu"
-            device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+            device_transform=fastload.transforms.Normalize(
+                mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+            ),
             **arguments,
         )
 

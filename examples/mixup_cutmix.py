@@ -66,7 +66,7 @@ def make_loader(folder: Path) -> fastload.DataLoader:
         generator=torch.Generator().manual_seed(1),
         collate_fn=MixUpOrCutMix(len(photos.classes)),
         device="auto",
-        device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        device_transform=fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     )
 
 

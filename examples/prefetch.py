@@ -23,7 +23,7 @@ def make_loader(folder: Path, device: str | None = "auto") -> fastload.DataLoade
     """
     photos = fastload.ImageFolder(folder, size=SIZE)
     transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])
-    normalize = fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    normalize = fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     return fastload.DataLoader(
         fastload.CachedDataset(photos, transform=transform, cache="ram"),
         batch_size=8,
@@ -59,7 +59,7 @@ def main() -> None:
 
         # CUDAPrefetcher does the same for any iterable of batches, torch's own loader included.
         prefetcher = fastload.CUDAPrefetcher(make_loader(folder, device=None), device="auto", depth=3)
-        normalize = fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+        normalize = fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
         pairs = zip(make_loader(folder), prefetcher, strict=True)
         equal = [
             torch.equal(one[0], normalize(other[0])) and torch.equal(one[1], other[1]) for one, other in pairs

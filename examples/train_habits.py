@@ -79,7 +79,7 @@ HABITS = (
     ),
     Habit(
         "normalize_on_device",
-        "uint8 up to the device, fastload.Normalize there. Off: workers make floats, four times the bytes.\n"
+        "uint8 up to the device, Normalize there. Off: workers make floats, four times the bytes.\n"
         "Does not pay where the device is the bottleneck and workers idle.",
     ),
     Habit(

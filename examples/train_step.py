@@ -58,7 +58,9 @@ class Trainer:
         self.network = network.to(device, memory_format=self.memory_format)
         # The compiled model shares the network's weights; checkpoints hold the network's names.
         self.model = torch.compile(self.network) if options.compile else self.network
-        self.normalize = fastload.Normalize(MEAN, STD, memory_format=self.memory_format, layout="HWC")
+        self.normalize = fastload.transforms.Normalize(
+            MEAN, STD, memory_format=self.memory_format, layout="HWC"
+        )
         self.normalize.to(device)
         fused = options.fused_optimizer
         self.kernels = {"fused": fused, "foreach": options.foreach_optimizer and not fused}

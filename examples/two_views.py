@@ -33,7 +33,7 @@ class ToFloats:
     """Normalizes both views on the device."""
 
     def __init__(self) -> None:
-        self.normalize = fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+        self.normalize = fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
 
     def __call__(self, batch: Any) -> Any:
         """(B, H, W, 3) uint8 to (B, 3, H, W) float32, twice."""

@@ -63,7 +63,7 @@ def make_loader(shards: list[str]) -> fastload.DataLoader:
         batch_size=8,
         num_workers=SHARDS,
         device="auto",
-        device_transform=fastload.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+        device_transform=fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     )
 
 

@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.training.backends import tune_backends as tune_backends
-    from fastload.device.augment import (
-        RandomHorizontalFlip as RandomHorizontalFlip,
-        RandomResizedCrop as RandomResizedCrop,
-    )
-    from fastload.device.normalize import Normalize as Normalize
     from fastload.training.oom import (
         find_batch_size as find_batch_size,
         retry_on_oom as retry_on_oom,
@@ -80,8 +75,6 @@ _NAMES = {
     "epochs.node_partition": ("NodePartitionSampler",),
     "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
-    "device.augment": ("RandomHorizontalFlip", "RandomResizedCrop"),
-    "device.normalize": ("Normalize",),
     "training.oom": ("find_batch_size", "retry_on_oom"),
     "device.prefetch": ("CUDAPrefetcher",),
     "training.report": ("DeviceMemory", "MemoryReport", "memory_report"),
@@ -120,7 +113,7 @@ _NAMES = {
 
 if not TYPE_CHECKING:  # with __getattr__ in sight, type checkers would accept any name
     _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
-    _SUBMODULES = {module.partition(".")[0] for module in _NAMES}
+    _SUBMODULES = {"transforms", *(module.partition(".")[0] for module in _NAMES)}
 
     __all__ = sorted(_MODULE_OF)
 

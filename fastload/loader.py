@@ -108,11 +108,11 @@ class DataLoader(LoaderSettings):
             batches. None leaves batches on the host, as torch does. "mps" and "xpu" are experimental and
             copy nothing ahead.
         device_transform: Called with each whole batch on the device, without gradients, autocast or
-            inference mode: `Normalize`, `RandomResizedCrop`, `RandomHorizontalFlip`, any callable or module
-            whose own tensors are on the device, or a list of these, which are applied in its order. On CUDA
-            it runs ahead on the side stream; it should not wait for the device or keep its input. The draws
-            of fastload's own transforms follow the rules of `rng`: with ``"worker"`` from the seed, the
-            epoch, the rank and the batch's number, and with ``"sample"`` from the sample.
+            inference mode: one of `fastload.transforms`, any callable or module whose own tensors are on the
+            device, or a list of these, which are applied in its order. On CUDA it runs ahead on the side
+            stream; it should not wait for the device or keep its input. The draws of fastload's own
+            transforms follow the rules of `rng`: with ``"worker"`` from the seed, the epoch, the rank and the
+            batch's number, and with ``"sample"`` from the sample.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
             sample follows from the seed, the epoch and the position, so it is the same for any number of

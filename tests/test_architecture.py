@@ -31,6 +31,7 @@ LAYERS = [
     "batch",
     "cache",
     "device",
+    "transforms",
     "workers",
     "epochs",
     "training",

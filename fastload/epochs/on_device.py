@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.augment import chained
 from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice
@@ -29,6 +28,7 @@ from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.order import rank_of
 from fastload.errors import LoaderClosedError
 from fastload.rng.batch_draws import BatchStreams, drawing_from
+from fastload.transforms.crop_and_flip import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable

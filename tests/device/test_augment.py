@@ -18,11 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
-from fastload.device import augment, resample
-from fastload.device.augment import chained
-from fastload.device.boxes import NUM_DRAWS, draw_boxes
+from fastload import DataLoader
 from fastload.rng.batch_draws import BatchStreams, drawing_from
+from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, crop_and_flip, resample
+from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
+from fastload.transforms.crop_and_flip import chained
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -250,7 +250,7 @@ def count_resamples(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(boxes[4])
         return resample.resample(images, boxes, size)
 
-    monkeypatch.setattr(augment, "resample", counting)
+    monkeypatch.setattr(crop_and_flip, "resample", counting)
     return calls
 
 

@@ -424,7 +424,7 @@ def test_frameworks_may_build_it_again(fake: FakeBackend) -> None:
 
 def test_a_transform_may_be_a_module(without_cuda: None) -> None:
     """Normalize on images as they come, channels-last."""
-    normalize = fastload.Normalize([0.5] * 3, [0.25] * 3)
+    normalize = fastload.transforms.Normalize([0.5] * 3, [0.25] * 3)
     loader = DataLoader(IMAGES, 4, device="auto", device_transform=normalize)
     images, _ = next(iter(loader))
     exact = (np.stack([datasets.image(n)[0] for n in range(4)]) / 255 - 0.5) / 0.25

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload import DataLoader, Normalize, RandomHorizontalFlip, RandomResizedCrop
+from fastload import DataLoader
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import CUDAPrefetcher
 from fastload.memory.lease import Memory
 from fastload.memory.ring import Ring, SlotState
 from fastload.memory.segment import Segment, populate
+from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop
 from tests.device.loaders import Loader
 from tests.kit import datasets
 

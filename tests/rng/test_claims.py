@@ -122,7 +122,7 @@ def test_crops_and_flips_on_the_device_draw_the_same() -> None:
     generator = torch.Generator().manual_seed(1)
     noise = torch.randint(0, 256, (24, 9, 9, 3), dtype=torch.uint8, generator=generator)
     dataset: Any = list(zip(noise, range(24), strict=True))
-    augment = [fastload.RandomResizedCrop(7), fastload.RandomHorizontalFlip()]
+    augment = [fastload.transforms.RandomResizedCrop(7), fastload.transforms.RandomHorizontalFlip()]
     options: dict[str, Any] = {"device": "cpu", "device_transform": augment}
 
     def by_sample(**more: Any) -> list[dict[int, Any]]:

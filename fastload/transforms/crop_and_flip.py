@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from fastload.device.boxes import NUM_DRAWS, draw_boxes
 from fastload.device.cuda import copy_parameters
-from fastload.device.images import check_layout, find_images, layout_of
-from fastload.device.resample import resample
 from fastload.nested.device_tree import map_movable
 from fastload.rng.batch_draws import draw_uniforms
+from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
+from fastload.transforms.images import check_layout, find_images, layout_of
+from fastload.transforms.resample import resample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.device.images import check_layout, find_images, layout_of
 from fastload.nested.device_tree import map_movable
+from fastload.transforms.images import check_layout, find_images, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
