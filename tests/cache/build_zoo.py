@@ -13,7 +13,7 @@ from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 
@@ -67,6 +67,19 @@ class Stopping(BrokenImages):
         if index == self.stop:
             raise KeyboardInterrupt
         return super().sample(index)
+
+
+def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:
+    """The exit codes of forked children that run these functions at the same time."""
+    children = [multiprocessing.get_context("fork").Process(target=function) for function in functions]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    codes = [child.exitcode for child in children]
+    for child in children:
+        child.close()
+    return codes
 
 
 @contextlib.contextmanager

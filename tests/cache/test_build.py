@@ -1,27 +1,37 @@
-"""build_lmdb: what it reads, writes, opens and refuses."""
+"""build_lmdb in one process: what it reads, writes and refuses, and what it says of samples and systems."""
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import lmdb
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheMismatchError
-from tests.cache.build_zoo import building
-from tests.cache.zoo import BareImages, Images, RaggedImages
+from fastload.errors import (
+    CacheBusyError,
+    CacheError,
+    CacheMismatchError,
+    ImageReadError,
+    UnsupportedSampleError,
+)
+from tests.cache.build_zoo import BrokenImages, Dying, OddError, OddlyBroken, Stopping, exit_codes
+from tests.cache.zoo import BareImages, Collatable, Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -31,48 +41,32 @@ if TYPE_CHECKING:
 # --- what is read and written ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("shards", [1, 3])
-def test_build_reads_each_sample_once(num_workers: int, shards: int, tmp_path: Path) -> None:
-    """A build decodes every sample once, in the parent or in workers, and leaves the cache alone."""
-    dataset = RaggedImages(40, log=tmp_path / "log")
+@pytest.mark.parametrize(("num_workers", "shards", "num_samples"), [(0, 3, 40), (2, 1, 700)])
+def test_build_reads_each_sample_once(
+    num_workers: int, shards: int, num_samples: int, tmp_path: Path
+) -> None:
+    """Every sample is decoded once, here or in many tasks of workers; torch's generator is left alone."""
+    dataset, state = RaggedImages(num_samples, log=tmp_path / "log"), torch.get_rng_state()
     cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, shards=shards)
 
-    assert dataset.reads == [1] * 40
+    assert dataset.reads == [1] * num_samples
     assert sorted(os.listdir(tmp_path)) == ["cache", "log"]
-    for index in range(40):
-        assert_same_samples(cache.get(index), dataset.sample(index))
-
-
-def test_many_tasks(tmp_path: Path) -> None:
-    """Many tasks of each worker arrive in their order."""
-    dataset = Images(700)
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=2)
-
-    assert cache.verify() == []
-    for index in range(0, 700, 37):
+    assert torch.equal(torch.get_rng_state(), state)
+    for index in range(num_samples):
         assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 @pytest.mark.slow
 def test_workers_that_are_spawned(tmp_path: Path) -> None:
     """Spawned workers build the same."""
-    multiprocessing_method = multiprocessing.get_start_method(allow_none=True)
+    before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("spawn", force=True)
     try:
         cache = build_lmdb(Images(12), tmp_path / "cache", num_workers=1)
     finally:
-        multiprocessing.set_start_method(multiprocessing_method, force=True)
+        multiprocessing.set_start_method(before, force=True)
 
     assert_same_samples(cache.get(11), Images(12).sample(11))
-
-
-def test_build_leaves_the_random_state_alone(tmp_path: Path) -> None:
-    """Building draws nothing from torch's global generator."""
-    before = torch.get_rng_state()
-    build_lmdb(Images(4), tmp_path / "cache", num_workers=2)
-
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_probed_samples_are_not_read_again(tmp_path: Path) -> None:
@@ -82,18 +76,6 @@ def test_probed_samples_are_not_read_again(tmp_path: Path) -> None:
 
     assert dataset.reads == [0, 1, 1, 1, 1]
     assert_same_samples(cache.get(0), dataset.sample(0))
-
-
-@pytest.mark.parametrize("commit_bytes", [1 << 10, 1 << 16, 1 << 30])
-def test_commits(commit_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost, whatever a commit holds."""
-    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
-    for shape in [(1, 1, 3), (37, 1, 3), (64, 64, 3)]:  # in the tree, in between, in pages of their own
-        dataset = Images(120, shape=shape)
-        cache = build_lmdb(dataset, tmp_path / f"cache{shape[0]}", num_workers=0)
-
-        for index in range(120):
-            assert_same_samples(cache.get(index), dataset.sample(index))
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (100, 77, 3)], ids=["small", "in overflow pages"])
@@ -106,15 +88,9 @@ def test_equal_plans_give_equal_files(
     for name, used in (("first", 7), ("second", 200)):
         memory = [np.full(size, used, np.uint8) for size in (4096, 8192, 100_000, 1 << 20) for _ in range(9)]
         del memory  # freed memory of this process holds other bytes in each of the two builds
-        build_lmdb(Images(300, shape=shape), tmp_path / name, num_workers=0).close()
+        build_lmdb(Images(80, shape=shape), tmp_path / name, num_workers=0).close()
 
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
-
-
-def test_empty_dataset(tmp_path: Path) -> None:
-    """A cache of nothing is built and opened."""
-    assert build_lmdb(Images(0), tmp_path / "cache").num_samples == 0
-    assert build_lmdb(Images(0), tmp_path / "cache").verify() == []
 
 
 def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None:
@@ -148,16 +124,6 @@ def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
 # --- finished caches -------------------------------------------------------------------------------------
 
 
-def test_finished_cache_is_opened(path: Path) -> None:
-    """A second build of the same dataset reads one sample, to compare it, and writes nothing."""
-    before = path.stat().st_mtime_ns
-    dataset = Images(20)
-    build_lmdb(dataset, path)
-
-    assert sum(dataset.reads) == 1
-    assert path.stat().st_mtime_ns == before
-
-
 @pytest.mark.parametrize(
     ("dataset", "part"),
     [
@@ -178,47 +144,10 @@ def test_cache_of_another_dataset_is_refused(dataset: Images, part: str, path: P
     assert f"If the dataset is right, remove this cache with 'fastload cache rm {path}'" in text
 
 
-def test_changed_content_is_refused(path: Path) -> None:
-    """A first sample with the same structure and another content is noticed."""
-    with pytest.raises(CacheMismatchError, match="content of sample 0"):
-        build_lmdb(Images(20), path, probed={0: (np.zeros((32, 24, 3), np.uint8), 0)})
-
-
-def test_fingerprints_are_compared(tmp_path: Path) -> None:
-    """Of two fingerprints the parts are compared, and no sample is read; each part that differs is named."""
-    path = tmp_path / "cache"
-    build_lmdb(Images(3), path, num_workers=0, fingerprint=Fingerprint({"size": "224", "root": "a"}))
-    dataset = Images(3)
-    cache = build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "224", "root": "a"}))
-
-    assert sum(dataset.reads) == 0
-    assert "its fingerprint matches" in cache.explain()
-    with pytest.raises(CacheMismatchError, match='size is "256" here and "224" there'):
-        build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "256", "root": "a"}))
-
-
-def test_one_fingerprint_alone_is_not_compared(path: Path) -> None:
-    """Where one side has no fingerprint, sample 0 is compared."""
-    dataset = Images(20)
-    build_lmdb(dataset, path, fingerprint=Fingerprint({"size": "224"}))
-
-    assert sum(dataset.reads) == 1
-
-
-def test_codec_is_compared_if_asked_for(tmp_path: Path) -> None:
-    """A finished cache of another codec is refused, unless any will do; its sample 0 is known, if lossy."""
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, codec="jpeg")
-    with pytest.raises(CacheMismatchError, match="codec is raw here and jpeg there"):
-        build_lmdb(Images(3), tmp_path / "cache", codec="raw")
-
-    assert build_lmdb(Images(3), tmp_path / "cache").codec == "jpeg"
-    assert build_lmdb(Images(3), tmp_path / "cache", codec="jpeg").codec == "jpeg"
-
-
 # --- two builders ----------------------------------------------------------------------------------------
 
 
-class Stopping(Images):
+class Telling(Images):
     """Tells its parent at sample 5 and then waits to be killed."""
 
     def __init__(self, pipe: Any) -> None:
@@ -239,7 +168,7 @@ def test_killed_builder_is_followed_by_another(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(
-        target=build_lmdb, args=(Stopping(sender), path), kwargs={"num_workers": 0, "shards": 4}
+        target=build_lmdb, args=(Telling(sender), path), kwargs={"num_workers": 0, "shards": 4}
     )
     child.start()
     pid = receiver.recv()
@@ -262,17 +191,6 @@ def test_killed_builder_is_followed_by_another(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["cache"]
 
 
-def test_lock_file_is_no_lock(tmp_path: Path) -> None:
-    """A lock file that nobody holds is in nobody's way; one that is held is, whatever it says."""
-    lock = tmp_path / ".cache.fastload-lock"
-    lock.write_text("1")
-    with building(tmp_path / "cache") as pid, pytest.raises(CacheBusyError, match=f"process {pid}"):
-        build_lmdb(Images(3), tmp_path / "cache")
-    lock.write_text("1")
-
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
-
 def test_a_finished_cache_of_another_form_is_refused(tmp_path: Path) -> None:
     """Another quality or number of files than requested is an error; without a request any form is taken."""
     build_lmdb(Images(6), tmp_path / "cache", codec="jpeg", quality=90, shards=2, num_workers=0)
@@ -282,3 +200,212 @@ def test_a_finished_cache_of_another_form_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CacheMismatchError, match="number of shards is 1 here and 2 there"):
         build_lmdb(Images(6), tmp_path / "cache", shards=1, num_workers=0)
     assert build_lmdb(Images(6), tmp_path / "cache", num_workers=0).num_shards == 2
+
+
+# --- samples that cannot be read -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_workers", "shards"), [(0, 2), (2, 1)])
+def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
+    """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
+    dataset = BrokenImages(12, bad=[0, 5, 6, 11])
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", shards=shards)
+    lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
+
+    assert [cache.get(index) is None for index in range(12)] == [i in (0, 5, 6, 11) for i in range(12)]
+    assert cache.stored_indices is not None
+    assert cache.stored_indices.tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
+    assert (cache.num_samples, cache.num_cached) == (12, 8)
+    assert [line["index"] for line in lines] == [0, 5, 6, 11]
+    assert lines[1].pop("worker") in (range(num_workers) if num_workers else [None])
+    assert lines[1] == {"index": 5, "path": "5.jpg", "type": "ImageReadError", "reason": "it is broken"}
+    assert 5 not in cache
+    assert cache.gather(np.array([4, 5]), np.empty) is None
+    assert cache.verify() == []
+    assert sorted(os.listdir(tmp_path)) == ["cache", "cache.errors.jsonl"]
+
+
+def test_old_report_goes(tmp_path: Path) -> None:
+    """A build that leaves nothing out removes the report of a cache that was there before."""
+    (tmp_path / "cache.errors.jsonl").write_text("old")
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, on_error="skip")
+
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_an_error_from_a_worker_shows_the_frames_of_the_user(tmp_path: Path) -> None:
+    """In a note, without those of fastload and torch."""
+    with pytest.raises(ImageReadError) as caught:
+        build_lmdb(BrokenImages(12, bad=[7]), tmp_path / "cache", num_workers=2)
+
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("raised in a worker process:\n"))
+    assert "in __getitem__" in note
+    assert "/tasks.py" not in note
+
+
+@pytest.mark.parametrize(("num_workers", "kind"), [(0, OddError), (2, RuntimeError)])
+def test_an_error_that_cannot_be_pickled_is_short(
+    num_workers: int, kind: type[Exception], tmp_path: Path
+) -> None:
+    """From a worker its class and text arrive in one line, with the same notes as any other."""
+    with pytest.raises(kind, match="an odd picture") as caught:
+        build_lmdb(OddlyBroken(12), tmp_path / "cache", num_workers=num_workers)
+
+    assert "\n" not in str(caught.value)
+    assert num_workers == 0 or str(caught.value).startswith("OddError, which cannot be pickled: ")
+    assert "in sample 7 of the dataset" in caught.value.__notes__
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(is_begun: bool, tmp_path: Path) -> None:
+    """Its sample is not skipped; nothing is left, and nothing said, if no sample was built before."""
+    if is_begun:
+        with pytest.raises(KeyboardInterrupt):
+            build_lmdb(Stopping(12, 5), tmp_path / "cache", num_workers=0, on_error="skip", shards=3)
+    with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
+        build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
+
+    kept = f"Finished shards are kept at {tmp_path}/cache.partial: build again to resume"
+    assert getattr(caught.value, "__notes__", []) == ([kept] if is_begun else [])
+    assert os.listdir(tmp_path) == (["cache.partial"] if is_begun else [])
+
+
+def test_raise_at_sample_0_leaves_nothing(tmp_path: Path) -> None:
+    """An error at the first sample comes before anything is written, and names the way around it."""
+    with pytest.raises(ImageReadError) as caught:
+        build_lmdb(BrokenImages(12, bad=[0]), tmp_path / "cache", num_workers=0)
+
+    assert "in sample 0 of the dataset" in caught.value.__notes__
+    assert 'on_error="skip" leaves out' in caught.value.__notes__[-1]
+    assert os.listdir(tmp_path) == []
+
+
+def test_wrong_arguments_leave_nothing(tmp_path: Path) -> None:
+    """Also those that are refused when the samples are about to be read."""
+    with pytest.raises((TypeError, ValueError)):
+        build_lmdb(Images(12), tmp_path / "cache", num_workers=-1)
+
+    assert os.listdir(tmp_path) == []
+
+
+class Unsupported(Images):
+    """Gives what cannot be cached, at one index."""
+
+    def sample(self, index: int) -> Any:
+        return {1, 2} if index == 3 else super().sample(index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_unsupported_samples_are_not_skipped(num_workers: int, tmp_path: Path) -> None:
+    """A dataset that gives what cannot be cached is wrong as a whole: that is never left out silently."""
+    with pytest.raises(UnsupportedSampleError) as caught:
+        build_lmdb(Unsupported(6), tmp_path / "cache", num_workers=num_workers, on_error="skip")
+
+    assert "in sample 3 of the dataset" in caught.value.__notes__
+
+
+# --- a system that refuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nbytes", "num_workers"), [(0, 0), (5_000, 0), (100_000, 0), (400_000, 2)])
+def test_file_size_limit(nbytes: int, num_workers: int, tmp_path: Path) -> None:
+    """A limit that is met at any time is a clear error, and the build goes on where there is room."""
+    dataset = Images(40, shape=(64, 64, 3))
+
+    def build() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, nbytes))
+        with pytest.raises(CacheError) as caught:
+            build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers)
+        said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        is_kept = (tmp_path / "cache.partial/plan.json").exists()
+        is_clear = "cannot write the cache" in said and "`ulimit -f`" in said
+        os._exit(7 if is_clear and ("build again to resume" in said) == is_kept else 1)
+
+    assert exit_codes(build) == [7]
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0)
+    assert cache.verify() == []
+    assert_same_samples(cache.get(39), dataset.sample(39))
+
+
+def test_directory_that_is_not_there(tmp_path: Path) -> None:
+    """A path below a directory that does not exist is a clear error."""
+    with pytest.raises(CacheError) as caught:
+        build_lmdb(Images(3), tmp_path / "nowhere" / "cache", num_workers=0)
+
+    assert str(caught.value) == (
+        f"cannot write the cache {tmp_path}/nowhere/cache: No such file or directory: "
+        f"make the directory {tmp_path}/nowhere first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "denied: change the permissions of /a/b"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: give a path outside /a/b"),
+        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "Not a directory: a part of /a/b is a file"),
+        (OSError(errno.EPERM, os.strerror(errno.EPERM)), "not permitted: change the permissions of /a/b"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),
+        (OSError("something odd"), "something odd"),
+        (
+            lmdb.DiskError("mdb_txn_commit: No space left on device"),
+            "No space left on device: free more space there",
+        ),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: free more space there"),
+        (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
+    ],
+)
+def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
+    """Errors of Python's own calls and of LMDB are told alike, without numbers."""
+    with pytest.raises(CacheError) as caught, writing("/a/b/cache"):
+        raise error
+
+    assert said in str(caught.value)
+    assert "Errno" not in str(caught.value)
+
+
+# --- shapes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_workers", "shards"), [(0, 3), (2, 1)])
+def test_mixed_shapes_are_told_with_an_example_and_the_fix(
+    num_workers: int, shards: int, tmp_path: Path, caplog: Any
+) -> None:
+    """The log names the number of shapes, two of them, where they are, and what to change."""
+    with caplog.at_level(logging.INFO, "fastload"):
+        build_lmdb(RaggedImages(40), tmp_path / "x", num_workers=num_workers, shards=shards)
+
+    assert "the samples have at least 35 different shapes at $[0], such as (8, 8, 3) and (" in caplog.text
+    assert "--size 256x256" in caplog.text
+    assert "crop in the transform" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Images, Collatable])
+def test_equal_shapes_are_not_mentioned(kind: type[Images], tmp_path: Path, caplog: Any) -> None:
+    """Where default_collate works there is nothing to say."""
+    with caplog.at_level(logging.INFO, "fastload"):
+        cache = build_lmdb(kind(20), tmp_path / "x", num_workers=0)
+
+    default_collate([kind(20).sample(index) for index in range(20)])
+    cache.close()
+    assert "different shapes" not in caplog.text
+
+
+def test_samples_without_arrays_have_no_shapes(tmp_path: Path, caplog: Any) -> None:
+    """There is nothing to say about a dataset of numbers, nor about samples that are left out."""
+    with caplog.at_level(logging.INFO, "fastload"):
+        build_lmdb([1, 2, 3], tmp_path / "x", num_workers=0)
+        build_lmdb(BrokenImages(12, bad=[0, 3]), tmp_path / "y", num_workers=0, on_error="skip")
+
+    assert "different shapes" not in caplog.text
+
+
+def test_a_large_cache_is_looked_at_in_part(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of samples that are looked at is bounded."""
+    monkeypatch.setattr("fastload.cache.build.build._MOST_LOOKED_AT", 5)
+    with caplog.at_level(logging.INFO, "fastload"):
+        build_lmdb(RaggedImages(30), tmp_path / "x", num_workers=0)
+
+    assert "at least 5 different shapes" in caplog.text
