@@ -1,4 +1,4 @@
-"""Encodes the images in a record: unchanged (`raw`), or as jpeg, png or webp files, by Pillow.
+"""Encodes the images in a record: unchanged (`raw`), or as jpeg, png or webp files.
 
 Rules:
 
@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -91,10 +91,18 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
     """
     from PIL import Image
 
+    from fastload.images.jpeg import decode_jpeg, parse_jpeg
+
     if not payload.endswith(_ENDS[codec]) or (codec == "webp" and not _is_whole_riff(payload)):
         raise CacheCorruptError(f"a record's {codec} image of {len(payload):,} bytes is cut short")
     channels = leaf.shape[2] if len(leaf.shape) == 3 else 1
     mode = "RGB" if channels == 3 else "L"
+    header = parse_jpeg(payload)
+    if header is not None and len(header.sampling) == 3 and (header.height, header.width, 3) == leaf.shape:
+        array = decode_jpeg(payload, header)
+        if array is not None:
+            array.flags.writeable = False
+            return array
     try:
         with Image.open(io.BytesIO(payload), formats=[codec.upper()]) as image:
             if (image.height, image.width) != leaf.shape[:2] or image.mode != mode:
@@ -104,8 +112,7 @@ def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:
         raise CacheCorruptError(
             f"a record's {codec} image of shape {leaf.shape} cannot be read: {error}"
         ) from error
-    array: np.ndarray[Any, Any] = np.frombuffer(pixels, np.uint8).reshape(leaf.shape)
-    return array
+    return np.frombuffer(pixels, np.uint8).reshape(leaf.shape)
 
 
 def _is_whole_riff(payload: bytes) -> bool:

@@ -3,9 +3,8 @@
 The module keeps no state and no open file.
 
 Rules:
-1. Pillow is the only decoder, on every machine: the same file gives the same pixels, no matter which other
-   packages are installed. OpenCV uses the same libjpeg-turbo; it decoded 500 x 375 JPEGs to identical pixels
-   at 1.17x the rate (1,350 against 1,150 per second on one core), which does not justify a second decoder.
+1. The pixels are Pillow's, no matter which other packages are installed. Whole JPEGs are decoded by
+   `fastload.images.jpeg` where that is faster; Pillow decodes everything else, and raises all errors.
 2. The result is the image as a viewer shows it: turned by its EXIF tag, first frame, alpha dropped.
 3. Every file that cannot be read raises `ImageReadError` with its path, for any error of the codec.
 4. Raise ``DECODE_VERSION`` when the same file gives other pixels: the fingerprints of caches contain it.
@@ -17,7 +16,6 @@ import io
 import operator
 import os
 import re
-import struct
 import warnings
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -26,6 +24,7 @@ from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fastload.errors import ImageReadError
+from fastload.images.jpeg import START, decode_jpeg, parse_jpeg
 from fastload.images.orientation import TURNS, turned
 
 if TYPE_CHECKING:
@@ -44,17 +43,6 @@ DECODE_VERSION = 1
 # Pillow's thumbnail() also uses 2: values are within a level or two of an exact resize, at a fraction of the
 # work.
 REDUCING_GAP = 2.0
-
-# A JPEG is a row of segments: 0xFF, kind, length. A frame's segment goes on with precision, height, width and
-# the number of components (ITU-T T.81, annex B).
-_JPEG_START = b"\xff\xd8"
-_MARKER = 0xFF
-_FRAME = struct.Struct(">BBHBHHB")
-_FRAME_KINDS = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive
-_SCAN_KIND = 0xDA  # the compressed data follow
-# Tables, the restart interval, comments, and APPn; but APP1 may have an orientation, as EXIF or XMP.
-_SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, 0xE0, *range(0xE2, 0xF0)}
-_MOST_PLAIN_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
 
 _ORIENTATION = 0x0112  # the EXIF tag
 
@@ -102,7 +90,27 @@ def decode(
             formats keep their size.
     """
     size = check_size(size)
+    if size is None and scale == 1:
+        content = _jpeg_content(source)
+        header = None if content is None else parse_jpeg(content)
+        if content is not None and header is not None:
+            orientation = _opened(content, path, _orientation) if header.has_tags else 1
+            pixels = decode_jpeg(content, header)
+            if pixels is not None:
+                return turned(pixels, orientation)
     return _opened(source, path, lambda image: _read(image, size, scale))
+
+
+def _jpeg_content(source: Source) -> bytes | memoryview | None:
+    """The content of a file that begins as a JPEG; None if it does not, or cannot be read."""
+    if isinstance(source, (bytes, memoryview)):
+        return source
+    try:
+        with open(source, "rb", buffering=0) as file:
+            start = file.read(len(START))
+            return start + file.readall() if start == START else None
+    except (OSError, ValueError):  # ValueError: a null byte in the path; Pillow raises it again
+        return None
 
 
 class Header(NamedTuple):
@@ -128,36 +136,10 @@ def read_header(source: Source, path: str | os.PathLike[str]) -> Header:
         ImageReadError: as for `read_image`; damage behind the header is not seen.
     """
     if isinstance(source, (bytes, memoryview)):
-        header = _jpeg_header(memoryview(source))
-        if header is not None:
-            return header
+        header = parse_jpeg(source)
+        if header is not None and not header.has_tags:
+            return Header(header.height, header.width, 1, True)
     return _opened(source, path, _header)
-
-
-def _jpeg_header(data: memoryview) -> Header | None:
-    """The header of an ordinary JPEG, in a tenth of the time that Pillow takes; None: Pillow must read it.
-
-    Pillow reads images with EXIF or XMP, which may turn them, very large ones, and everything that is unusual
-    or damaged. All segments up to the compressed data are looked at, because EXIF may follow the frame's.
-    """
-    at = 2
-    header: Header | None = None
-    if data[:at] != _JPEG_START:
-        return None
-    while at + _FRAME.size <= len(data):
-        marker, kind, nbytes, precision, height, width, components = _FRAME.unpack_from(data, at)
-        if marker != _MARKER:
-            return None
-        if kind == _SCAN_KIND:
-            return header
-        if kind in _FRAME_KINDS and header is None:
-            if precision != 8 or components not in (1, 3) or not 0 < height * width < _MOST_PLAIN_PIXELS:
-                return None
-            header = Header(height, width, 1, True)
-        elif kind not in _SKIPPED_KINDS:
-            return None
-        at += 2 + nbytes
-    return None
 
 
 def _header(image: Image.Image) -> Header:

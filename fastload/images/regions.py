@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.images.jpeg import is_whole
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-_END = b"\xff\xd9"
 # At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
 # interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
 _LEAST_WIDTH = 4
-_TAIL_BYTES = 64  # some cameras pad files with zeros
 # What the import writes to standard error, because it also looks for codecs of GPUs.
 _NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
 
@@ -67,11 +66,7 @@ def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> n
     """
     x_min, y_min, x_max, y_max = box
     codec = _codec()
-    if (
-        codec is None
-        or x_max - x_min < _LEAST_WIDTH
-        or not bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(_END)
-    ):
+    if codec is None or x_max - x_min < _LEAST_WIDTH or not is_whole(data):
         return None
     if _decoders.pid != os.getpid():
         _decoders.decoder = codec.Decoder(
