@@ -37,7 +37,7 @@ from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import BatchStreams
 from fastload.rng.sample_streams import StreamOrigin
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.crop_and_flip import chained
+from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable

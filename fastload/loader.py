@@ -107,6 +107,12 @@ class DataLoader(LoaderSettings):
             the memory that workers write; `pin_memory` then has no further effect. The caller owns the
             batches. None leaves batches on the host, as torch does. "mps" and "xpu" are experimental and
             copy nothing ahead.
+        batch_transform: Called with each whole batch in the worker that made it, without gradients: one of
+            `fastload.transforms`, any callable or module, or a list of these, which are applied in its order.
+            Its result is the batch that the caller gets. Small images are transformed many times as fast
+            together as one by one. The draws of fastload's own transforms are those that they would make as
+            a `device_transform`. Others draw from the worker's generators, which ``rng="sample"`` seeds for
+            each batch.
         device_transform: Called with each whole batch on the device, without gradients, autocast or
             inference mode: one of `fastload.transforms`, any callable or module whose own tensors are on the
             device, or a list of these, which are applied in its order. On CUDA it runs ahead on the side
@@ -164,6 +170,7 @@ class DataLoader(LoaderSettings):
         rng: Literal["worker", "sample"] = "worker",
         worker_method: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,
+        batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         error_budget: int | float = 0.01,
@@ -231,7 +238,8 @@ class DataLoader(LoaderSettings):
         if all(known(name, default) is default for name, default in default_options().items()):
             return own  # each epoch asks for it
         names = ['rng="sample"'] if known("rng") == "sample" else []
-        names += [name for name in ("device", "device_transform") if known(name) is not None]
+        transforms = ("device", "batch_transform", "device_transform")
+        names += [name for name in transforms if known(name) is not None]
         settings = {name: known(name, default) for name, default in default_options().items()}
         if settings == default_options():
             return own

@@ -33,6 +33,7 @@ EXTRAS = {
     "rng",
     "worker_method",
     "device",
+    "batch_transform",
     "device_transform",
     "on_error",
     "error_budget",

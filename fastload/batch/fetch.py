@@ -16,22 +16,26 @@ import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.failed_sample import path_of
 from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
 from fastload.batch.read_ahead import inside_subsets, read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
-from fastload.batch.stacking import StackingInto, is_torch_default
-from fastload.errors import ResumeError, short_repr
+from fastload.batch.stacking import is_torch_default
+from fastload.errors import ResumeError, add_note, short_repr
+from fastload.memory.lease import Buffers, WritingInto
+from fastload.rng.batch_draws import BatchStreams, drawing_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
 
-    from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
+    from fastload.rng.batch_draws import BatchId
     from fastload.rng.sample_rng import SampleRng
     from fastload.rng.sample_streams import StreamOrigin
 
@@ -48,6 +52,7 @@ class FetchSettings:
         channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
         on_error: `"raise"`, `"replace"`, or a function; see `replacing`.
         replacements: Indices that may replace an unreadable sample; empty: the indices of the same batch.
+        batch_transform: Called with each batch; its result is the batch.
     """
 
     is_iterable: bool
@@ -57,6 +62,13 @@ class FetchSettings:
     channels_last: bool
     on_error: Any = "raise"
     replacements: Sequence[Any] = ()
+    batch_transform: Callable[[Any], Any] | None = None
+
+
+# Kept for batches before their transform; a larger batch gets memory of its own.
+_SCRATCH_BYTES = 256 << 20
+# Stands for how often the index came before when a batch transform draws like the last sample of its batch.
+_OF_BATCH = -(1 << 62)
 
 
 def _reader_of(dataset: Any) -> Callable[[Any], Any]:
@@ -117,11 +129,16 @@ class Fetcher:
         self._auto_collation = settings.auto_collation
         self._collate_fn = settings.collate_fn
         self._drop_last = settings.drop_last
+        self._transform = settings.batch_transform
+        self._scratch = Buffers(_SCRATCH_BYTES)
+        self._results = WritingInto(arena)
+        if self._transform is not None:
+            arena = self._scratch.arena  # the transform's results alone go to the batch's memory
         self._arena = arena
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = StackingInto(arena if in_worker else None)
+        self._stacking = WritingInto(arena if in_worker else None)
         self._cache = _find_cache(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -158,7 +175,7 @@ class Fetcher:
         Args:
             index: The index, or list of indices, from the sampler.
             origin: With a `sample_rng`: the origin of the samples' random streams.
-            batch_id: With a `replacer`: identifies the batch, so that replacements follow from it.
+            batch_id: With a `replacer` or a batch transform: identifies the batch; their draws depend on it.
 
         Raises:
             StopIteration: An iterable dataset has ended.
@@ -175,6 +192,10 @@ class Fetcher:
             self.announce(index)
         try:
             batch = self._fetch(index, origin)
+            if self._channels_last:
+                batch = to_channels_last(batch)
+            if self._transform is not None:
+                batch = self._transformed(self._transform, batch, index, origin, batch_id)
             self._num_batches += 1
         except BaseException as error:
             self._rows.forget()
@@ -184,7 +205,34 @@ class Fetcher:
         finally:
             if self._sample_rng is not None:
                 self._sample_rng.end()
-        return to_channels_last(batch) if self._channels_last else batch
+        return batch
+
+    def _transformed(
+        self,
+        transform: Callable[[Any], Any],
+        batch: Any,
+        index: Any,
+        origin: StreamOrigin | None,
+        batch_id: BatchId | None,
+    ) -> Any:
+        indices = index if self._auto_collation else (index,)
+        if batch_id is None:
+            raise AssertionError("a batch that is transformed has an id")
+        streams = BatchStreams.of_batch(batch_id)
+        if origin is not None:
+            streams = BatchStreams.of_samples(origin, indices)
+            if self._sample_rng is not None and len(indices):
+                self._sample_rng.begin(origin, indices[-1], _OF_BATCH)
+        try:
+            with drawing_from(streams), self._results, torch.no_grad():
+                batch = transform(batch)
+        except Exception as error:
+            add_note(error, "fastload: raised by batch_transform, which gets whole batches in the worker")
+            raise
+        finally:
+            self.gathered_bytes = 0  # the size of the batch is another one now
+            self._scratch.begin()
+        return batch
 
     def announce(self, index: Any) -> None:
         """Tell a dataset that reads ahead that the batch of ``index`` will be fetched."""

@@ -13,23 +13,16 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.errors import add_note, short_repr
+from fastload.rng.batch_draws import BatchId
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MOST_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
-
-
-class BatchId(NamedTuple):
-    """Identifies one batch of a run; the replacements of its samples follow from these three numbers."""
-
-    seed: int
-    epoch: int
-    batch: int  # its position in the epoch
 
 
 class Replacer:
@@ -48,7 +41,7 @@ class Replacer:
         self._on_error = on_error
         self._replacements = replacements
         self._worker = worker
-        self._batch_id = BatchId(0, 0, 0)
+        self._batch_id = BatchId(0, 0, 0, 0, 0)
         self._indices: Sequence[Any] = ()
         self.failed: list[FailedSample] = []
 
@@ -107,7 +100,7 @@ class Replacer:
 
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, with the same result in every process.
-        generator = random.Random(",".join(map(str, (*self._batch_id, number))))
+        generator = random.Random(",".join(map(str, (*self._batch_id[:3], number))))
         found = self._replacements  # may be an array or a tensor, if the sampler's indices are one
         if not len(found):
             found = [*self._indices[:number], *self._indices[number + 1 :]]

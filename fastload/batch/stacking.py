@@ -8,7 +8,6 @@ still in use.
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.packing import is_plain
+from fastload.memory.lease import current_arena
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,17 +37,8 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
     )
 
 
-class _Stacking(threading.local):
-    """The memory into which `default_collate` stacks in this thread; None: torch's own choice."""
-
-    arena: Arena | None = None
-
-
-_stacking = _Stacking()
-
-
 def install_slot_rule() -> None:
-    """Let default_collate stack tensors into a slot within a `StackingInto` block.
+    """Let default_collate stack tensors into a slot within a `WritingInto` block.
 
     Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
     """
@@ -58,32 +49,6 @@ def install_slot_rule() -> None:
         _known_rules = tuple(
             (kind, _slot_rule if kind is torch.Tensor else rule) for kind, rule in _known_rules
         )
-
-
-class StackingInto:
-    """A block in which default_collate, called by this thread, stacks tensors into ``arena``.
-
-    Use it only around code whose result is the batch. A dataset that calls default_collate to make one sample
-    must get memory outside the arena, because the arena may be reused while the sample is in use.
-
-    This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
-
-    Args:
-        arena: The memory for the stacked tensors; None: torch's own choice.
-    """
-
-    __slots__ = ("_arena", "_before")
-
-    def __init__(self, arena: Arena | None) -> None:
-        self._arena = arena
-        self._before: Arena | None = None
-
-    def __enter__(self) -> None:
-        self._before = _stacking.arena
-        _stacking.arena = self._arena
-
-    def __exit__(self, *exc_info: object) -> None:
-        _stacking.arena = self._before
 
 
 def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
@@ -99,7 +64,7 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
-    arena = _stacking.arena
+    arena = current_arena()
     if arena is not None and batch[0].numel() and is_plain(batch[0]):
         rows = rows_for(arena, batch)
         with contextlib.suppress(Exception):  # torch's own rule below raises the error

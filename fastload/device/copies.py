@@ -226,15 +226,17 @@ class CopiesAhead(Iterator[T]):
         return batch
 
 
-def apply_transform(transform: Callable[[Any], Any], batch: Any, device: torch.device) -> Any:
-    """The result of ``transform`` for ``batch``, which is on ``device``; see rule 6."""
+def apply_transform(
+    transform: Callable[[Any], Any], batch: Any, device: torch.device, name: str = "device_transform"
+) -> Any:
+    """The result of ``transform`` for ``batch``, which is on ``device``; see rule 6. Errors have ``name``."""
     try:
         with outside_modes(device), torch.no_grad():
             return transform(batch)
     except Exception as error:
         add_note(
             error,
-            f"raised by device_transform, which gets whole batches on {device}; "
+            f"raised by {name}, which gets whole batches on {device}; "
             "the loader does not move a module's own tensors there",
         )
         raise

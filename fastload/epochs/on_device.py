@@ -13,7 +13,6 @@ Runs in the consumer's process, and wraps the iterator that brings the batches t
 from __future__ import annotations
 
 import collections
-import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,14 +24,10 @@ from fastload.device.cuda import choose_backend
 from fastload.device.streamless import StreamlessDevice
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.order import rank_of
+from fastload.epochs.transform import EpochTransform
 from fastload.errors import LoaderClosedError
-from fastload.rng.batch_draws import BatchStreams, drawing_from
-from fastload.transforms.crop_and_flip import chained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastload.device.cuda import Backend
     from fastload.epochs.resume import Epoch
     from fastload.epochs.stats import Size
@@ -83,7 +78,9 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     def _begin(self, loader: LoaderSettings) -> None:
         self._epoch = epoch = resume.current_epoch(loader)
-        self._transform = None if loader.device_transform is None else _Transform(loader, epoch)
+        self._transform: EpochTransform | None = None
+        if loader.device_transform is not None:
+            self._transform = EpochTransform(loader, epoch, "device_transform")
         self._copies: CopiesAhead[Any] | None = None
         if isinstance(self._device, tuple):
             self._fetched = _Fetched(self.source, epoch)
@@ -129,35 +126,6 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self.source.close()
 
     _shutdown_workers = close  # other libraries stop torch's iterator by this method
-
-
-class _Transform:
-    """A loader's `device_transform` in one epoch, and the random streams of each batch."""
-
-    def __init__(self, loader: LoaderSettings, epoch: Epoch) -> None:
-        given = loader.device_transform
-        self._function: Any = chained(given) if isinstance(given, (list, tuple)) else given
-        self._epoch = epoch
-        self._auto_collation = loader._auto_collation
-        # With in_order=False, the batches of torch's workers come in another order than their indices.
-        is_in_order = loader.in_order or loader.num_workers == 0
-        self._is_of_samples = loader.rng == "sample" and is_in_order
-        self._rank = 0 if self._is_of_samples else rank_of(loader) or 0
-
-    def of_fetched(self) -> Callable[[Any], Any]:
-        """The transform of the batch that was fetched last."""
-        epoch = self._epoch
-        if self._is_of_samples and epoch.fetched_origin is not None:
-            index, origin = epoch.fetched_origin
-            streams = BatchStreams.of_samples(origin, index if self._auto_collation else (index,))
-        else:
-            position, number = epoch.position, epoch.num_fetched - 1
-            streams = BatchStreams.of_batch(position.base_seed, position.epoch, self._rank, number)
-        return functools.partial(self._call, streams)
-
-    def _call(self, streams: BatchStreams, batch: Any) -> Any:
-        with drawing_from(streams):
-            return self._function(batch)
 
 
 class _Fetched(Iterator[Any]):

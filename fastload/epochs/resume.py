@@ -30,10 +30,10 @@ import torch
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.iterable_state import ENDED, LOST, NOT_BEGUN, keeps_state
-from fastload.batch.replacing import BatchId
-from fastload.epochs.order import DEFAULT, LOADER, Sources, length_or_none, rank_and_order
+from fastload.epochs.order import DEFAULT, LOADER, Sources, length_or_none, rank_and_order, rank_of
 from fastload.epochs.position import Position
 from fastload.errors import ResumeError
+from fastload.rng.batch_draws import BatchId
 from fastload.rng.sample_streams import StreamCounter
 from fastload.system.logs import log
 from fastload.system.sent_error import SentError
@@ -69,6 +69,7 @@ class Epoch:
         loads_dataset_states: Whether the states of the dataset come from a state, so that the copies must
             load them.
         stream_counter: Counts the samples' random streams with `rng="sample"`.
+        rank: That the loader reads for, if it transforms batches; 0 if it is unknown.
     """
 
     def __init__(self, position: Position, *, is_iterable: bool) -> None:
@@ -78,6 +79,7 @@ class Epoch:
         self.fetched_origin: tuple[Any, StreamOrigin] | None = None
         self.loads_dataset_states = False
         self.stream_counter: StreamCounter | None = None
+        self.rank = 0
         self._is_iterable = is_iterable
         self._goal: Position | None = None  # the position to return to, until `replay`
         self._is_of_other_rank = False  # whether another rank saved it
@@ -106,8 +108,9 @@ class Epoch:
         return counted
 
     def batch_id(self, number: int) -> BatchId:
-        """What identifies the batch of this number, so that replacements follow from it."""
-        return BatchId(self.position.sample_seed, self.position.epoch, number)
+        """What identifies the batch of this number."""
+        position = self.position
+        return BatchId(position.sample_seed, position.epoch, number, position.base_seed, self.rank)
 
     @property
     def num_fetched(self) -> int:
@@ -324,6 +327,9 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     elif state is not None and obstacle is None and _has_persistent_workers(loader, state, iterator_kind):
         epoch.go_on_from(state)
     position.sample_seed = sample_seed_of(loader)
+    transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
+    if any(transform is not None for transform in transforms):
+        epoch.rank = rank_of(loader) or 0
     if getattr(loader, "rng", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         epoch.stream_counter = StreamCounter(

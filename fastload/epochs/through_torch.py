@@ -20,8 +20,10 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
 from fastload.batch.nbytes import nbytes_of
+from fastload.device.copies import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
+from fastload.epochs.transform import EpochTransform
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import SeedWorker
 from fastload.rng.takeover import local_pipelines
@@ -54,7 +56,9 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
             loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_pipelines
         )
     # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
-    vars(twin).update(rng="worker", memory_format=None, device=None, device_transform=None)
+    vars(twin).update(
+        rng="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
+    )
     channels_last = loader.memory_format is torch.channels_last
     own = own_collate(loader.collate_fn)
     twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)
@@ -69,6 +73,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     iterator.epoch = epoch
     base_seed = epoch.position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
+    iterator.begin_transform()
     if loader.seed_pipelines and loader.num_workers == 0:
         iterator.pipelines = local_pipelines(loader.dataset, base_seed, own)
     return iterator
@@ -81,11 +86,19 @@ class TorchIterator(EpochIterator):
         epoch: The epoch of this iterator; another iterator of the loader may be in a later one.
         reason: Why the loader must use torch's iterator.
         pipelines: The block in which batches are fetched in this process, without workers.
+        transform: The loader's `batch_transform`, which is applied in this process.
     """
 
     epoch: Epoch
     reason: str
     pipelines: AbstractContextManager[None] = contextlib.nullcontext()
+    transform: EpochTransform | None = None
+
+    def begin_transform(self) -> None:
+        """Take the loader's `batch_transform` for this epoch."""
+        loader = self.owner()
+        if loader is not None and loader.batch_transform is not None:
+            self.transform = EpochTransform(loader, self.epoch, "batch_transform")
 
     def _next_data(self) -> Any:
         try:
@@ -98,6 +111,9 @@ class TorchIterator(EpochIterator):
             self.epoch.fetched(None)  # a caller who goes on after an error gets the next batch
             raise
         self.epoch.fetched(None)
+        if self.transform is not None:
+            transform, cpu = self.transform.of_fetched(), torch.device("cpu")
+            data = apply_transform(transform, data, cpu, "batch_transform")
         return data, (num_samples, nbytes_of(data))
 
     def next_sized(self) -> tuple[Any, Size]:
@@ -109,6 +125,7 @@ class TorchIterator(EpochIterator):
         if not first_iter:  # the next epoch of persistent workers
             self.epoch = resume.begin_epoch(loader, "again", self.reason)
             self.epoch.position.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
+            self.begin_transform()
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
     def close(self) -> None:

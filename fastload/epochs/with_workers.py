@@ -74,7 +74,7 @@ class WorkerIterator(HostIterator):
         job = Job.of(loader, int(self._base_seed))
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
-        self._replaces = loader.on_error != "raise"
+        self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
         recorder = recorder_of(loader)
         ring_bytes = parse_ring_bytes(loader.ring_bytes)
         self._pool: Pool | ThreadPool
@@ -165,7 +165,7 @@ class WorkerIterator(HostIterator):
             return None
         number, worker = assigned
         batch_id = None
-        if self._replaces:
+        if self._identifies:
             batch_id = self._epoch.batch_id(self._first_batch + number)
         self._pool.submit(worker, Task(number, *self._epoch.count(index), batch_id))
         if self._pin_thread is not None:

@@ -16,6 +16,7 @@ import ctypes
 import math
 import mmap
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,47 @@ class Arena:
     def end(self) -> None:
         """Drop this object's reference to the batch; views made from it keep it alive."""
         self.lease = None
+
+
+class _Writing(threading.local):
+    """Where this thread lays out the arrays of a batch that it makes."""
+
+    arena: Arena | None = None
+
+
+_writing = _Writing()
+
+
+def current_arena() -> Arena | None:
+    """The memory for what this thread makes now; None: the heap."""
+    return _writing.arena
+
+
+class WritingInto:
+    """A block in which functions that know `current_arena` write their results into ``arena``.
+
+    Use it only around code whose result is the batch. Whatever makes a part of one, such as a dataset that
+    calls default_collate for a sample, must get memory outside the arena, because the arena may be reused
+    while the part is in use.
+
+    This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
+
+    Args:
+        arena: The memory; None: the heap.
+    """
+
+    __slots__ = ("_arena", "_before")
+
+    def __init__(self, arena: Arena | None) -> None:
+        self._arena = arena
+        self._before: Arena | None = None
+
+    def __enter__(self) -> None:
+        self._before = _writing.arena
+        _writing.arena = self._arena
+
+    def __exit__(self, *exc_info: object) -> None:
+        _writing.arena = self._before
 
 
 class Buffers:

@@ -1,10 +1,11 @@
-"""Random numbers for whole batches: what a device transform draws for each image of a batch.
+"""Random numbers for whole batches: what a batch transform draws for each image of a batch.
 
-The consumer's process draws them, with NumPy, for all images of a batch in one call. Rules:
+The process that transforms a batch draws them, with NumPy, for all images in one call. Rules:
 
 1. Each image has a key of 64 bits. With ``rng="sample"`` the key follows from the seed, the epoch, the
    sample's index and its occurrence; with ``rng="worker"`` from the loader's base seed, the epoch, the rank,
-   the number of the batch and the image's position in it. Keys depend neither on time nor on workers.
+   the number of the batch and the image's position in it. Keys depend neither on time nor on workers, so a
+   transform draws the same numbers in a worker and on the device.
 2. The generator has no state: draw i of an image is a function of its key and of i. It is SplitMix64 (Steele,
    Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with each key as a starting
    point. NumPy's own counter-based generator, Philox, takes one key at a time.
@@ -20,7 +21,7 @@ import functools
 import hashlib
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,28 @@ if TYPE_CHECKING:
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
 
 
+# The calls that a device transform makes after a batch transform are counted from here: other streams.
+AFTER_BATCH_TRANSFORM = 1 << 20
+
+
+class BatchId(NamedTuple):
+    """Identifies one batch of a run.
+
+    Attributes:
+        seed: Of the run. What replaces an unreadable sample depends on this and the next two.
+        epoch: The number of the epoch.
+        number: Of the batch in its epoch.
+        base_seed: Drawn at the beginning of the epoch.
+        rank: That the loader reads for; 0 if it is unknown.
+    """
+
+    seed: int
+    epoch: int
+    number: int
+    base_seed: int
+    rank: int
+
+
 class BatchStreams:
     """The random streams of the images of one batch.
 
@@ -44,6 +67,7 @@ class BatchStreams:
         words: Integers that the keys of all images follow from; each kind below has another number of them.
         indices: The sampler's indices of the samples; None if keys follow from positions only.
         occurrences: How often each index came before in the epoch; None: 0 for all of them.
+        first_call: The number of the first call of `uniforms`.
     """
 
     def __init__(
@@ -51,21 +75,23 @@ class BatchStreams:
         words: tuple[int, ...],
         indices: Sequence[Any] | None = None,
         occurrences: Sequence[int] | None = None,
+        first_call: int = 0,
     ) -> None:
         self._words = words
         self._indices = indices
         self._occurrences = occurrences
-        self._num_calls = itertools.count()
+        self._num_calls = itertools.count(first_call)
 
     @classmethod
-    def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any]) -> BatchStreams:
+    def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any], *, first_call: int = 0) -> BatchStreams:
         """Streams that follow from the samples: for ``rng="sample"``."""
-        return cls((origin.seed, origin.epoch), indices, origin.occurrences)
+        return cls((origin.seed, origin.epoch), indices, origin.occurrences, first_call)
 
     @classmethod
-    def of_batch(cls, base_seed: int, epoch: int, rank: int, number: int) -> BatchStreams:
+    def of_batch(cls, batch_id: BatchId, *, first_call: int = 0) -> BatchStreams:
         """Streams that follow from the batch's number in its epoch: for ``rng="worker"``."""
-        return cls((base_seed, epoch, rank, number))
+        _, epoch, number, base_seed, rank = batch_id
+        return cls((base_seed, epoch, rank, number), first_call=first_call)
 
     @classmethod
     def of_call(cls) -> BatchStreams:

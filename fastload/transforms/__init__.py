@@ -1,14 +1,20 @@
 """Transforms of whole batches of images, in workers and on the device.
 
-Give them to a `fastload.DataLoader` as `device_transform`, or call them on batches of your own.
+Give them to a `fastload.DataLoader` as `batch_transform` or `device_transform`, or call them on a batch. Read
+`images` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
 """
 
+from fastload.transforms.crop_and_flip import (
+    RandomCrop as RandomCrop,
+)
 from fastload.transforms.crop_and_flip import (
     RandomHorizontalFlip as RandomHorizontalFlip,
 )
 from fastload.transforms.crop_and_flip import (
     RandomResizedCrop as RandomResizedCrop,
 )
+from fastload.transforms.erase import Cutout as Cutout
+from fastload.transforms.erase import RandomErasing as RandomErasing
 from fastload.transforms.normalize import Normalize as Normalize
 
-__all__ = ["Normalize", "RandomHorizontalFlip", "RandomResizedCrop"]
+__all__ = ["Cutout", "Normalize", "RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"]

@@ -1,15 +1,27 @@
-"""Find the images in a batch, and the meaning of their dimensions: shared by all transforms of images."""
+"""What all transforms of images share: where the images of a batch are, and the memory of their results.
+
+The layout is never guessed: if the shape fits both layouts, the user must name one.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
+from fastload.memory.lease import current_arena
+from fastload.nested.device_tree import map_movable
 
 LAYOUTS = ("auto", "HWC", "CHW")
+# Tensors of these dtypes are NumPy's arrays, too.
+NUMPY_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64),
+)
 
 _IMAGE_KEYS = ("image", "images")
 
@@ -100,3 +112,71 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
             f'{" and ".join(named) or "neither"}; give layout="HWC" or layout="CHW"'
         )
     return named[0]
+
+
+class ImageTransform(nn.Module):
+    """Replaces the images of a batch by others of the same layout and dtype on the same device.
+
+    Args:
+        layout: The meaning of the dimensions: one of `LAYOUTS`.
+        key: The place of the images in a batch: an index, or the key of a mapping.
+    """
+
+    def __init__(self, layout: str, key: Any) -> None:
+        super().__init__()
+        self.layout = check_layout(layout)
+        self.key = key
+
+    def forward(self, batch: Any) -> Any:
+        """Transform the images of a batch; see the class."""
+        return self._replaced(batch)
+
+    def _replaced(self, batch: Any, **options: Any) -> Any:
+        asker = type(self).__name__
+        where, images = find_images(batch, self.key, asker)
+        is_hwc = layout_of(images, where, self.layout, asker) == "HWC"
+        result = self._transformed(images if is_hwc else images.permute(0, 2, 3, 1), where, **options)
+        if not is_hwc:
+            is_planar = images.is_contiguous()
+            memory_format = torch.contiguous_format if is_planar else torch.channels_last
+            result = result.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+        return map_movable(batch, lambda leaf: result if leaf is images else leaf)
+
+    def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
+        """New images for ``(B, H, W, C)`` pixels of any strides, which are at ``where`` in the batch."""
+        raise NotImplementedError
+
+
+def new_images(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a result: that of the batch, if this thread is making one on the CPU."""
+    arena = current_arena()
+    nbytes = math.prod(shape) * dtype.itemsize
+    if arena is None or device.type != "cpu" or not nbytes:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.from_numpy(arena.allocate(nbytes)).view(dtype).view(*shape)
+
+
+def copied(pixels: torch.Tensor) -> torch.Tensor:
+    """A copy of ``(B, H, W, C)`` pixels with dense strides in the same order, in memory of the batch."""
+    is_planar = pixels.permute(0, 3, 1, 2).is_contiguous() and not pixels.is_contiguous()
+    if is_planar:
+        return torch.empty_like(pixels).copy_(pixels)
+    return new_images(pixels.shape, pixels.dtype, pixels.device).copy_(pixels)
+
+
+def fill_values(fill: float | Sequence[float], pixels: torch.Tensor) -> torch.Tensor:
+    """``(C,)`` on the CPU: a value for each channel of ``(B, H, W, C)`` pixels, in their dtype.
+
+    Raises:
+        ValueError: The pixels cannot have this value, or there is another number of channels.
+    """
+    num_channels = pixels.shape[3]
+    exact = torch.as_tensor(fill, dtype=torch.float64)
+    values = exact.to(pixels.dtype)
+    is_exact = pixels.is_floating_point() or torch.equal(values.to(torch.float64), exact)
+    if exact.shape not in ((), (num_channels,)) or not is_exact:
+        raise ValueError(
+            f"fill should be a value of {pixels.dtype}, or one for each of {num_channels} channels, but got "
+            f"{fill!r}"
+        )
+    return values.expand(num_channels).contiguous()

@@ -35,8 +35,8 @@ from fastload.workers.messages import Answer, Kind, Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastload.batch.replacing import BatchId
     from fastload.memory.lease import Arena
+    from fastload.rng.batch_draws import BatchId
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.job import Job, PickledJob
 
@@ -167,7 +167,7 @@ class WorkerCore:
         Args:
             index: The index, or list of indices, from the sampler.
             origin: The origin of the random streams of its samples.
-            batch_id: With `on_error`: identifies the batch, so that replacements depend on it.
+            batch_id: With `on_error` or a `batch_transform`: identifies the batch; their draws depend on it.
             coming: The indices of later batches; consumed if the dataset reads ahead.
         """
         job, fetcher = self._loaded, self._fetcher

@@ -29,6 +29,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError, add_note
 from fastload.memory.segment import Segment, round_up
+from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class Job(FetchSettings):
             seeds_samples=loader.rng == "sample",
             on_error=loader.on_error,
             replacements=_replacements(loader),
+            batch_transform=None if loader.batch_transform is None else chained(loader.batch_transform),
         )
 
     def load(self) -> Job:
@@ -256,7 +258,7 @@ def _collect_descriptors(fds: list[int]) -> Any:
 
 
 def _explain(job: Job) -> str:
-    for name in ("dataset", "collate_fn", "worker_init_fn"):
+    for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
         owner = getattr(job, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:

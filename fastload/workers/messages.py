@@ -11,8 +11,8 @@ from fastload.batch.packing import Packed
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.replacing import BatchId
     from fastload.memory.ring import Slot
+    from fastload.rng.batch_draws import BatchId
     from fastload.rng.sample_streams import StreamOrigin
 
 
@@ -24,7 +24,7 @@ class Task:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
         origin: The origin of the random streams of its samples.
-        batch_id: With `on_error`: identifies the batch, so that replacements depend on it.
+        batch_id: With `on_error` or a `batch_transform`: identifies the batch; their draws depend on it.
         answer: None until the worker has answered.
         is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
         serial: The number of the message to a worker process; ascends over all epochs.

@@ -37,6 +37,7 @@ class Options:
     rng: str = "worker"
     worker_method: str = "process"
     device: str | int | torch.device | None = None
+    batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     on_error: str | Callable[..., Any] = "raise"
     error_budget: int | float = 0.01
@@ -69,15 +70,16 @@ class Options:
             budget.parse_budget(self.ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
         if self.device is not None:
             check_device(self.device)
-        if self.device_transform is not None:
-            is_list = isinstance(self.device_transform, (list, tuple))
-            transforms: Any = self.device_transform if is_list else [self.device_transform]
-            if self.device is None or not all(callable(transform) for transform in transforms):
-                raise ValueError(
-                    "device_transform should be a callable, or a list of callables, and needs device=, the "
-                    f"device that it runs on, but got device={self.device!r} and "
-                    f"device_transform={self.device_transform!r}"
-                )
+        for name in ("batch_transform", "device_transform"):
+            given: Any = getattr(self, name)
+            parts = given if isinstance(given, (list, tuple)) else [given]
+            if given is not None and not all(callable(part) for part in parts):
+                raise ValueError(f"{name} should be a callable, or a list of callables, but got {given!r}")
+        if self.device_transform is not None and self.device is None:
+            raise ValueError(
+                "device_transform needs device=, the device that it runs on; in the workers, a "
+                "batch_transform does the same"
+            )
 
     def check_with(self, loader: torch.utils.data.DataLoader[Any], *, is_auto: bool) -> None:
         """Check that torch's arguments of the loader allow these.

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload import DataLoader
-from fastload.rng.batch_draws import BatchStreams, drawing_from
+from fastload.rng.batch_draws import BatchId, BatchStreams, drawing_from
 from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, crop_and_flip, resample
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.crop_and_flip import chained
+from fastload.transforms.chain import chained
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -38,7 +38,7 @@ def all_at_once(images: torch.Tensor, boxes: Any, size: tuple[int, int]) -> torc
 
 
 FORMS = [resample.resample, all_at_once]
-streams = st.integers(0, 1 << 62).map(lambda seed: BatchStreams.of_batch(seed, 0, 0, 0))
+streams = st.integers(0, 1 << 62).map(lambda seed: BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0)))
 
 
 def reference(image: Any, box: Any, size: tuple[int, int]) -> Any:
@@ -118,9 +118,9 @@ def test_layout_and_strides_are_kept(transform: Any, memory_format: torch.memory
     """(B, C, H, W) images stay so, contiguous or channels-last, with the values of (B, H, W, C)."""
     hwc = some_images(5, 20, 30, 3)
     chw = hwc.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)):
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, 1, 0))):
         expected = transform(hwc)
-    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)):
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, 1, 0))):
         result = transform(chw)
 
     assert expected.is_contiguous()
@@ -171,7 +171,7 @@ class Operators(TorchDispatchMode):
 def test_on_an_accelerator_nothing_depends_on_values(transform: Any, dtype: torch.dtype) -> None:
     """On a device without values: one copy of parameters, and no operator that needs a value on the host."""
     images = torch.empty((4, 20, 30, 3), dtype=dtype, device="meta")
-    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)), Operators() as operators:
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, 1, 0))), Operators() as operators:
         result = transform(images)
 
     assert result.device.type == "meta"
@@ -259,9 +259,9 @@ def test_a_flip_after_a_crop_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) ->
     calls = count_resamples(monkeypatch)
     transforms = [RandomResizedCrop(7), RandomHorizontalFlip()]
     images = some_images(32, 20, 30, 3)
-    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)):
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, 1, 0))):
         fused = chained(transforms)(images)
-    with drawing_from(BatchStreams.of_batch(1, 0, 0, 0)):
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, 1, 0))):
         apart = transforms[1](transforms[0](images))
 
     assert 0 < calls[0].sum() < 32
@@ -348,7 +348,11 @@ def test_other_images_are_refused(batch: Any, error: type[Exception], message: s
         (lambda: RandomResizedCrop("224"), TypeError, "size should be an int, or .* got '224'"),
         (lambda: RandomResizedCrop((1, 2, 3)), TypeError, "size should be an int, or"),
         (lambda: RandomResizedCrop(0), ValueError, "size should be at least 1 pixel, but got 0"),
-        (lambda: RandomResizedCrop(4, scale=(0.5, 1.5)), ValueError, "scale should be shares"),
+        (
+            lambda: RandomResizedCrop(4, scale=(0.5, 1.5)),
+            ValueError,
+            "scale should be two numbers .* at most 1",
+        ),
         (lambda: RandomResizedCrop(4, scale=(0.0, 1.0)), ValueError, "scale should be two numbers above 0"),
         (lambda: RandomResizedCrop(4, scale=0.5), ValueError, "scale should be two numbers above 0"),
         (lambda: RandomResizedCrop(4, ratio=(2, 1)), ValueError, "ratio should be two numbers above 0"),
@@ -403,7 +407,7 @@ def test_a_list_is_applied_in_its_order() -> None:
     """Crops, flips and Normalize: one batch of floats, with the values of the calls one after another."""
     images = some_images(8, 20, 30, 3)
     crop, flip, normalize = RandomResizedCrop(7), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.5] * 3)
-    with drawing_from(BatchStreams.of_batch(BASE_SEED, 0, 0, 0)):
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, BASE_SEED, 0))):
         expected = normalize(flip(crop(images)))
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(

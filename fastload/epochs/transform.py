@@ -1,0 +1,51 @@
+"""Transforms of whole batches in the consumer's process, and the random streams of each batch."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
+from fastload.transforms.chain import chained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.epochs.resume import Epoch
+    from fastload.workers.settings import LoaderSettings
+
+
+class EpochTransform:
+    """A loader's `device_transform` in one epoch, or its `batch_transform` if torch's workers make batches.
+
+    Args:
+        loader: The loader.
+        epoch: The epoch.
+        name: Which of the two.
+    """
+
+    def __init__(self, loader: LoaderSettings, epoch: Epoch, name: str) -> None:
+        self._function = chained(getattr(loader, name))
+        self._epoch = epoch
+        self._auto_collation = loader._auto_collation
+        # With in_order=False, the batches of torch's workers come in another order than their indices.
+        is_in_order = loader.in_order or loader.num_workers == 0
+        self._is_of_samples = loader.rng == "sample" and is_in_order
+        is_second = name == "device_transform" and loader.batch_transform is not None
+        self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
+
+    def of_fetched(self) -> Callable[[Any], Any]:
+        """The transform of the batch that was fetched last."""
+        epoch = self._epoch
+        if self._is_of_samples and epoch.fetched_origin is not None:
+            index, origin = epoch.fetched_origin
+            indices = index if self._auto_collation else (index,)
+            streams = BatchStreams.of_samples(origin, indices, first_call=self._first_call)
+        else:
+            batch_id = epoch.batch_id(epoch.num_fetched - 1)
+            streams = BatchStreams.of_batch(batch_id, first_call=self._first_call)
+        return functools.partial(self._call, streams)
+
+    def _call(self, streams: BatchStreams, batch: Any) -> Any:
+        with drawing_from(streams):
+            return self._function(batch)

@@ -1,0 +1,215 @@
+"""RandomCrop, RandomErasing and Cutout: which pixels they give, on every path."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastload import transforms
+from fastload.memory.lease import Buffers, WritingInto
+from fastload.rng.batch_draws import BatchId, BatchStreams, drawing_from
+from fastload.transforms import crop_and_flip, erase
+from fastload.transforms.chain import chained
+
+DTYPES = [torch.uint8, torch.int16, torch.bool, torch.float16, torch.float32, torch.bfloat16]
+
+
+def drawn(transform: Any, batch: Any, seed: int = 0) -> Any:
+    """The result with draws that depend on the seed alone."""
+    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0))):
+        return transform(batch)
+
+
+@st.composite
+def batches(draw: Any, dtypes: Any = DTYPES) -> tuple[torch.Tensor, str]:
+    """Images of any shape, dtype and strides, and their layout."""
+    shape = [
+        draw(st.integers(0, 5)),
+        draw(st.integers(2, 9)),
+        draw(st.integers(2, 9)),
+        draw(st.integers(1, 4)),
+    ]
+    values = np.random.default_rng(0).integers(0, 200, shape)
+    images = torch.from_numpy(values).to(draw(st.sampled_from(dtypes)))
+    order = draw(st.sampled_from(["HWC", "CHW", "CHW, channels last", "HWC, every second column"]))
+    if order == "HWC, every second column":
+        images = torch.stack([images, images], 3).flatten(2, 3)[:, :, ::2]
+    elif order != "HWC":
+        images = images.permute(0, 3, 1, 2)
+        images = images.contiguous() if order == "CHW" else images
+    return images, order[:3]
+
+
+class OnEachPath:
+    """The results of both implementations, which must be equal."""
+
+    def __call__(self, transform: Any, images: torch.Tensor, seed: int) -> torch.Tensor:
+        first = drawn(transform, images, seed)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (crop_and_flip, erase):
+                patch.setattr(module, "NUMPY_DTYPES", ())
+            second = drawn(transform, images, seed)
+        assert torch.equal(first, second)
+        assert first.dtype == images.dtype
+        return first
+
+
+on_each_path = OnEachPath()
+
+
+@given(batches(), st.data())
+def test_a_crop_is_a_box_of_the_padded_image(batch: tuple[torch.Tensor, str], data: st.DataObject) -> None:
+    """Each result is the padded image at one of all places, on every path and in the layout of the input."""
+    images, layout = batch
+    channels = images if layout == "HWC" else images.permute(0, 2, 3, 1)
+    _, height, width, _ = channels.shape
+    padding = data.draw(st.integers(0, min(height, width) - 1))
+    size = data.draw(st.integers(1, height + 2 * padding)), data.draw(st.integers(1, width + 2 * padding))
+    mode = data.draw(st.sampled_from(["constant", "reflect"]))
+    fill = data.draw(st.sampled_from([0, 1]))
+    crop = transforms.RandomCrop(size, padding, padding_mode=mode, fill=fill, layout=layout)
+
+    result = on_each_path(crop, images, data.draw(st.integers(0, 99)))
+
+    assert result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last)
+    options: Any = {"constant_values": fill} if mode == "constant" else {}
+    for image, box in zip(channels, result if layout == "HWC" else result.permute(0, 2, 3, 1), strict=True):
+        array = image.to(torch.float32).numpy()
+        padded = np.pad(array, ((padding, padding), (padding, padding), (0, 0)), mode, **options)
+        windows = np.lib.stride_tricks.sliding_window_view(padded, size, axis=(0, 1))
+        places = np.moveaxis(windows, 2, -1) == box.to(torch.float32).numpy()
+        assert places.all((2, 3, 4)).any()
+
+
+def test_every_place_of_a_crop_is_equally_likely() -> None:
+    """The corner of the box is uniform over all places, also those in the padding."""
+    image = torch.arange(1, 10, dtype=torch.uint8).reshape(1, 3, 3, 1).expand(20000, -1, -1, -1)
+
+    corners = drawn(transforms.RandomCrop(1, 1, layout="HWC"), image).flatten()
+    counts = np.bincount(corners.numpy(), minlength=10)
+
+    assert np.allclose(counts[1:] / 20000, 1 / 25, atol=0.01)
+    assert math.isclose(counts[0] / 20000, 16 / 25, abs_tol=0.02)
+
+
+@given(batches(), st.integers(0, 99))
+def test_a_flip_is_the_same_on_every_path(batch: tuple[torch.Tensor, str], seed: int) -> None:
+    """Each image is itself or its mirror image, for all dtypes and strides."""
+    images, layout = batch
+
+    result = on_each_path(transforms.RandomHorizontalFlip(layout=layout), images, seed)
+
+    mirrored = images.flip(2 if layout == "HWC" else 3)
+    for before, after, mirror in zip(images, result, mirrored, strict=True):
+        assert torch.equal(after, before) or torch.equal(after, mirror)
+
+
+@given(batches(), st.integers(0, 99), st.booleans())
+def test_erasing_fills_one_box(batch: tuple[torch.Tensor, str], seed: int, is_cutout: bool) -> None:
+    """The changed pixels of an image are within one box of the value, and the rest are as before."""
+    images, layout = batch
+    images = images * 0
+    transform = transforms.RandomErasing(1.0, (0.1, 0.4), fill=1, layout=layout)
+    if is_cutout:
+        transform = transforms.Cutout((3, 2), fill=1, layout=layout)  # type: ignore[assignment]
+
+    result = on_each_path(transform, images, seed)
+
+    for image in result if layout == "HWC" else result.permute(0, 2, 3, 1):
+        filled = image.to(torch.float32).numpy().all(2)
+        assert (filled == image.to(torch.float32).numpy().any(2)).all()
+        rows, columns = np.flatnonzero(filled.any(1)), np.flatnonzero(filled.any(0))
+        assert filled.sum() == len(rows) * len(columns)
+        if is_cutout:
+            assert 2 <= len(rows) <= 3  # at an edge, the part outside is missing
+            assert 1 <= len(columns) <= 2
+
+
+def test_the_probability_and_area_of_erasing() -> None:
+    """A share p of the images has a box, whose mean area is the middle of the scale."""
+    images = torch.zeros(4000, 64, 64, 1, dtype=torch.uint8)
+
+    erased = drawn(transforms.RandomErasing(0.3, (0.1, 0.3), fill=1, layout="HWC"), images)
+    areas = erased.float().mean((1, 2, 3))
+
+    assert math.isclose((areas > 0).float().mean(), 0.3, abs_tol=0.03)
+    assert math.isclose(areas[areas > 0].mean(), 0.2, abs_tol=0.01)
+    assert areas.max() < 0.32
+
+
+def test_each_channel_has_its_own_fill() -> None:
+    """A sequence gives one value for each channel."""
+    images = torch.zeros(3, 8, 8, 3, dtype=torch.uint8)
+
+    cut = drawn(transforms.Cutout(16, fill=(1, 2, 3)), images)
+    around = drawn(transforms.RandomCrop(1, 7, fill=(1, 2, 3)), images, seed=3)
+
+    assert cut.reshape(-1, 3).unique(dim=0).tolist() in ([[1, 2, 3]], [[0, 0, 0], [1, 2, 3]])
+    assert [1, 2, 3] in around.reshape(-1, 3).tolist()
+
+
+@pytest.mark.parametrize("num_images", [1, 700])
+def test_large_batches_are_padded_in_parts(num_images: int) -> None:
+    """An image has the same crop whether its batch is padded at once or in parts."""
+    images = torch.randint(0, 256, (num_images, 40, 40, 3), dtype=torch.uint8)
+
+    on_each_path(transforms.RandomCrop(32, 4, fill=7), images, 5)
+
+
+def test_results_lie_in_the_memory_of_the_batch() -> None:
+    """Within `WritingInto`, the result of the last transform is written to the arena, and only that one."""
+    images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
+    normalize = transforms.Normalize((0.5,) * 3, (0.5,) * 3)
+    for transform in (transforms.RandomCrop(8, 2), transforms.RandomHorizontalFlip(), normalize):
+        buffers = Buffers(1 << 20)
+        buffers.begin()
+        with WritingInto(buffers.arena):
+            result = chained([transforms.Cutout(2), transform])(images)
+
+        memory = buffers.arena.memory
+        assert memory is not None
+        assert memory.address <= result.data_ptr() < memory.address + memory.nbytes
+        assert buffers.arena.used_bytes == result.nbytes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: transforms.RandomCrop(0), "size should be at least 1 pixel"),
+        (lambda: transforms.RandomCrop(8, -1), "padding should be at least 0"),
+        (lambda: transforms.RandomCrop(8, "4"), "padding should be an int"),
+        (lambda: transforms.RandomCrop(8, padding_mode="edge"), "padding_mode should be"),
+        (lambda: transforms.RandomErasing(2), "p should be a probability"),
+        (
+            lambda: transforms.RandomErasing(scale=(0.1, 2)),
+            "scale should be two numbers above 0 and at most 1",
+        ),
+        (lambda: transforms.Cutout((1, 2, 3)), "size should be an int, or the height and the width"),
+    ],
+)
+def test_wrong_arguments(make: Any, message: str) -> None:
+    """They are errors of the constructor, which say what was expected."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [
+        (transforms.RandomCrop(9), "images of at least 9 x 9 pixels"),
+        (transforms.RandomCrop(8, 8, padding_mode="reflect"), "larger than their padding"),
+        (transforms.RandomCrop(8, 1, fill=-1), "fill should be a value of torch.uint8"),
+        (transforms.Cutout(2, fill=(1, 2)), "or one for each of 3 channels"),
+        (transforms.Cutout(2, fill=0.5), "fill should be a value of torch.uint8"),
+    ],
+)
+def test_images_that_do_not_fit(transform: Any, message: str) -> None:
+    """The error says what came."""
+    with pytest.raises(ValueError, match=message):
+        transform(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))
