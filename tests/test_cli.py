@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import pty
@@ -10,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,43 +56,22 @@ def first_shard(directory: Path) -> str:
     return str(directory / "cache.partial" / "00000-of-00005.lmdb")
 
 
-def imported_by(*words: Any) -> set[str]:
-    """The modules that `fastload ...` has imported when it ends well, in a process of its own.
-
-    Without those that any command of typer imports: releases before 0.26 bring rich.
-    """
-    return modules_after("from fastload.cli.main import app", *words) - modules_of_typer()
-
-
-@functools.cache
-def modules_of_typer() -> set[str]:
-    """The modules of a command that does nothing."""
-    return modules_after(
-        "import typer\napp = typer.Typer(rich_markup_mode=None)\napp.command()(lambda: None)", "--help"
-    )
-
-
-def modules_after(making: str, *words: Any) -> set[str]:
-    """The modules that a process has imported when its `app`, made by ``making``, ends well."""
-    program = (
-        f"import sys\n{making}\n"
-        "try:\n"
-        "    app(sys.argv[1:])\n"
-        "except SystemExit as stop:\n"
-        "    assert stop.code == 0, stop.code\n"
-        "print(*sys.modules, file=sys.stderr)\n"
-    )
-    command = [sys.executable, "-c", program, *map(str, words)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stderr.splitlines()[-1].split())
+# Prints the modules that some commands have brought, beside those that any command of typer imports:
+# releases before 0.26 bring rich.
+_BROUGHT = """
+import sys, typer
+from typer.testing import CliRunner
+nothing = typer.Typer(rich_markup_mode=None)
+nothing.command()(lambda: None)
+CliRunner().invoke(nothing, ["--help"])
+before = set(sys.modules)
+from fastload.cli.main import app
+for commands in (HELP, ON_DISK, IN_MEMORY):
+    for words in commands:
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, (words, done.output)
+    print(*sorted(set(sys.modules) - before))
+"""
 
 
 def built(dest: Path, *options: str, source: str = "tests.cli_zoo:factory") -> Path:
@@ -136,34 +113,42 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-class TestImports:
-    @pytest.mark.parametrize("words", [["info", "a"], ["ls", ""], ["verify", "a"], ["rm", "a", "--yes"]])
-    def test_caches_on_disk_are_managed_without_torch(self, tmp_path: Path, words: list[str]) -> None:
-        """Nor are Pillow, psutil and rich imported; a command answers sooner than torch would be there."""
-        built(tmp_path / "a", "--codec", "png")
-        command, path, *options = words
+def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
+    """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
+    one, two = built(tmp_path / "a", "--codec", "png"), built(tmp_path / "b")
+    cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", budget="1MB")
+    assert cached[0][0].tolist() == list(range(9))
+    commands = {
+        "HELP": [["--help"], ["--version"], ["cache", "build", "--help"]],
+        "ON_DISK": [
+            *(["cache", command, str(one)] for command in ("info", "verify")),
+            *(["cache", "ls", str(tmp_path)], ["cache", "rm", str(two), "--yes"]),
+        ],
+        "IN_MEMORY": [["cache", "ls"]],
+    }
+    program = "".join(f"{name} = {words!r}\n" for name, words in commands.items()) + _BROUGHT
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        cached.cache.close()
 
-        brought = imported_by("cache", command, tmp_path / path, *options)
-
-        assert "fastload.cache.lmdb.lmdb_cache" in brought
-        assert not {"torch", "PIL", "psutil", "rich"} & brought
-
-    def test_caches_in_memory_are_listed_without_torch(self) -> None:
-        """Also one of tensors."""
-        cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", budget="1MB")
-
-        try:
-            assert cached[0][0].tolist() == list(range(9))
-            brought = imported_by("cache", "ls")
-        finally:
-            cached.cache.close()
-
-        assert "fastload.cache.ram.registry" in brought
-        assert not {"torch", "PIL", "psutil", "rich"} & brought
+    assert done.returncode == 0, done.stderr
+    for_help, on_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
+    assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
+    assert "fastload.cache.lmdb.lmdb_cache" in on_disk
+    assert "fastload.cache.ram.registry" in in_memory
+    assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 
 class TestHelp:
-    @pytest.mark.parametrize("words", [[], ["cache"], *(["cache", name] for name in COMMANDS)])
+    @pytest.mark.parametrize("words", [[], ["cache"], ["doctor"], *(["cache", name] for name in COMMANDS)])
     def test_every_help_lists_the_exit_codes(self, words: list[str]) -> None:
         """A script's author finds them without leaving the terminal."""
         result = CliRunner().invoke(main.app, [*words, "--help"])
@@ -191,20 +176,6 @@ class TestHelp:
         assert (done.returncode, done.stdout) == (2, "")
         assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
         assert "\n  cache    Caches of decoded samples" in done.stderr
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("words", [["--help"], ["--version"], ["cache", "build", "--help"]])
-    def test_help_and_version_need_neither_torch_nor_rich(self, words: list[str]) -> None:
-        """The modules of the command line import nothing heavy themselves."""
-        brought = imported_by(*words)
-
-        assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & brought
-
-    def test_the_script_is_the_module(self) -> None:
-        """`fastload` and `python -m fastload` start the same function."""
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-        assert project["scripts"] == {"fastload": f"{main.main.__module__}:{main.main.__name__}"}
 
     def test_codecs_are_those_of_the_caches(self) -> None:
         """What --codec offers is what there is."""
@@ -253,30 +224,12 @@ class TestBuild:
         assert "--size 256x256" in mixed.stderr
         assert "different shapes" not in equal.stderr
 
-    def test_size_can_name_both_sides(self, tmp_path: Path) -> None:
-        """HEIGHTxWIDTH gives that shape exactly."""
-        folder = images(tmp_path / "photos", "a/1.png")
-
-        dest = built(tmp_path / "cache", "--size", "7x9", source=str(folder))
-
-        assert LMDBCache(dest).get(0)[0].shape == (7, 9, 3)
-
     @pytest.mark.parametrize("name", ["factory", "Plain", "ready"])
     def test_a_function_a_class_or_a_dataset_can_be_named(self, name: str, tmp_path: Path) -> None:
         """MODULE:NAME gives a dataset by whatever NAME is."""
         cache = LMDBCache(built(tmp_path / "cache", source=f"tests.cli_zoo:{name}"))
 
         assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-
-    def test_modules_of_the_working_directory_are_found(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A user's script needs no installation."""
-        (tmp_path / "a_users_module.py").write_text("data = [1, 2, 3]\n")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-
-        assert LMDBCache(built(tmp_path / "cache", source="a_users_module:data")).num_samples == 3
 
     def test_shards_and_codec_are_passed_on(self, tmp_path: Path) -> None:
         """--shards makes a directory, --codec and --quality say how images are written."""
@@ -286,31 +239,22 @@ class TestBuild:
         assert dest.is_dir()
         assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
 
+    @pytest.mark.usefixtures("needs_lmdb")
     def test_a_finished_cache_is_left_alone(self, tmp_path: Path) -> None:
-        """The same command again finds nothing to do, and says so."""
-        dest = built(tmp_path / "cache")
+        """The same command again finds nothing to do; a cache that does not fit is refused."""
+        dest = tmp_path / "cache"
+        quiet = run("build", "tests.cli_zoo:factory", dest, "--codec", "png", "--quiet")
+        assert (quiet.exit_code, quiet.output) == (0, "")
         before = dest.stat()
 
         result = run("build", "tests.cli_zoo:factory", dest, "--json")
+        other = run("build", "tests.cli_zoo:factory", dest, "--codec", "raw", "--json")
 
         assert result.exit_code == 0
         assert json.loads(result.stdout)["was_built"] is False
+        assert other.exit_code == 1
+        assert json.loads(other.stdout)["type"] == "CacheMismatchError"
         assert dest.stat().st_mtime_ns == before.st_mtime_ns
-
-    def test_a_cache_of_another_codec_is_a_mismatch(self, tmp_path: Path) -> None:
-        """What is there already and does not fit is never replaced."""
-        dest = built(tmp_path / "cache")
-
-        result = run("build", "tests.cli_zoo:factory", dest, "--codec", "png", "--json")
-
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["type"] == "CacheMismatchError"
-
-    def test_without_a_codec_any_finished_cache_fits(self, tmp_path: Path) -> None:
-        """A command that names no codec did not ask for raw."""
-        dest = built(tmp_path / "cache", "--codec", "png")
-
-        assert run("build", "tests.cli_zoo:factory", dest).exit_code == 0
 
     @pytest.mark.slow
     def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path, interpreter: Interpreter) -> None:
@@ -327,13 +271,6 @@ class TestBuild:
         assert result.exit_code == 1
         assert json.loads(result.stdout)["type"] == "RandomDatasetError"
         assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.usefixtures("needs_lmdb")
-    def test_quiet_prints_nothing(self, tmp_path: Path) -> None:
-        """--quiet leaves errors alone to be seen."""
-        result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--quiet")
-
-        assert (result.exit_code, result.output) == (0, "")
 
 
 @pytest.mark.usefixtures("needs_lmdb")
@@ -352,14 +289,17 @@ class TestBadSamples:
         assert "Traceback" not in result.stderr
 
     def test_skip_finishes_and_says_what_is_missing(self, tmp_path: Path) -> None:
-        """The exit code is 3, the report lies beside the cache and its path is printed."""
+        """The exit code is 3, again in a later run; the report beside the cache is named."""
         folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
         (folder / "a" / "2.png").write_bytes(b"no image")
 
         result = run("build", folder, tmp_path / "cache", "--on-error", "skip")
 
+        again = run("build", folder, tmp_path / "cache", "--on-error", "skip", "--json")
+
         report = tmp_path / "cache.errors.jsonl"
-        assert result.exit_code == 3
+        assert (result.exit_code, again.exit_code) == (3, 3)
+        assert json.loads(again.stdout)["num_skipped"] == 1
         assert f"1 of 3 samples could not be read: see {report}" in result.stdout
         assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
 
@@ -378,16 +318,6 @@ class TestBadSamples:
         dataset = advised(line)
         assert [int(label) for _, label in fastload.DataLoader(dataset, batch_size=None)] == [0, 1]
         assert "would read them from the dataset again and fail" in line
-
-    def test_skipped_samples_are_told_again(self, tmp_path: Path) -> None:
-        """A later run over the finished cache ends by 3, too: scripts must not take it for whole."""
-        words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--json")
-        run(*words)
-
-        again = run(*words)
-
-        assert again.exit_code == 3
-        assert json.loads(again.stdout)["num_skipped"] == 1
 
 
 class TestUsage:
@@ -558,15 +488,6 @@ class TestOutput:
         assert "reading 7" in result.stderr
         assert "from below" in result.stderr
 
-    @pytest.mark.usefixtures("needs_lmdb")
-    def test_logs_go_to_standard_error(self, tmp_path: Path) -> None:
-        """Without --json standard output has the answer's lines alone."""
-        result = run("build", "tests.cli_zoo:factory", tmp_path / "cache")
-
-        assert result.stdout.startswith(f"{tmp_path}/cache: built in")
-        assert result.stdout.count("\n") == 2
-        assert "fastload: building" in result.stderr
-
 
 class TestInfoAndVerify:
     def test_info_says_what_it_holds_and_is_made_of(self, tmp_path: Path) -> None:
@@ -585,22 +506,6 @@ class TestInfoAndVerify:
         assert "2 files, digest" in text
         assert "\nmade of\n  dataset " in text
 
-    def test_info_of_an_unfinished_build_says_so(self, tmp_path: Path) -> None:
-        """It fails, and names what lies there."""
-        (tmp_path / "cache.partial").mkdir()
-
-        result = run("info", tmp_path / "cache")
-
-        assert result.exit_code == 1
-        assert "unfinished build" in result.stderr
-
-    def test_verify_of_a_whole_cache_is_fine(self, tmp_path: Path) -> None:
-        """Every record is read."""
-        result = run("verify", built(tmp_path / "cache"), "--json")
-
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["num_damaged"] == 0
-
     def test_verify_finds_a_flipped_bit(self, tmp_path: Path) -> None:
         """Damage is exit code 1, and the samples are named."""
         # Small records lie in LMDB's tree, which is compared as a whole when the file is opened.
@@ -617,6 +522,8 @@ class TestInfoAndVerify:
 
         assert result.exit_code == 1
         assert json.loads(result.stdout)["damaged"] == [1]
+        whole = json.loads(run("verify", built(tmp_path / "whole"), "--json").stdout)
+        assert whole["num_damaged"] == 0
 
     def test_verify_finds_a_damaged_index(self, tmp_path: Path) -> None:
         """What makes the file impossible to open is a failure, too."""
@@ -641,6 +548,12 @@ class TestLs:
         (tmp_path / "movie.partial").write_text("a download")
 
         result = run("ls", tmp_path, "--json")
+        (itself,) = json.loads(run("ls", tmp_path / "sharded", "--json").stdout)["caches"]
+        assert itself["path"] == str(tmp_path / "sharded")
+        assert run("ls", tmp_path / "folder").stdout == f"no caches in {tmp_path}/folder\n"
+        unfinished = run("info", tmp_path / "half")
+        assert unfinished.exit_code == 1
+        assert "unfinished build" in unfinished.stderr
 
         assert result.exit_code == 0
         listed = {Path(item["path"]).name: item["state"] for item in json.loads(result.stdout)["caches"]}
@@ -660,20 +573,6 @@ class TestLs:
 
         assert "building" in result.stdout
         assert "unfinished" in run("ls", tmp_path).stdout
-
-    def test_a_directory_of_shards_is_one_cache(self, tmp_path: Path) -> None:
-        """Asked about itself it does not list its shards."""
-        dest = built(tmp_path / "sharded", "--shards", "2")
-
-        listed = json.loads(run("ls", dest, "--json").stdout)["caches"]
-
-        assert [item["path"] for item in listed] == [str(dest)]
-
-    def test_an_empty_directory_has_none(self, tmp_path: Path) -> None:
-        """It says so, and that is fine."""
-        result = run("ls", tmp_path)
-
-        assert (result.exit_code, result.stdout) == (0, f"no caches in {tmp_path}\n")
 
     def test_without_a_directory_it_lists_what_processes_share(self, tmp_path: Path) -> None:
         """A cache in memory is listed with its key and those that hold it."""

@@ -197,17 +197,6 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str
 # --- the host ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_installed_has_no_version() -> None:
-    """None, under whatever names it is looked for."""
-    assert machine_report._version(("no-such-distribution", "neither-this")) is None
-    assert machine_report._version(("no-such-distribution", "numpy")) is not None
-
-
-def test_help_lists_the_exit_codes() -> None:
-    """As every command's help does."""
-    assert "Exit codes:" in run("--help").stdout
-
-
 @pytest.mark.slow
 def test_it_runs_as_a_command() -> None:
     """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""

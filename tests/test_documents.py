@@ -122,8 +122,3 @@ def test_every_figure_comes_from_a_results_file() -> None:
         for name, content in parts.items():
             assert f"<!-- {name} -->\n{content}\n<!-- /{name} -->" in page.read_text()
     assert figures.tables().strip() == (ROOT / "benchmarks" / "README.md").read_text().strip()
-
-
-def test_readme_never_offers_a_strangers_package() -> None:
-    """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
-    assert not re.search(r"pip install .?fastload(?!-torch)", README)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +14,6 @@ import torch
 from tests.kit import leaks
 from tests.kit.batches import assert_same_batches, assert_same_samples
 from tests.kit.datasets import Point
-
-if TYPE_CHECKING:
-    from tests.kit.processes import Interpreter
 
 ROWS = torch.arange(6.0).reshape(2, 3)
 
@@ -53,18 +50,6 @@ def test_what_differs_in_value_or_in_kind_is_told_apart(one: Any, other: Any) ->
                 compare(*pair)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(ROWS, ROWS.t().contiguous().t()), (ROWS.numpy(), np.asfortranarray(ROWS.numpy()))],
-    ids=["tensor", "array"],
-)
-def test_strides_differ_in_batches_alone(rows: Any, columns: Any) -> None:
-    """Samples of two memory layouts are the same, and batches are not."""
-    assert_same_samples(rows, columns)
-    with pytest.raises(AssertionError):
-        assert_same_batches(rows, columns)
-
-
 @pytest.mark.parametrize("lists_children", [True, False], ids=["the kernel's list", "psutil"])
 def test_children_of_children_are_seen(lists_children: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child and its own child, by either way to find them; a zombie is not one."""
@@ -82,16 +67,3 @@ def test_children_of_children_are_seen(lists_children: bool, monkeypatch: pytest
         os.kill(grandchild, signal.SIGKILL)
         child.wait()
         assert leaks.children() == before
-
-
-def test_an_interpreter_gives_code_output_and_error_of_each_program(interpreter: Interpreter) -> None:
-    """What a program does to its process is not seen by the next one."""
-    program = "import os, sys; os.name = sys.argv[1]; print(os.name); sys.exit(os.environ['CODE'])"
-
-    done = interpreter.run(program, "other", environment={"CODE": "a word"})
-    after = interpreter.run(
-        "import os; print(os.name, 'CODE' in os.environ, flush=True); os.kill(os.getpid(), 9)"
-    )
-
-    assert (done.returncode, done.stdout, done.stderr) == (1, "other\n", "a word\n")
-    assert (after.returncode, after.stdout) == (-signal.SIGKILL, f"{os.name} False\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import warnings
@@ -74,8 +73,10 @@ def warned(loader: Any) -> tuple[list[Any], list[str]]:
         return list(loader), [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
-@pytest.mark.parametrize("names", LOST)
+@pytest.mark.parametrize(
+    ("prepare", "names"),
+    [(prepared_as_accelerate_does, names) for names in LOST] + [(prepared_as_ray_does, 'rng="sample"')],
+)
 def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
     """Once, with the names of the arguments that have no effect, and what to do."""
     batches, texts = warned(prepare(DataLoader(IMAGES, 4, **LOST[names])))
@@ -179,17 +180,6 @@ class Mixup:
 
     def __call__(self, samples: Any) -> Any:
         return self.mixup_enabled, len(samples)
-
-
-def test_called_by_hand_it_only_collates() -> None:
-    """No warning, and the result of the user's own function."""
-    loader = DataLoader(IMAGES, 2, rng="sample", **CHANNELS_LAST)  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        images, _ = loader.collate_fn([IMAGES[0], IMAGES[1]])
-        again, _ = functools.partial(loader.collate_fn)([IMAGES[0], IMAGES[1]])
-
-    assert images.shape == again.shape == (2, 8, 8, 3)
 
 
 def test_it_looks_like_the_user_s_own() -> None:

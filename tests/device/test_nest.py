@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fastload.nested.device_tree import map_movable, move_leaf
 
@@ -224,27 +222,6 @@ def test_struct_sequences_of_torch_keep_their_type() -> None:
 
     assert type(mapped) is type(found)
     assert flat(mapped) == [[10], [2]]
-
-
-nests = st.recursive(
-    st.sampled_from([ONE, 1, "a", None]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
-    max_leaves=12,
-)
-
-
-@given(nests)
-def test_any_nest_of_lists_and_dicts(value: Any) -> None:
-    """In every nest exactly the tensors are replaced."""
-
-    def expected(part: Any) -> Any:
-        if isinstance(part, list):
-            return [expected(p) for p in part]
-        if isinstance(part, dict):
-            return {key: expected(p) for key, p in part.items()}
-        return [2] if part is ONE else part
-
-    assert flat(map_movable(value, doubled)) == expected(value)
 
 
 def test_more_kinds_of_leaves_can_be_named() -> None:

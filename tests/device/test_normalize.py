@@ -134,13 +134,11 @@ MASKS = some_images(2, 4, 5, 3, seed=1)
 @pytest.mark.parametrize(
     ("batch", "key", "where"),
     [
-        ((IMAGES, LABELS), None, 0),
         ([IMAGES, MASKS], None, 0),
         (Pair(IMAGES, LABELS), None, 0),
         ({"image": IMAGES, "label": LABELS, "mask": MASKS}, None, "image"),
         ({"images": IMAGES, "path": ["a", "b"]}, None, "images"),
         ({"pixels": IMAGES, "image": MASKS}, "pixels", "pixels"),
-        ((LABELS, IMAGES), 1, 1),
         ((LABELS, IMAGES), -1, 1),
     ],
 )
@@ -185,29 +183,19 @@ def test_a_batch_without_images_in_their_place_is_refused(
 # --- as a module ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_and_pickles_give_the_same_values(make: Any) -> None:
-    """A copy has its own constants and the same results."""
-    module = Normalize(MEAN, STD, torch.bfloat16)
-
-    assert torch.equal(make(module)(IMAGES), module(IMAGES))
-
-
-@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double()])
+@pytest.mark.parametrize(
+    "move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), copy.deepcopy]
+)
 def test_a_models_dtype_does_not_touch_the_constants(move: Any) -> None:
-    """Inside a model that is cast, values stay exact and the result's dtype stays what was asked for."""
+    """In a model that is cast, and in autocast, values stay exact; a model's state has none of them."""
     expected = Normalize(MEAN, STD)(IMAGES)
     model = torch.nn.Sequential(Normalize(MEAN, STD))
 
-    assert torch.equal(move(model)(IMAGES), expected)
-
-
-def test_it_adds_nothing_to_a_models_state() -> None:
-    """No parameters, no state_dict entries: older checkpoints load."""
-    module = Normalize(MEAN, STD)
-
-    assert list(module.parameters()) == []
-    assert module.state_dict() == {}
+    assert model.state_dict() == {}
+    assert list(model.parameters()) == []
+    assert torch.equal(pickle.loads(pickle.dumps(move(model)))(IMAGES), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(IMAGES), expected)
 
 
 def test_constants_move_with_the_module_and_follow_the_batch() -> None:
@@ -234,20 +222,10 @@ def test_the_accelerators_path_gives_the_same_values(dtype: torch.dtype) -> None
     assert torch.equal(out, module(IMAGES))
 
 
-def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
-    """Autocast neither rounds the constants nor changes the result's dtype."""
-    expected = Normalize(MEAN, STD)(IMAGES)
-    with torch.autocast("cpu", torch.bfloat16):
-        result = Normalize(MEAN, STD)(IMAGES)
-
-    assert torch.equal(result, expected)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({"mean": (0.5,), "std": STD}, ValueError, "one value per channel, but got 1 and 3 values"),
-        ({"mean": (), "std": ()}, ValueError, "one value per channel, but got 0 and 0 values"),
         ({"mean": (0.5,), "std": (0.0,)}, ValueError, r"should be above zero, but got \(0.0,\)"),
         ({"mean": (0.5,), "std": (float("nan"),)}, ValueError, r"should be above zero, but got \(nan,\)"),
         ({"mean": (float("inf"),), "std": (1.0,)}, ValueError, "mean / std should be finite"),
@@ -262,11 +240,7 @@ def test_inside_autocast_the_dtype_is_the_one_asked_for() -> None:
             "max_pixel_value should be .* got None",
         ),
         ({"mean": MEAN, "std": STD, "dtype": torch.uint8}, TypeError, "dtype should be .* got torch.uint8"),
-        ({"mean": MEAN, "std": STD, "dtype": "float32"}, TypeError, "dtype should be .* got 'float32'"),
-        ({"mean": 0.5, "std": (0.2,)}, TypeError, "mean should be a sequence of numbers.* got float"),
         ({"mean": (0.5,), "std": "1"}, TypeError, "std should be a sequence of numbers.* got str"),
-        ({"mean": {0.5, 0.6}, "std": (0.2, 0.2)}, TypeError, "mean should be a sequence of numbers"),
-        ({"mean": torch.tensor(0.5), "std": (0.2,)}, TypeError, "mean should be a sequence of numbers"),
         ({"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numbers"),
         ({"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numbers"),
         (

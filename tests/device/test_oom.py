@@ -46,17 +46,6 @@ def free_nothing() -> None:
 # --- parts and weights ------------------------------------------------------------------------------------
 
 
-def test_a_step_that_fits_runs_once() -> None:
-    """With enough memory there is one call, with the caller's own batch and weight 1."""
-    batch = numbered(4)
-    seen = []
-    results = retry_on_oom(lambda part, weight: seen.append((part, weight)), batch, model=None)
-
-    assert results == [None]
-    assert seen[0][0] is batch
-    assert seen[0][1] == 1.0
-
-
 @mock.patch.object(oom, "_free_cached_memory", free_nothing)
 @given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
 def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
@@ -82,63 +71,60 @@ def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
     assert min(step.sizes) >= min(min_size, num_samples)
 
 
-def test_the_batch_is_halved() -> None:
-    """The sizes tried are the whole, a half, a quarter."""
-    step = OutOfMemoryAbove(4)
-    retry_on_oom(step, numbered(16), model=None)
-
-    assert step.sizes == [16, 8, 4, 4, 4, 4]
-
-
-def test_the_error_tells_the_sizes_that_were_tried() -> None:
-    """At min_size torch's own error comes out, with a note."""
+def test_the_batch_is_halved_and_the_error_tells_the_sizes() -> None:
+    """Each call starts from the whole batch; at min_size torch's own error comes out, with a note."""
+    step = OutOfMemoryAbove(2)
+    for _ in range(2):
+        retry_on_oom(step, numbered(8), model=None)
+    assert step.sizes == [8, 4, 2, 2, 2, 2] * 2
     with pytest.raises(torch.OutOfMemoryError, match="allocate for 2") as caught:
         retry_on_oom(OutOfMemoryAbove(1), numbered(8), model=None, min_size=2)
 
     assert "parts of 8, 4, 2 samples, and min_size=2" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
 def test_other_errors_pass_through_at_once(error: BaseException) -> None:
-    """Only torch.OutOfMemoryError leads to a second try."""
-    calls = []
+    """Only torch.OutOfMemoryError leads to a second try; gradients stay as the step left them."""
+    calls, parameter = [], nn.Parameter(torch.ones(1))
 
-    def step(part: Any, weight: float) -> None:
+    def step(part: Any, weight: float = 1.0) -> None:
         calls.append(len(part))
+        (parameter * 3).sum().backward()
         raise error
 
     with pytest.raises(type(error)) as caught:
-        retry_on_oom(step, numbered(8), model=None)
+        retry_on_oom(step, numbered(8), model=[parameter])
 
     assert caught.value is error
     assert calls == [8]
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 3
+    with pytest.raises(type(error)):
+        find_batch_size(step, numbered)
 
 
 @pytest.mark.parametrize(
-    ("min_size", "error", "message"),
+    ("arguments", "error", "message"),
     [
-        (0, ValueError, "min_size should be at least 1 sample, but got 0"),
-        (2.0, TypeError, "min_size should be an int, a number of samples, but got 2.0"),
-        ("2", TypeError, "but got '2'"),
-        (True, TypeError, "but got True"),
+        ({"min_size": 0}, ValueError, "min_size should be at least 1 sample, but got 0"),
+        ({"min_size": "2"}, TypeError, "min_size should be an int, a number of samples, but got '2'"),
+        ({"min_size": True}, TypeError, "but got True"),
+        ({"start": 0, "limit": 4}, ValueError, "start should be"),
+        ({"start": 5, "limit": 4}, ValueError, "start should be"),
+        ({"start": 1.5}, TypeError, "start should be an int, a number of samples, but got"),
+        ({"limit": True}, TypeError, "limit should be an int, a number of samples, but got"),
     ],
 )
-def test_min_size_is_checked(min_size: Any, error: type[Exception], message: str) -> None:
-    """A part has at least one whole sample; the step is not called with anything else."""
+def test_sizes_are_checked(arguments: Any, error: type[Exception], message: str) -> None:
+    """They are whole numbers of samples that exist; the step is not called with anything else."""
     step = OutOfMemoryAbove(1)
+    way: Any = find_batch_size if "min_size" not in arguments else retry_on_oom
+    data = {"model": None, "batch": numbered(2)} if way is retry_on_oom else {"make_batch": numbered}
     with pytest.raises(error, match=message):
-        retry_on_oom(step, numbered(2), model=None, min_size=min_size)
+        way(step, **data, **arguments)
 
     assert step.sizes == []
-
-
-def test_each_call_starts_from_the_whole_batch() -> None:
-    """No size is remembered from one call to the next."""
-    step = OutOfMemoryAbove(4)
-    for _ in range(2):
-        retry_on_oom(step, numbered(8), model=None)
-
-    assert step.sizes == [8, 4, 4] * 2
 
 
 # --- gradients --------------------------------------------------------------------------------------------
@@ -153,8 +139,7 @@ def gradients(model: nn.Module) -> list[Any]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("fits", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize(("fits", "has_gradients"), [(1, True), (4, False), (5, True), (9, False)])
 def test_gradients_are_those_of_the_whole_batch(fits: int, has_gradients: bool) -> None:
     """Weighted means of the parts add up, on top of gradients that were there, whichever try failed when."""
     inputs = torch.randn(9, 3, dtype=torch.float64)
@@ -218,21 +203,6 @@ def test_what_has_no_gradients_is_refused_as_a_model(give: Any, what: str) -> No
     assert step.sizes == []
 
 
-def test_after_another_error_gradients_are_as_the_step_left_them() -> None:
-    """What is no lack of memory is the caller's to look at, gradients included."""
-    parameter = nn.Parameter(torch.ones(1))
-
-    def step(part: torch.Tensor, weight: float) -> None:
-        (parameter * 3).sum().backward()
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        retry_on_oom(step, numbered(2), model=[parameter])
-
-    assert parameter.grad is not None
-    assert parameter.grad.item() == 3
-
-
 # --- memory of the failed try -----------------------------------------------------------------------------
 
 
@@ -264,21 +234,18 @@ def test_the_failed_steps_tensors_are_dead_when_the_next_try_starts(has_cycle: b
     assert alive[3] == [False, False, False]
 
 
-def test_the_caches_are_emptied_where_cuda_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two tries torch's cached blocks go back to the device, once per failure."""
-    calls = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+@pytest.mark.parametrize("in_use", [True, False])
+def test_the_caches_are_emptied_where_cuda_is_used(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's cached blocks go back to the device, once per failure and at the end of a search."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
     retry_on_oom(OutOfMemoryAbove(2), numbered(8), model=None)
+    assert len(calls) == 2 * in_use
 
-    assert calls == ["emptied"] * 2
-
-
-def test_without_cuda_nothing_of_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A retry makes no CUDA context."""
-    monkeypatch.setattr(torch.cuda, "empty_cache", None)
-
-    assert retry_on_oom(OutOfMemoryAbove(1), numbered(2), model=None) == [[0], [1]]
+    step = OutOfMemoryAbove(5)
+    find_batch_size(step, numbered)
+    assert len(calls) == in_use * (2 + sum(size > 5 for size in step.sizes) + 1)
 
 
 @pytest.mark.gpu
@@ -316,6 +283,7 @@ def test_nests_are_split_along_the_first_dimension() -> None:
         "size": (224, 224, 3, 1),
         "temperature": torch.tensor(0.5),
         "shared": shared,
+        "box": (array := np.arange(4)),
         "sample": Sample(torch.arange(4), ["e", "f", "g", "h"]),
     }
     (first, first_size), (last, last_size) = split_batch(batch, 2)
@@ -329,6 +297,7 @@ def test_nests_are_split_along_the_first_dimension() -> None:
     assert last["size"] == (224, 224, 3, 1)
     assert last["temperature"] is batch["temperature"]
     assert first["shared"] is shared
+    assert first["box"] is last["box"] is array
     assert last["sample"].image.tolist() == [2, 3]
     assert last["sample"].paths == ["g", "h"]
     assert len(batch["names"]) == 4
@@ -393,14 +362,6 @@ def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
     assert "77" not in str(caught.value)
 
 
-def test_arrays_go_whole_to_each_part() -> None:
-    """NumPy arrays are shared by all parts, as everything is that is neither tensor nor list."""
-    array = np.arange(4)
-    parts = split_batch({"image": torch.arange(4), "box": array}, 2)
-
-    assert all(part["box"] is array for part, _ in parts)
-
-
 # --- the batch size that fits -----------------------------------------------------------------------------
 
 
@@ -433,56 +394,6 @@ def test_one_sample_that_does_not_fit_raises() -> None:
         find_batch_size(OutOfMemoryAbove(0), numbered, start=8)
 
     assert "one sample does not fit" in caught.value.__notes__[0]
-
-
-def test_errors_of_the_step_pass_through() -> None:
-    """A search does not take a bug for a lack of memory."""
-
-    def step(batch: Any) -> None:
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        find_batch_size(step, numbered)
-
-
-def test_the_memory_of_a_size_that_failed_is_free_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each failure is followed by one clean-up, and so is the search."""
-    calls = []
-    monkeypatch.setattr(oom, "_free_cached_memory", lambda: calls.append("freed"))
-    step = OutOfMemoryAbove(5)
-    find_batch_size(step, numbered)
-
-    assert len(calls) == sum(size > 5 for size in step.sizes) + 1
-
-
-@pytest.mark.parametrize("in_use", [True, False])
-def test_reserved_memory_is_given_back_at_the_end(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the last try left in torch's caches goes back to the device, where CUDA is in use at all."""
-    calls = []
-    step = OutOfMemoryAbove(100)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(len(step.sizes)))
-    find_batch_size(step, numbered, limit=4)
-
-    assert calls == ([3] if in_use else [])
-
-
-@pytest.mark.parametrize(("start", "limit"), [(0, 4), (5, 4), (-1, -1)])
-def test_start_and_limit_are_checked(start: int, limit: int) -> None:
-    """Sizes to try have to exist."""
-    with pytest.raises(ValueError, match="start should be"):
-        find_batch_size(OutOfMemoryAbove(1), numbered, start=start, limit=limit)
-
-
-@pytest.mark.parametrize("sizes", [{"start": 1.5}, {"start": "1"}, {"start": True}, {"limit": 4.0}])
-def test_sizes_are_whole_numbers(sizes: Any) -> None:
-    """What is no int is named, before any step."""
-    (name,) = sizes
-    step = OutOfMemoryAbove(1)
-    with pytest.raises(TypeError, match=f"{name} should be an int, a number of samples, but got"):
-        find_batch_size(step, numbered, **sizes)
-
-    assert step.sizes == []
 
 
 def test_a_start_that_does_not_fit_is_halved() -> None:

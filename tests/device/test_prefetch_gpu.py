@@ -164,17 +164,6 @@ def test_a_backward_may_come_fifty_batches_later() -> None:
     assert torch.equal(weight.grad.cpu().long(), expected)  # whole numbers below 2**24 are exact
 
 
-def test_memory_of_a_batch_that_was_dropped_waits_for_its_readers() -> None:
-    """A batch that the caller drops while its kernel is still queued is not written over."""
-    results = []
-    for batch in CUDAPrefetcher(Loader(30, pinned), depth=1):
-        torch.cuda._sleep(10 * SHORT_CYCLES)
-        results.append(batch.sum(dtype=torch.int64))
-        del batch
-
-    assert [int(r) for r in results] == [int(numbered(n).sum(dtype=torch.int64)) for n in range(30)]
-
-
 def test_one_stream_and_flat_memory_over_epochs() -> None:
     """Each epoch uses the same stream, and reserved memory stops growing after the first."""
     prefetcher = CUDAPrefetcher(Loader(20, pinned))
@@ -373,18 +362,6 @@ def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) ->
     assert num_poisoned > 50
     for images, (expected, _) in zip(arrived, DataLoader(dataset, 4), strict=True):
         assert torch.equal(images.cpu(), expected)
-
-
-def test_a_loader_normalises_on_the_copy_stream() -> None:
-    """The same values as on the CPU, channels-last and in bfloat16."""
-    normalize = Normalize([0.5] * 3, [0.25] * 3, torch.bfloat16)
-    dataset = datasets.Made(datasets.image, 40)
-    expected = [normalize(images) for images, _ in DataLoader(dataset, 4)]
-    with DataLoader(dataset, 4, num_workers=2, device="cuda", device_transform=normalize) as loader:
-        for (images, _), there in zip(loader, expected, strict=True):
-            assert images.dtype is torch.bfloat16
-            assert images.is_contiguous(memory_format=torch.channels_last)
-            assert torch.allclose(images.cpu().float(), there.float(), atol=0.02)
 
 
 def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:

@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-def test_the_host_figures_are_plausible() -> None:
-    """What is available fits into the machine, and this process has pages."""
-    found = memory_report()
-
-    assert 0 < found.host_available_bytes <= found.host_total_bytes
-    assert 0 < found.process_rss_bytes < found.host_total_bytes
-    assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
-    assert found.locked_bytes is not None
-
-
 def bytes_of(kind: str, found: MemoryReport) -> int:
     return {
         "fastload-cache": found.cache_bytes,
@@ -40,57 +30,24 @@ def bytes_of(kind: str, found: MemoryReport) -> int:
     }[kind]
 
 
-@pytest.mark.parametrize("keeps_descriptor", [True, False])
 @pytest.mark.parametrize("name", ["fastload-cache", "fastload-slot", "fastload-message", "fastload"])
-def test_segments_are_counted_by_the_pages_they_have(name: str, keeps_descriptor: bool) -> None:
-    """Each kind grows by its taken pages, while a descriptor or a mapping is there, and once for both."""
+def test_segments_are_counted_by_the_pages_they_have(name: str) -> None:
+    """Each kind grows by its taken pages, once, while a descriptor or a mapping is there."""
     before = memory_report()
-    segment = Segment.create(3 * MIB, name=name)
-    mapping = segment.map(writable=True)
-    untouched = bytes_of(name, memory_report()) - bytes_of(name, before)
-    populate(mapping)
-    if not keeps_descriptor:
-        segment.close()
-    taken = bytes_of(name, memory_report()) - bytes_of(name, before)
-    mapping.close()
-    segment.close()
+    segment, foreign = Segment.create(3 * MIB, name=name), Segment.create(MIB, name="somebody-else")
+    second = Segment.attach(os.dup(segment.fd))
+    mappings = [each.map(writable=True) for each in (segment, second, foreign)]
+    grown = [bytes_of(name, memory_report()) - bytes_of(name, before)]
+    for mapping in mappings[1:]:
+        populate(mapping)
+    for part in (second, segment, *mappings):
+        grown.append(bytes_of(name, memory_report()) - bytes_of(name, before))
+        part.close()
+    foreign.close()
     after = bytes_of(name, memory_report())
 
-    assert (untouched, taken) == (0, 3 * MIB)
+    assert grown == [0, 3 * MIB, 3 * MIB, 3 * MIB, 3 * MIB, 0]
     assert after == bytes_of(name, before)
-
-
-def test_two_descriptors_and_two_mappings_count_once() -> None:
-    """A segment is one piece of memory however often it is open."""
-    before = memory_report().cache_bytes
-    segment = Segment.create(2 * MIB, name="fastload-cache")
-    second = Segment.attach(os.dup(segment.fd))
-    mappings = [segment.map(writable=True), second.map(writable=True)]
-    for mapping in mappings:
-        populate(mapping)
-    with_descriptors = memory_report().cache_bytes - before
-    segment.close()
-    second.close()
-    with_mappings = memory_report().cache_bytes - before
-    for mapping in mappings:
-        mapping.close()
-
-    assert (with_descriptors, with_mappings) == (2 * MIB, 2 * MIB)
-
-
-def test_other_peoples_segments_are_not_ours() -> None:
-    """A memfd of another library is not counted."""
-    before = memory_report()
-    segment = Segment.create(MIB, name="somebody-else")
-    mapping = segment.map(writable=True)
-    populate(mapping)
-    now = memory_report()
-    mapping.close()
-    segment.close()
-
-    assert [bytes_of(kind, now) for kind in ("fastload", "fastload-slot", "fastload-cache")] == [
-        bytes_of(kind, before) for kind in ("fastload", "fastload-slot", "fastload-cache")
-    ]
 
 
 def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +95,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bool]], list[int]]:
 
 
 def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> None:
-    """Only where this process has a context already is anything asked."""
-    cuda([False, True, True])
+    """Only where this process has a context already is anything asked, or reset."""
+    resets = cuda([False, True, True])
     found = memory_report()
+    found.reset_peak()
+    assert resets == [1, 2]
     first = found.devices[0]
 
     assert [device.index for device in found.devices] == [1, 2]
@@ -148,21 +107,6 @@ def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> Non
     assert (first.name, first.allocated_bytes, first.reserved_bytes) == ("GPU 1", 2 * MIB, 4 * MIB)
     assert (first.peak_allocated_bytes, first.peak_reserved_bytes) == (6 * MIB, 8 * MIB)
     assert (first.free_bytes, first.total_bytes) == (10 * MIB, 120_000 * MIB)
-
-
-def test_reset_peak_resets_the_devices_with_a_context(cuda: Any) -> None:
-    """Every device on which this process has a context by then, no other."""
-    resets = cuda([True, False, True])
-    memory_report().reset_peak()
-
-    assert resets == [0, 2]
-
-
-def test_reset_peak_without_a_context_does_nothing() -> None:
-    """There are no peaks yet, and no context is made."""
-    memory_report().reset_peak()
-
-    assert not torch.cuda.is_initialized()
 
 
 @pytest.mark.parametrize(("is_built", "note"), [(False, "built without"), (True, "no context yet")])
@@ -194,20 +138,18 @@ def test_before_the_first_cuda_call_the_driver_is_not_asked(interpreter: Interpr
 # --- as text and as data ----------------------------------------------------------------------------------
 
 
-def test_the_text_has_each_figure(cuda: Any) -> None:
-    """Also those of each device, under its name."""
-    cuda([True, True])
-    words = [line.split() for line in str(memory_report()).splitlines()]
-
-    assert ["name", "GPU", "1"] in words
-    assert ["total", "117.19", "GiB"] in words
-
-
 def test_the_report_is_ready_for_json(cuda: Any) -> None:
-    """as_dict() has every field and survives a round trip."""
+    """as_dict() has every field and survives a round trip; so does the text."""
     cuda([True])
     found = memory_report()
     plain = found.as_dict()
+    words = [line.split() for line in str(found).splitlines()]
+
+    assert ["name", "GPU", "0"] in words
+    assert ["total", "58.59", "GiB"] in words
+    assert 0 < found.host_available_bytes <= found.host_total_bytes
+    assert 0 < found.process_rss_bytes < found.host_total_bytes
+    assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
 
     assert json.loads(json.dumps(plain)) == plain
     assert plain["devices"][0]["total_bytes"] == 60_000 * MIB

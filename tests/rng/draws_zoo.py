@@ -11,12 +11,18 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network
 import albumentations as A  # the name its own documentation uses
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 import fastload
 
 SIDE = 64
 POSITIONS = np.arange(SIDE * SIDE, dtype=np.int32).reshape(SIDE, SIDE, 1).astype(np.float32)
+
+
+def plain(batch: Any) -> Any:
+    """A nest with lists and numbers in place of tensors and arrays."""
+    return tree_map(lambda leaf: leaf.tolist() if hasattr(leaf, "tolist") else leaf, batch)
 
 
 class Randomizable:
@@ -186,7 +192,3 @@ class Unreadable(Dice):
         if index % 4 == 3:
             raise OSError(f"sample {index} cannot be read")
         return row
-
-
-class SharedState(Alone):
-    """What is random in it has its state on the class, as MONAI's Randomizable."""

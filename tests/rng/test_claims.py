@@ -17,7 +17,7 @@ from torch.utils.data import WeightedRandomSampler
 import fastload
 from fastload import CachedDataset, DataLoader
 from tests.kit import datasets
-from tests.rng.draws_zoo import Alone, Dice, Drawing, Jitter, Pictures, Unreadable
+from tests.rng.draws_zoo import Alone, Dice, Drawing, Jitter, Pictures, Unreadable, plain
 from tests.rng.pipelines_zoo import Corners
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "reproducibility.md"
@@ -30,14 +30,6 @@ def run(dataset: Any, epochs: int = 1, cls: Any = DataLoader, **options: Any) ->
     found = [[plain(batch) for batch in loader] for _ in range(epochs)]
     loader._iterator = None
     return found
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: plain(part) for name, part in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return [plain(part) for part in batch]
-    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
 def rows(batches: list[Any]) -> list[Any]:
@@ -153,11 +145,15 @@ def test_crops_and_flips_on_the_device_draw_the_same() -> None:
 
 
 def test_duplicates_differ() -> None:
-    """60 draws of 6 samples are 60 different ones."""
-    sampler = WeightedRandomSampler([1.0] * 6, 60)
-    (batches,) = run(Dice(6), rng="sample", sampler=sampler, shuffle=False)
+    """60 draws of 6 samples are 60 different ones, the same with workers."""
+    sampler = list(WeightedRandomSampler([1.0] * 6, 60))
+    alone, in_workers = (
+        run(Dice(6), rng="sample", sampler=sampler, shuffle=False, num_workers=num_workers)
+        for num_workers in (0, 2)
+    )
 
-    assert len({tuple(row) for batch in batches for row in batch}) == 60
+    assert alone == in_workers
+    assert len({tuple(row) for batch in alone[0] for row in batch}) == 60
 
 
 def test_epochs_differ() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -67,13 +66,6 @@ def fails_to_collate(samples: Any) -> Any:
     raise TypeError("of the user")
 
 
-class Unreadable(UserDict[str, int]):
-    """A mapping that raises."""
-
-    def __iter__(self) -> Any:
-        raise RuntimeError("read before")
-
-
 def _boxes(index: int) -> Any:
     return np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(index + 1, 4), "label": index}
 
@@ -82,10 +74,15 @@ def _of_two_types(index: int) -> Any:
     return np.zeros(3) if index == 1 else torch.zeros(3)
 
 
+def undecoded(index: int) -> Any:
+    return {"label": index, "image": fastload.EncodedImage(b"a file")}
+
+
 _CANNOT = "which default_collate cannot batch: return"
 _DIFFERS = "in the first sample of the batch and"
 # A function of the index, and how the note on default_collate's error begins.
 NOT_COLLATED: dict[str, tuple[Any, str]] = {
+    "undecoded": (undecoded, "$['image'] is an EncodedImage, which a CachedDataset decodes"),
     "shapes": (
         _boxes,
         f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
@@ -110,10 +107,6 @@ NOT_COLLATED: dict[str, tuple[Any, str]] = {
     ),
     "containers": (lambda i: [1] if i == 0 else 1, f"$ is a list of [int] {_DIFFERS} an int in sample 1"),
 }
-
-
-def undecoded(index: int) -> Any:
-    return {"label": index, "image": fastload.EncodedImage(b"a file")}
 
 
 def _parts(index: int) -> list[Any]:
@@ -190,12 +183,6 @@ def own_attribute(dataset: Any) -> Any:
 
 
 OWN_READERS = [OwnGetItem, OwnGetItems, OwnView, own_attribute]
-
-
-class IteratorBatches:
-    def __iter__(self) -> Any:
-        yield iter([0, 1, 2])
-        yield iter([5, 6])
 
 
 class Silent:
