@@ -131,7 +131,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "SIGKILL": lambda: _kill(signal.SIGKILL),
     "SIGTERM": lambda: _kill(signal.SIGTERM),
     "SIGSEGV": lambda: _kill(signal.SIGSEGV),
-    "SIGABRT": lambda: _kill(signal.SIGABRT),
     "no memory": _no_memory,
     "no files": _no_files,
     "no room in a file": _no_room_in_a_file,

@@ -13,7 +13,6 @@ import pytest
 
 import fastload
 from fastload.workers import pool
-from fastload.workers.channel import Received
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
@@ -24,23 +23,21 @@ METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
 EXPECTED = [list(range(start, start + 4)) for start in range(0, 40, 4)]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
-@pytest.mark.parametrize("index", [0, 14, 39])
+@pytest.mark.parametrize(
+    ("number", "index"), [(signal.SIGKILL, 0), (signal.SIGTERM, 14), (signal.SIGSEGV, 39)]
+)
 def test_a_worker_that_died_is_replaced_and_no_batch_is_missing(
-    tmp_path: Any, method: str, number: signal.Signals, index: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Any, number: signal.Signals, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All batches come in order; the log names the signal and what is left."""
-    loader = fastload.DataLoader(
-        datasets.Made(zoo.DiesOnce(str(tmp_path / "died"), index, number), 40),
-        4,
-        num_workers=2,
-        restart_workers=2,
-        multiprocessing_context=method,
-    )
+    """All batches come in order, and stay as they are; the log names the signal and what is left."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), index, number)
+    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, restart_workers=2)
 
     with caplog.at_level(logging.WARNING, "fastload"):
-        assert rows(loader) == EXPECTED
+        held = list(loader)
+
+    assert [[zoo.value_of(sample) for sample in batch] for batch in held] == EXPECTED
+    assert all((batch == batch[:, :1]).all() for batch in held)
 
     assert f"was killed by {number.name}" in caplog.text
     assert "restart_workers allows 1 more" in caplog.text
@@ -62,17 +59,6 @@ def test_a_worker_that_dies_each_time_ends_the_epoch_after_the_last_restart() ->
     assert got == EXPECTED[:3]
 
 
-def test_batches_that_are_held_stay_as_they_are_when_their_worker_is_replaced(tmp_path: Any) -> None:
-    """The new worker writes to memory of its own."""
-    make = zoo.DiesOnce(str(tmp_path / "died"), 22)
-    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, restart_workers=1)
-
-    held = list(loader)
-
-    assert [[zoo.value_of(sample) for sample in batch] for batch in held] == EXPECTED
-    assert all((batch == batch[:, :1]).all() for batch in held)
-
-
 def test_persistent_workers_are_replaced_in_a_later_epoch_too(tmp_path: Any) -> None:
     """The new worker serves the epochs after it, and hears of their numbers."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 22)
@@ -88,9 +74,6 @@ def test_persistent_workers_are_replaced_in_a_later_epoch_too(tmp_path: Any) -> 
             assert rows(loader) == EXPECTED
 
 
-ALL_METHODS = [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)]
-
-
 def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
     """The batches of one epoch: each worker's samples are numbered on, and so are the states saved there."""
     counts = [before] * loader.num_workers
@@ -102,28 +85,22 @@ def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
         assert [state.get("state", {"count": before})["count"] for state in states] == counts
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("dies_at", "padding"),
     [((0,), 0), ((8, 18), 0), ((14,), 100_000)],
     ids=["before an answer", "twice", "after long ones"],
 )
 def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
-    tmp_path: Any, method: str, dies_at: tuple[int, ...], padding: int
+    tmp_path: Any, dies_at: tuple[int, ...], padding: int
 ) -> None:
     """No sample is numbered twice, and every saved state is that of the last batch, however long it is."""
-    loader = fastload.DataLoader(
-        zoo.Counts(str(tmp_path), dies_at, padding=padding),
-        2,
-        num_workers=2,
-        restart_workers=2,
-        multiprocessing_context=method,
-    )
+    dataset = zoo.Counts(str(tmp_path), dies_at, padding=padding)
+    loader = fastload.DataLoader(dataset, 2, num_workers=2, restart_workers=2)
 
     assert_counts_on(loader, enumerate(loader))
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
     tmp_path: Any, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,26 +136,24 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
     assert counts == [list(range(1, 13)), list(range(1, 13))]
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("index", [0, 4])
 def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_of_persistent_workers(
-    tmp_path: Any, method: str, index: int
+    tmp_path: Any, index: int
 ) -> None:
     """Also if the worker dies before its first answer of that epoch."""
     dataset = zoo.Counts(str(tmp_path), (index,))
     open(dataset.deaths[index].path, "w").close()
-    options: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": method}
-    with fastload.DataLoader(dataset, 2, num_workers=2, restart_workers=1, **options) as loader:
+    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1, "persistent_workers": True}
+    with fastload.DataLoader(dataset, 2, **options) as loader:
         assert_counts_on(loader, enumerate(loader))
         os.unlink(dataset.deaths[index].path)
 
         assert_counts_on(loader, enumerate(loader), before=12)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_copy_of_a_dataset_goes_on_in_a_resumed_epoch(tmp_path: Any, method: str) -> None:
+def test_the_copy_of_a_dataset_goes_on_in_a_resumed_epoch(tmp_path: Any) -> None:
     """The worker dies before its first answer: the new one loads the state that was resumed from."""
-    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1, "multiprocessing_context": method}
+    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1}
     loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, **options)
     iterator = iter(loader)
     for _ in range(4):
@@ -221,37 +196,6 @@ def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp
         next(iterator)
 
     assert got == [[1, 2], [3, 4], [5, 6], [7, 8]]
-
-
-def test_a_lost_batch_closes_the_iterator_and_the_state_is_that_before_it(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A new iterator goes on there."""
-    loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-    lost = iterator._pool._workers[0].sent[-1].serial
-    monkeypatch.setattr(
-        Received, "is_cut", property(lambda self: self.number == lost, lambda *_: None), raising=False
-    )
-
-    with pytest.raises(fastload.BatchLostError, match="the memory of a batch could not be received"):
-        list(iterator)
-    with pytest.raises(fastload.LoaderClosedError):
-        next(iterator)
-    assert loader.state_dict()["_num_yielded"] > 0
-
-
-def test_a_worker_that_is_killed_from_outside_between_batches_is_replaced() -> None:
-    """Also one that owes nothing at the moment."""
-    loader = fastload.DataLoader(datasets.Made(zoo.array, 40), 4, num_workers=2, restart_workers=1)
-    iterator = iter(loader)
-    got = [next(iterator) for _ in range(2)]
-    os.kill(iterator._workers[0].pid, signal.SIGKILL)
-
-    got += list(iterator)
-
-    assert [[zoo.value_of(sample) for sample in batch] for batch in got] == EXPECTED
 
 
 def test_the_cgroups_count_of_kills_is_named_where_it_grew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,19 +68,16 @@ def test_no_handler_of_the_parent_runs_in_a_worker(handlers: list[int], method: 
     assert method != "fork" or f" [{int(signal.SIGWINCH)}] " in state  # blocked is what the parent blocks
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(
-    handlers: list[int], number: signal.Signals
-) -> None:
+def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(handlers: list[int]) -> None:
     """The error names the signal, and the parent's handler is not called for it."""
     iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 400), 2, num_workers=2))
     next(iterator)
-    os.kill(iterator._workers[1].pid, number)
+    os.kill(iterator._workers[1].pid, signal.SIGTERM)
 
-    with pytest.raises(fastload.WorkerDiedError, match=f"worker 1 was killed by {number.name}"):
+    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGTERM"):
         list(iterator)
 
-    assert number not in handlers
+    assert signal.SIGTERM not in handlers
 
 
 PROGRAM = """
@@ -109,7 +106,7 @@ def test_a_process_that_ignores_sigterm_takes_its_workers_with_it(
     assert done.returncode == code
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2
-    assert still_running(pids, 30) == []
+    assert still_running(pids, 60) == []
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------
@@ -196,8 +193,14 @@ EVERY = pytest.param(1, marks=pytest.mark.thorough)
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("step", [7, EVERY])
-@pytest.mark.parametrize("error", [AlarmError, KeyboardInterrupt])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        *((kind, AlarmError) for kind in KINDS),
+        ("processes", KeyboardInterrupt),
+        pytest.param("threads", KeyboardInterrupt, marks=pytest.mark.thorough),
+    ],
+)
 def test_an_exception_from_a_signal_handler_never_loses_a_batch_in_silence(
     kind: str, error: type[BaseException], step: int, pretend_accelerator: Any
 ) -> None:
@@ -309,7 +312,7 @@ def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:
                 raise AlarmError
             yield [2 * number, 2 * number + 1]
 
-    sampler = _Batches(indices)
+    sampler: Any = type("Batches", (), {"__iter__": lambda self: indices()})()
     iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 20), batch_sampler=sampler, num_workers=1))
 
     def collect() -> None:
@@ -324,21 +327,13 @@ def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:
     assert numbers[-1] == 12
 
 
-class _Batches:
-    def __init__(self, make: Any) -> None:
-        self.make = make
-
-    def __iter__(self) -> Any:
-        return self.make()
-
-
 # --- threads of the caller's -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_two_threads_may_share_one_iterator(num_workers: int) -> None:
     """Each batch comes once, whole, to one of them."""
-    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 2000), 2, num_workers=num_workers))
+    iterator = iter(fastload.DataLoader(datasets.Made(zoo.array, 800), 2, num_workers=num_workers))
     begin = threading.Barrier(4)
     got: list[int] = []
 
@@ -354,7 +349,7 @@ def test_two_threads_may_share_one_iterator(num_workers: int) -> None:
     for thread in threads:
         thread.join()
 
-    assert sorted(got) == list(range(0, 2000, 2))
+    assert sorted(got) == list(range(0, 800, 2))
 
 
 def test_a_dataset_that_asks_its_own_iterator_for_a_batch_is_told_so() -> None:

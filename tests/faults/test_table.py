@@ -1,16 +1,12 @@
 """Each fault at each stage of a worker's life, under each start method: the error, and all that was right.
 
-The table says what the caller gets. Every row checks the error's type and text, that each batch that arrived
-is right, that nobody waits for a batch that will not come, and that a new epoch works once the fault is gone;
-the leak guard of conftest.py checks that nothing is left behind. test_table_of_systems.py has the rows that
-need a process of their own: systems that refuse, and the interpreter's exit.
+Every row checks the error's type and text, that each batch that arrived is right, that nobody waits for a
+batch that will not come, and that a new epoch works once the fault is gone. test_table_of_systems.py has the
+rows that need a process of their own.
 
-Each row runs under fork and under the fork server, whose workers unpickle the job and are no children of this
-process. Under spawn each worker imports torch, which takes more than a second. A spawned worker runs the
-same code as those of the fork server, and differs in three mechanisms: it is a child whose exit code this
-process reads itself, it unpickles the dataset after its own imports, and its libraries are in the state of a
-new process at init. So spawn has three faults (an exit code, a signal, an error) while the dataset is
-unpickled, at init, and while a sample is fetched.
+A spawned worker runs the same code as those of the fork server, and differs in three mechanisms: it is a
+child whose exit code this process reads itself, it unpickles the dataset after its own imports, and its
+libraries are in the state of a new process at init. So spawn has three faults at start, init and fetch.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.kit.processes import Gate
-    from tests.kit.stalling import Fault
 
 FORKSERVER = pytest.param("forkserver", marks=pytest.mark.slow)
 METHODS = ["fork", FORKSERVER]
@@ -58,7 +53,7 @@ def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] 
     """Each fault at each stage, under fork and the fork server, and some of them under spawn.
 
     Without --thorough, every second pair of fault and stage runs under fork and every fourth under the fork
-    server: each fault, each stage and each method keeps its cases.
+    server and under spawn: each fault, each stage and each method keeps its cases.
 
     Args:
         names: Of the faults.
@@ -73,7 +68,7 @@ def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] 
             if (stage, method) == ("start", "fork"):
                 continue  # a forked worker unpickles nothing
             marks = [pytest.mark.slow] if method != "fork" else []
-            if (row + column) % {"fork": 2, "forkserver": 4, "spawn": 2}[method]:
+            if (row + column) % {"fork": 2, "forkserver": 4, "spawn": 4}[method]:
                 marks.append(pytest.mark.thorough)
             found.append(pytest.param(name, stage, method, marks=marks, id=f"{name}-{stage}-{method}"))
     return pytest.mark.parametrize(("name", "stage", "method"), found)
@@ -86,7 +81,6 @@ DEATHS = {
     "SIGKILL": "was killed by SIGKILL",
     "SIGTERM": "was killed by SIGTERM",
     "SIGSEGV": "was killed by SIGSEGV",
-    "SIGABRT": "was killed by SIGABRT",
 }
 ERRORS: dict[str, tuple[type[Exception], str]] = {  # an error of fastload's brings its attributes, too
     "raises": (zoo.OwnError, "it is mine"),
@@ -132,18 +126,26 @@ def assert_a_new_epoch_works(loader: Any) -> None:
 
 
 @pytest.mark.timeout(90)
-@rows(DEATHS, [*READING, "reply"], spawned=["fetch"])
-def test_a_death_while_a_batch_is_made_is_an_error_that_says_how(name: str, stage: str, method: str) -> None:
-    """The batches before it came; the error names worker, cause and batch; the epoch is over."""
+@rows(DEATHS, [*READING, "reply", "replied"], spawned=["fetch"])
+def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -> None:
+    """The error names worker, cause and batch; the batches before it came; the epoch is over.
+
+    The reply in the pipe is read. The death may be seen while a batch of worker 1 is waited for.
+    """
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
 
     firsts, error = take(iterator)
 
-    assert firsts in (BEFORE, BEFORE[:-1])  # the death may be seen while worker 1's batch is waited for
     assert isinstance(error, fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert "It was working on batch 4" in str(error)
+    task = "It was working on batch 4"
+    if stage == "replied":
+        assert firsts in (ALL[:3], ALL[:5], ALL[:6])
+        task = "It had no unfinished batch" if firsts == ALL[:3] else "It was working on batch 6"
+    else:
+        assert firsts in (BEFORE, BEFORE[:-1])
+    assert task in str(error)
     assert take(iterator) == ([], None)
     assert_a_new_epoch_works(loader)
 
@@ -166,8 +168,10 @@ def test_a_death_costs_nothing_where_a_worker_may_be_replaced(name: str, stage: 
 
 
 @pytest.mark.timeout(90)
-@rows(ERRORS, READING, spawned=["fetch"])
-def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage: str, method: str) -> None:
+@rows(ERRORS, [*READING, "reply"], spawned=["fetch"])
+def test_an_error_while_a_batch_is_made_or_sent_costs_that_batch_alone(
+    name: str, stage: str, method: str
+) -> None:
     """It comes at its turn, with its own type, text and place; the batches after it come."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
@@ -176,6 +180,10 @@ def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage:
     firsts, error = take(iterator)
 
     assert firsts == BEFORE
+    assert error is not None
+    if stage == "reply":
+        kind, text = RuntimeError, text or "MemoryError()"
+        assert "the batch could not be sent: " in str(error)
     assert isinstance(error, kind)
     assert text in str(error)
     assert "fastload: batch 4, worker 0, dataset index" in error.__notes__[-1]
@@ -184,59 +192,20 @@ def test_an_error_while_a_batch_is_made_costs_that_batch_alone(name: str, stage:
 
 
 @pytest.mark.timeout(90)
-@rows(ERRORS, ["reply"])
-def test_a_reply_that_cannot_be_sent_costs_its_batch_alone(name: str, stage: str, method: str) -> None:
-    """The error that comes in its place says why, and the batches after it come."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-    iterator = iter(loader)
-
-    firsts, error = take(iterator)
-
-    assert firsts == BEFORE
-    assert isinstance(error, RuntimeError)
-    assert "the batch could not be sent: " in str(error)
-    assert (ERRORS[name][1] or "MemoryError()") in str(error)
-    assert "fastload: batch 4, worker 0, dataset index" in error.__notes__[-1]
-    assert take(iterator) == (AFTER, None)
-    assert_a_new_epoch_works(loader)
-
-
-@pytest.mark.timeout(90)
-@rows(DEATHS, ["replied"])
-def test_a_death_after_a_reply_is_an_error_at_the_batch_after_it(name: str, stage: str, method: str) -> None:
-    """The reply in the pipe is read, unless the death is seen while worker 1's batch before it is awaited."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-    iterator = iter(loader)
-
-    firsts, error = take(iterator)
-
-    assert firsts in (ALL[:3], ALL[:5], ALL[:6])
-    assert isinstance(error, fastload.WorkerDiedError)
-    assert f"worker 0 {DEATHS[name]}" in str(error)
-    task = "It had no unfinished batch" if firsts == ALL[:3] else "It was working on batch 6"
-    assert task in str(error)
-    assert take(iterator) == ([], None)
-    assert_a_new_epoch_works(loader)
-
-
-@pytest.mark.timeout(90)
 @rows(["exits", "SIGKILL"], ["replied"])
 def test_a_death_after_the_last_reply_names_no_batch(name: str, stage: str, method: str) -> None:
     """Worker 1 never answers batch 3, so the caller sees the death before batch 6 is sent to worker 0."""
-    loader = zoo.make_loader(name, stage, hangs_at=12, multiprocessing_context=method)
-    iterator = iter(loader)
+    iterator = iter(zoo.make_loader(name, stage, hangs_at=12, multiprocessing_context=method))
 
     firsts, error = take(iterator)
 
-    assert firsts == ALL[:3]
-    assert isinstance(error, fastload.WorkerDiedError)
+    assert (firsts, type(error)) == (ALL[:3], fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
     assert "It had no unfinished batch" in str(error)
-    assert take(iterator) == ([], None)
 
 
 @pytest.mark.timeout(90)
-@rows(HARMLESS, [*READING, "init", "reply", "replied", "idle"])
+@rows(HARMLESS, ["fetch", "inner loader", "pack", "init", "replied", "idle"])
 def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: str) -> None:
     """Children, threads, handlers and a missing stderr in a worker: all batches come."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
@@ -245,34 +214,11 @@ def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: s
 
 
 @pytest.mark.timeout(90)
-@rows([*DEATHS, *ERRORS], ["init"], spawned=["init"])
-def test_a_fault_at_init_is_an_error_before_the_first_batch(name: str, stage: str, method: str) -> None:
-    """A death ends the epoch; an error is that of every batch of its worker."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-    iterator = iter(loader)
-
-    firsts, error = take(iterator)
-
-    assert firsts == []
-    if name in DEATHS:
-        assert isinstance(error, fastload.WorkerDiedError)
-        assert f"worker 0 {DEATHS[name]}" in str(error)
-        assert take(iterator) == ([], None)
-    else:
-        assert isinstance(error, ERRORS[name][0])
-        firsts, error = take(iterator)
-        assert firsts == [zoo.BATCH]
-        assert isinstance(error, ERRORS[name][0])
-        loader.close()
-    assert_a_new_epoch_works(loader)
-
-
-@pytest.mark.timeout(90)
-@rows([*DEATHS, *ERRORS], ["start"], spawned=["start"])
-def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_batch(
+@rows([*DEATHS, *ERRORS], ["init", "start"], spawned=["init", "start"])
+def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_first_batch(
     name: str, stage: str, method: str
 ) -> None:
-    """In both workers, because both unpickle it; as in torch, a user's error loses its class."""
+    """A death ends the epoch. An error at init is that of every batch of worker 0; both workers unpickle."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     iterator = iter(loader)
 
@@ -282,7 +228,13 @@ def test_a_fault_while_the_dataset_is_unpickled_is_an_error_before_the_first_bat
     if name in DEATHS:
         assert isinstance(error, fastload.WorkerDiedError)
         assert DEATHS[name] in str(error)
-    else:
+        assert take(iterator) == ([], None)
+    elif stage == "init":
+        assert isinstance(error, ERRORS[name][0])
+        firsts, error = take(iterator)
+        assert firsts == [zoo.BATCH]
+        assert isinstance(error, ERRORS[name][0])
+    else:  # as in torch, a user's error loses its class
         kind, text = ERRORS[name]
         is_own = issubclass(kind, fastload.FastloadError)
         assert isinstance(error, kind if is_own else fastload.WorkerStartError)
@@ -310,38 +262,32 @@ def end_between_epochs(loader: Any, method: str) -> None:
 
 @pytest.mark.timeout(90)
 @rows(IDLE_DEATHS, ["idle"])
-def test_a_death_between_two_epochs_is_an_error_of_the_second(name: str, stage: str, method: str) -> None:
-    """It says how the worker ended, and at which batch of the new epoch it was needed."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True)
+@pytest.mark.parametrize("restart_workers", [0, 1])
+def test_a_death_between_two_epochs_is_an_error_of_the_second_or_costs_nothing(
+    name: str, stage: str, method: str, restart_workers: int
+) -> None:
+    """The error says how the worker ended, and at which batch of the new epoch it was needed."""
+    options: dict[str, Any] = {"persistent_workers": True, "restart_workers": restart_workers}
+    loader = zoo.make_loader(name, stage, multiprocessing_context=method, **options)
     end_between_epochs(loader, method)
     iterator = iter(loader)
 
     firsts, error = take(iterator)
 
-    assert firsts == []
-    assert isinstance(error, fastload.WorkerDiedError)
-    assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert "It was working on batch 0" in str(error)
-    assert take(iterator) == ([], None)
-    assert_a_new_epoch_works(loader)
+    if restart_workers:
+        assert (firsts, error) == (ALL, None)
+    else:
+        assert firsts == []
+        assert isinstance(error, fastload.WorkerDiedError)
+        assert f"worker 0 {DEATHS[name]}" in str(error)
+        assert "It was working on batch 0" in str(error)
+        assert take(iterator) == ([], None)
+        assert_a_new_epoch_works(loader)
     loader.close()
 
 
 @pytest.mark.timeout(90)
-@rows(IDLE_DEATHS, ["idle"])
-def test_a_death_between_two_epochs_costs_nothing_where_a_worker_may_be_replaced(
-    name: str, stage: str, method: str
-) -> None:
-    """The new worker reads the second epoch."""
-    options: dict[str, Any] = {"persistent_workers": True, "restart_workers": 1}
-    with zoo.make_loader(name, stage, multiprocessing_context=method, **options) as loader:
-        end_between_epochs(loader, method)
-
-        assert take(iter(loader)) == (ALL, None)
-
-
-@pytest.mark.timeout(90)
-@rows(IDLE_DEATHS, ["idle"])
+@rows(["SIGKILL"], ["idle"])
 def test_a_death_between_two_epochs_is_no_error_of_close(name: str, stage: str, method: str) -> None:
     """Nobody needs the worker any more."""
     loader = zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True)
@@ -354,11 +300,9 @@ def test_a_death_between_two_epochs_is_no_error_of_close(name: str, stage: str, 
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_stopped_worker_is_waited_for_and_goes_on(method: str) -> None:
+def test_a_stopped_worker_is_waited_for_and_goes_on() -> None:
     """SIGSTOP is no death: with a time-out it is torch's error, and after SIGCONT its batch comes."""
-    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method, timeout=60)
-    iterator = iter(loader)
+    iterator = iter(zoo.make_loader("raises", "nowhere", multiprocessing_context="fork", timeout=60))
     pid = iterator._workers[0].pid
     next(iterator), next(iterator), next(iterator), next(iterator)
     os.kill(pid, signal.SIGSTOP)
@@ -384,8 +328,15 @@ LAUNCHERS: dict[str, Any] = {
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", [*METHODS, pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize(
+    ("method", "worker"),
+    [
+        ("fork", 0),
+        ("fork", 1),
+        pytest.param("forkserver", 1, marks=pytest.mark.slow),
+        pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
+    ],
+)
 def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
     method: str, worker: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,8 +368,10 @@ def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", [1, 2])
+@pytest.mark.parametrize(
+    ("method", "place"),
+    [("fork", 1), ("fork", 2), pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.thorough])],
+)
 def test_a_handler_that_another_thread_s_signal_runs_leaves_nothing_behind_either(
     method: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,7 +437,7 @@ def test_close_ends_a_worker_that_does_not_leave(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
     number: signal.Signals, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,12 +488,11 @@ def store(tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("fault", ["never answers", "half of the body", "drops the connection"])
-def test_a_store_that_stalls_or_drops_a_request_costs_nothing(
-    fault: Fault, number: int, method: str, store: Stalling, tmp_path: Path
-) -> None:
-    """Each attempt has a connection of its own; a request that stalls is a warning before it is given up."""
+def test_a_store_that_stalls_costs_a_worker_nothing(method: str, store: Stalling, tmp_path: Path) -> None:
+    """Each attempt has a connection of its own; a request that stalls is a warning before it is given up.
+
+    tests/files/test_stalls.py has other faults of stores.
+    """
     loader = fastload.DataLoader(
         fastload.ImageFolder(store.url),
         zoo.BATCH,
@@ -548,7 +500,7 @@ def test_a_store_that_stalls_or_drops_a_request_costs_nothing(
         multiprocessing_context=method,
         worker_init_fn=zoo.Impatient(tmp_path / "log"),
     )
-    store.faults = [fault] * number
+    store.faults = ["never answers"] * 2
     file = f"images/{zoo.FAULTY}.png"
 
     for _ in range(2):  # the second epoch has no fault
@@ -557,14 +509,13 @@ def test_a_store_that_stalls_or_drops_a_request_costs_nothing(
 
     assert store.faults == []
     ports = [port for path, port in store.requests if path.endswith(file)]
-    assert len(set(ports[: number + 1])) == number + 1
-    if fault != "drops the connection":
-        lines = [line for line in (tmp_path / "log").read_text().splitlines() if file in line]
-        for attempt in range(number):
-            warning, retry = lines[2 * attempt : 2 * attempt + 2]
-            assert warning.startswith(f"WARNING {store.url}/{file}: no complete answer in 0 s")
-            assert attempts.READ_VARIABLE in warning
-            assert f"(attempt {attempt + 1} of 6" in retry
+    assert len(set(ports[:3])) == 3
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if file in line]
+    for attempt in range(2):
+        warning, retry = lines[2 * attempt : 2 * attempt + 2]
+        assert warning.startswith(f"WARNING {store.url}/{file}: no complete answer in 0 s")
+        assert attempts.READ_VARIABLE in warning
+        assert f"(attempt {attempt + 1} of 6" in retry
 
 
 # --- a rank ----------------------------------------------------------------------------------------------
@@ -614,9 +565,15 @@ def fill_together(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("stage", ["fetch", "half stored"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "stage", "victim"),
+    [
+        (signal.SIGKILL, "half stored", 0),
+        (signal.SIGKILL, "fetch", 1),
+        (signal.SIGSTOP, "half stored", 1),
+        (signal.SIGSTOP, "fetch", 0),
+    ],
+)
 def test_a_rank_that_ends_while_it_fills_the_cache_of_all_ranks_costs_the_others_nothing(
     number: signal.Signals,
     stage: str,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import signal
+import sys
 from typing import Any
 
 import numpy as np
@@ -42,24 +43,18 @@ def collate_and_die(samples: list[Any]) -> Any:
     return batch
 
 
+def left(index: int) -> Any:
+    if index == FATAL:
+        sys.exit(3)
+    return plain(index), index
+
+
 def hangs(index: int) -> Any:
     signal.pause()
 
 
-def killed_while_others_hang(index: int) -> Any:
-    """Index 0, worker 0's, kills its worker; every other sample never comes."""
-    if index == 0:
+def killed_while_others_hang(victim: int, index: int) -> Any:
+    """The worker of one index dies; every other sample never comes."""
+    if index == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
-
-
-def killed_out_of_turn(index: int) -> Any:
-    """Worker 1 dies at its first batch; worker 0, whose turn it is, never answers."""
-    if index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
-
-
-def raises_in_worker_one(worker_id: int) -> None:
-    if worker_id == 1:
-        raise ValueError("no device for worker 1")

@@ -8,8 +8,10 @@ import pytest
 from tests.kit.processes import run_each
 
 _SHARED = """
-import threading
+import multiprocessing, threading
 import fastload
+from fastload.workers import pool
+from tests.faults import table_zoo
 from tests.kit import datasets
 from tests.kit.accelerator import pretend_accelerator
 from tests.survival import attack_zoo
@@ -23,6 +25,21 @@ def loader(**options):
 
 def pids(*iterators):
     print(*(pid for iterator in iterators for pid in [one.pid for one in iterator._workers]), flush=True)
+
+
+def exit_with_a_fault(name, stage, method):
+    # Of a worker, at batch 4 or after an epoch.
+    global held, iterator, batches
+    pool._GRACE_S = pool._TERMINATE_S = 0.1
+    is_idle = stage == "idle"
+    held = table_zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=is_idle)
+    fault, context = held.worker_init_fn.fault, multiprocessing.get_context(method)
+    fault.begins, fault.may_begin = context.Event(), context.Event()
+    iterator = iter(held)
+    pids(iterator)
+    batches = list(iterator) if is_idle else [next(iterator) for _ in range(4)]
+    fault.may_begin.set()
+    assert fault.begins.wait(60)
 """
 
 PROGRAMS = {
@@ -31,27 +48,11 @@ iterator = iter(loader())
 batch = next(iterator)
 pids(iterator)
 """,
-    "sys.exit": """
-iterator = iter(loader())
-pids(iterator)
-sys.exit(0)
-""",
-    "all batches kept": """
-iterator = iter(loader())
-pids(iterator)
-keep = list(iterator)
-""",
     "a cycle": """
 iterator = iter(loader())
 pids(iterator)
 cycle = [iterator]
 cycle.append(cycle)
-""",
-    "persistent workers in the middle of an epoch": """
-held = loader(persistent_workers=True)
-iterator = iter(held)
-batch = next(iterator)
-pids(iterator)
 """,
     "persistent workers between two epochs": """
 held = loader(persistent_workers=True)
@@ -65,12 +66,6 @@ iterators = [iter(held), iter(held)]
 batches = [next(iterator) for iterator in iterators]
 pids(*iterators)
 """,
-    "a pin thread that is ahead": """
-pretend_accelerator(setattr)
-iterator = iter(loader())
-batch = next(iterator)
-pids(iterator)
-""",
     "a pin thread and persistent workers": """
 pretend_accelerator(setattr)
 held = loader(persistent_workers=True)
@@ -78,17 +73,6 @@ for epoch in range(2):
     for batch in held:
         break
 pids(held._iterator)
-""",
-    "a daemon thread that goes on iterating": """
-started = threading.Event()
-def consume():
-    while True:
-        iterator = iter(loader())
-        pids(iterator)
-        for batch in iterator:
-            started.set()
-threading.Thread(target=consume, daemon=True).start()
-started.wait()
 """,
     "a daemon thread that goes on iterating with persistent workers": """
 started = threading.Event()
@@ -127,20 +111,13 @@ def consume():
 threading.Thread(target=consume, daemon=True).start()
 started.wait()
 """,
-    "a thread that ends after the main thread": """
-def consume():
-    iterator = iter(loader())
-    pids(iterator)
-    threading.main_thread().join()
-    batches = [next(iterator) for _ in range(20)]
-threading.Thread(target=consume).start()
-""",
-    "a thread that closes its loader after the main thread's end": """
+    "a thread that goes on and closes its loader after the main thread's end": """
 def consume():
     held = loader()
     iterator = iter(held)
     pids(iterator)
     threading.main_thread().join()
+    batches = [next(iterator) for _ in range(20)]
     held.close()
     try:
         next(iterator)
@@ -149,6 +126,18 @@ def consume():
     sys.exit("no error")
 threading.Thread(target=consume).start()
 """,
+    **{
+        f"a worker that {name}, {stage}, {method}": f"exit_with_a_fault({name!r}, {stage!r}, {method!r})"
+        for name, stage, method in [
+            ("hangs", "fetch", "fork"),
+            ("blocks all signals", "fetch", "fork"),
+            ("is stopped", "fetch", "fork"),
+            ("SIGKILL", "fetch", "fork"),
+            ("is stopped", "idle", "fork"),
+            ("exits at once", "idle", "fork"),
+            ("ignores SIGTERM", "fetch", "forkserver"),
+        ]
+    },
 }
 
 
@@ -161,7 +150,7 @@ def results() -> dict[str, tuple[int, str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_interpreter_exits_in_silence(results: dict[str, tuple[int, str, str]], name: str) -> None:
-    """Exit code 0, nothing on stderr, no worker left."""
+    """Exit code 0, nothing on stderr, no worker left: one that does not leave is killed."""
     code, out, err = results[name]
 
     assert (code, err) == (0, "")

@@ -74,23 +74,6 @@ def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, "wait", call_and_wait)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_interrupted_loop_may_be_taken_up_again(num_workers: int) -> None:
-    """KeyboardInterrupt in the loop's body loses the batch of that turn, and no other."""
-    iterator = iter(fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), 4, num_workers=num_workers))
-
-    with pytest.raises(KeyboardInterrupt):
-        _interrupt_after(iterator, 3)
-
-    assert_rest(iterator, 12)
-
-
-def _interrupt_after(iterator: Any, count: int) -> None:
-    for number, _ in enumerate(iterator, 1):
-        if number == count:
-            raise KeyboardInterrupt
-
-
 # --- time-outs -------------------------------------------------------------------------------------------
 
 
@@ -116,14 +99,11 @@ def test_after_a_timeout_the_same_batch_is_waited_for_again(
         assert_numbered(batch, 4 * number, 4 * number + 4)
 
 
-@PINNED
 def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
-    gate: Gate, pretend_accelerator: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late batch of the old epoch is dropped when it comes."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
-    if pinned:
-        pretend_accelerator()
     dataset = attack_zoo.Held(gate, 9)
     loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=60, persistent_workers=True)
     iterator = iter(loader)
@@ -158,11 +138,11 @@ def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "persistent"), [(0, False), (1, False), (1, True), (2, False), (2, True)]
+    ("num_workers", "persistent", "position"),
+    [(0, False, 0), (0, False, 3), (1, False, 1), (1, True, 0), (2, False, 4), (2, True, 3), (2, True, 5)],
 )
-@pytest.mark.parametrize("position", [0, 1, 3, 4, 5])
 def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
-    num_workers: int, position: int, persistent: bool
+    num_workers: int, persistent: bool, position: int
 ) -> None:
     """The same batches before it, the same error at the same call, the same batches after it."""
 
@@ -196,15 +176,14 @@ def test_an_index_that_cannot_be_sent_is_an_error_that_ends_the_epoch() -> None:
 
 
 @PINNED
-@pytest.mark.parametrize("persistent", [False, True])
-def test_a_loader_whose_worker_died_can_begin_a_new_epoch(
-    pretend_accelerator: Any, persistent: bool, pinned: bool
+def test_a_loader_whose_persistent_worker_died_can_begin_a_new_epoch(
+    pretend_accelerator: Any, pinned: bool
 ) -> None:
-    """Also a persistent one: its dead workers are not asked again; the batch in hand stays."""
+    """Its dead workers are not asked again; the batch in hand stays."""
     if pinned:
         pretend_accelerator()
     loader = fastload.DataLoader(
-        datasets.Made(datasets.killed, 24), 4, num_workers=2, persistent_workers=persistent
+        datasets.Made(datasets.killed, 24), 4, num_workers=2, persistent_workers=True
     )
     iterator = iter(loader)
     held = next(iterator)
@@ -256,20 +235,23 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     assert list(iterator) == []
 
 
-@PINNED
-def test_every_next_after_close_is_the_same_error(pretend_accelerator: Any, pinned: bool) -> None:
-    """However many batches were under way: never a wait."""
+@pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
+def test_every_next_after_close_is_the_same_error(
+    pretend_accelerator: Any, num_workers: int, pinned: bool
+) -> None:
+    """However many batches were under way: never a wait. The loader lives on."""
     if pinned:
         pretend_accelerator()
-    loader = fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), 4, num_workers=2)
-    iterator = iter(loader)
-    held = next(iterator)
+    with fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), 4, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        held = next(iterator)
     loader.close()
 
     for _ in range(8):
         with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
             next(iterator)
     assert_numbered(held, 0, 4)
+    assert_rest(loader, 0)
 
 
 @PINNED
