@@ -1,4 +1,4 @@
-"""Streams whose iterators keep a state, or keep none, and map-style datasets with a state; importable."""
+"""Streams with and without a state, also faulty ones, and map-style datasets with a state; importable."""
 
 from __future__ import annotations
 
@@ -126,6 +126,84 @@ class ContinuesOnce(Mute):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+class Stream(IterableDataset[int]):
+    """A stream that says where it stands and goes on there; each worker reads an unequal share."""
+
+    def __init__(self, length: int = 41) -> None:
+        self.length = length
+        self.position: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.position is None:
+            self.position = first
+        # The second of three workers has little to give.
+        stop = self.length // 4 if step == 3 and first == 1 else self.length
+        while self.position < stop:
+            self.position += step
+            yield self.position - step
+        self.position = None
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:  # defaults need no arguments
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.position = state["position"]
+
+
+class BrokenStream(Stream):
+    """Cannot say where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise ArithmeticError("no idea")
+
+
+class BrokenTwice(BrokenStream):
+    """Fails in its second batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 4:
+                raise ZeroDivisionError
+            yield number
+
+
+class MuteAtTimes(Stream):
+    """Cannot say where it stands after each other batch."""
+
+    asked = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked % 2:
+            raise ArithmeticError("not now")
+        return super().state_dict()
+
+
+class OddState(Stream):
+    """Says where it stands with something that cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": lambda: self.position}
+
+
+class NeedsArguments(Stream):
+    """As litdata's StreamingDataset: its loader has to say how much was read."""
+
+    def state_dict(  # type: ignore[override]
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        return {}
+
+
+class LoadNeedsArguments(Stream):
+    """Wants to know more when it goes on."""
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
+        raise AssertionError
 
 
 class Counting(Numbers):

@@ -12,7 +12,8 @@ from fastload.epochs import on_device
 from fastload.errors import DeviceUnavailableError, ResumeError
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import labels, order_states, seeded
-from tests.resume.zoo import Faulty, Numbers, Stream
+from tests.resume.stream_zoo import Stream
+from tests.resume.zoo import Faulty, Numbers
 from tests.rng.draws_zoo import Dice
 
 LENGTH = 24
@@ -71,10 +72,9 @@ SAMPLERS = {
 UNPICKLABLE: dict[str, Any] = {"hook": lambda: 0, "multiprocessing_context": "spawn"}
 FAULTS: list[Any] = [
     *(pytest.param({}, fault, id=f"local, {name}") for name, fault in SAMPLERS.items()),
-    *(pytest.param({"num_workers": 2}, fault, id=f"workers, {name}") for name, fault in SAMPLERS.items()),
     *(
-        pytest.param({"num_workers": 2, "worker_method": "thread"}, fault, id=f"threads, {name}")
-        for name, fault in SAMPLERS.items()
+        pytest.param({"num_workers": 2, "worker_method": method}, SAMPLERS[f"sampler, {name}"])
+        for method, name in [("process", "iter"), ("process", "other indices"), ("thread", "too short")]
     ),
     pytest.param({}, Fault(AssertionError, timeout=5), id="local, timeout"),
     pytest.param({"num_workers": 2}, Fault(ArithmeticError, fault="next"), id="workers, sampler, next"),
@@ -103,8 +103,13 @@ def test_a_loaded_state_stays_loaded(options: dict[str, Any], fault: Fault) -> N
         assert loader.state_dict()["epoch"] == 1
 
 
-@pytest.mark.parametrize("fault", [*SAMPLERS.values(), Fault(ArithmeticError, fault="next")])
-@pytest.mark.parametrize("method", ["process", "thread"])
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        *(("process", fault) for fault in SAMPLERS.values()),
+        *((method, Fault(ArithmeticError, fault="next")) for method in ("process", "thread")),
+    ],
+)
 def test_persistent_workers_stay_where_they_were(method: Any, fault: Fault) -> None:
     """A failed reset of workers that persist changes nothing, and they serve the next iter()."""
     options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "worker_method": method}

@@ -29,7 +29,8 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Keeps, KeepsOrder, Numbers, Stream
+from tests.resume.stream_zoo import Stream
+from tests.resume.zoo import Keeps, KeepsOrder, Numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,8 +77,9 @@ def state_after(loader: DataLoader, num_batches: int) -> dict[str, Any]:
 # --- no code runs from it --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: {"progress": "begun", "state": data}])
+@pytest.mark.parametrize(
+    ("num_workers", "wrap"), [(0, lambda data: data), (2, lambda data: {"progress": "begun", "state": data})]
+)
 def test_bytes_in_a_state_are_never_unpickled(num_workers: int, wrap: Any, tmp_path: Any) -> None:
     """A pickle in the place of a stream's state is refused, or is given to the dataset as the bytes it is."""
     marker = tmp_path / "unpickled"
@@ -108,11 +110,7 @@ def test_what_a_stream_returned_is_a_snapshot(num_workers: int) -> None:
     list(iterator)
 
     assert state == before
-    step = max(1, num_workers)
-    assert state["dataset_states"][0] == {
-        "progress": "begun",
-        "state": {"position": 4 * step, "seen": [(place * step, step) for place in range(4)]},
-    }
+    assert state["dataset_states"][0]["state"]["position"] == 4 * max(1, num_workers)
 
 
 def test_what_a_sampler_returned_is_a_snapshot() -> None:
@@ -131,7 +129,7 @@ def test_what_a_sampler_returned_is_a_snapshot() -> None:
 
 
 def test_the_caller_may_change_a_state() -> None:
-    """Changes by the caller reach neither the loader that gave it nor the one that was given it."""
+    """It is small and plain; the caller's changes reach neither the loader that gave it nor another one."""
     loader = DataLoader(Numbers(LENGTH), 4, sampler=KeepsOrder(LENGTH))
     state = state_after(loader, 3)
     again = loader.state_dict()
@@ -142,48 +140,31 @@ def test_the_caller_may_change_a_state() -> None:
 
     assert loader.state_dict() == again
     assert resumed.state_dict() == again
+    assert len(pickle.dumps(again)) < 20_000
+    assert through_json(again) == through_torch_save(again) == again
     given = resumed.state_dict()
     given["samplers"]["sampler"]["round"] = 99
     assert len(labels(resumed)) == 10
 
 
-# --- every kind of loader, through every kind of file ----------------------------------------------------
+# --- through files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("through", [through_json, through_torch_save])
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", SAMPLERS)
-def test_every_loader_resumes_from_a_file(kind: str, num_workers: int, through: Any) -> None:
-    """In the second epoch, after JSON and after torch.load(weights_only=True)."""
+def test_every_loader_resumes_from_a_file_of_torch_s(kind: str) -> None:
+    """With workers, in the second epoch, after torch.load(weights_only=True)."""
     torch.manual_seed(11)
-    with make(kind, num_workers) as loader:
+    with make(kind, 2) as loader:
         list(loader)
         iterator = iter(loader)
         for _ in range(3):
             next(iterator)
-        state = through(loader.state_dict())
+        state = through_torch_save(loader.state_dict())
         rest = labels(iterator)
-    with make(kind, num_workers) as resumed:
+    with make(kind, 2) as resumed:
         resumed.load_state_dict(state)
 
         assert labels(resumed) == rest
-
-
-@pytest.mark.parametrize("through", [through_json, through_torch_save])
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("num_batches", [0, 2, 4, 8])
-def test_every_stream_resumes_from_a_file(num_workers: int, num_batches: int, through: Any) -> None:
-    """Copies that have not begun, that are in their middle, and that have ended."""
-    with DataLoader(Stream(), 3, num_workers=num_workers) as loader:
-        iterator = iter(loader)
-        for _ in range(num_batches):
-            next(iterator)
-        state = through(loader.state_dict())
-        rest = [batch.tolist() for batch in iterator]
-    with DataLoader(Stream(), 3, num_workers=num_workers) as resumed:
-        resumed.load_state_dict(state)
-
-        assert [batch.tolist() for batch in resumed] == rest
 
 
 def test_numbers_of_other_libraries_do_not_reach_a_state() -> None:
@@ -290,7 +271,7 @@ def _refusal(step: Callable[[], Any]) -> str | None:
     return None
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
     """One value replaced or removed gives a ResumeError, with nothing changed, or else the same batches.
@@ -336,16 +317,7 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (99, {"iterator_kind": None}, "an epoch has begun, but 'iterator_kind' is None"),
         (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
         (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
-        (
-            3,
-            {"dataset_states": [{"progress": "not begun"}]},
-            "'dataset_states' have read fewer batches than 3",
-        ),
-        (
-            3,
-            {"dataset_states": [{"progress": "begun", "num_batches": 2}]},
-            "'dataset_states' have read fewer batches than 3",
-        ),
+        (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}, "have read fewer batches than 3"),
         (0, {"iterator_kind": "again"}, "its generators do not give its 'base_seed'"),
         (0, {"iterator_kind": "local", "base_seed": 5}, "its generators do not give its 'base_seed'"),
         (99, {"generators": {}}, r"the state lacks generators\['loader'\], which decides"),
@@ -374,41 +346,25 @@ def test_a_rank_beyond_the_number_of_ranks_is_refused() -> None:
         make("distributed").load_state_dict(state)
 
 
-def _mt19937(size: int) -> str:
-    return base64.b64encode(bytes(size)).decode()
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("epoch", "3"),
         ("epoch", True),
         ("_num_yielded", -1),
-        ("_num_yielded", 2.0),
         ("_iterator_finished", 0),
-        ("iterator_kind", "later"),
         ("iterator_kind", []),
         ("base_seed", -5),
         ("sample_seed", 1 << 64),
         ("checksum", [1]),
         ("checksum", [2, 1 << 32]),
-        ("generators", None),
-        ("generators", {"default": "no base64!"}),
         ("generators", {"default": "QUJD\n"}),
-        ("generators", {"default": "grün"}),
-        ("samplers", []),
-        ("samplers", {1: 2}),
-        ("samplers", {"sampler.epoch": "x"}),
         ("samplers", {"sampler": lambda: 0}),
         ("obstacle", 3),
-        ("dataset_states", []),
         ("dataset_states", [{"progress": "begun"}]),
-        ("dataset_states", [{"progress": "begun", "state": lambda: 0}]),
         ("next_worker", -1),
         ("version", 3.0),
+        ("version", 4),
         ("rank", "0"),
-        ("order", None),
-        ("order", []),
         ("order", {"seed": 1}),
     ],
 )
@@ -423,18 +379,6 @@ def test_the_error_names_what_is_wrong(key: str, value: Any) -> None:
     assert loader.state_dict() == before
 
 
-@pytest.mark.parametrize("text", ["QUJD", _mt19937(5056)])
-def test_a_generator_that_torch_refuses_is_named(text: str) -> None:
-    """The error has its place; nothing has changed."""
-    state = state_after(make("shuffle, generator"), 2) | {"generators": {"default": text}}
-    loader = make("shuffle, generator")
-    before = loader.state_dict()
-
-    with pytest.raises(ResumeError, match="generator of the default is damaged: torch refuses"):
-        loader.load_state_dict(state)
-    assert loader.state_dict() == before
-
-
 def test_numbers_that_cannot_be_written() -> None:
     """Python writes no int of 5,000 digits; the error says its type."""
     state = state_after(make("shuffle"), 2)
@@ -443,8 +387,9 @@ def test_numbers_that_cannot_be_written() -> None:
             make("shuffle").load_state_dict(state | {key: 10**5000})
 
 
-def test_all_generators_are_set_or_none() -> None:
-    """One damaged generator among two, in a state between epochs, leaves the other one as it was."""
+@pytest.mark.parametrize("text", ["QUJD", base64.b64encode(bytes(5056)).decode()])
+def test_all_generators_are_set_or_none(text: str) -> None:
+    """One that torch refuses is named; in a state between epochs the other one stays as it was."""
 
     def both() -> DataLoader:
         sampler = torch.utils.data.RandomSampler(range(8), generator=seeded(3))
@@ -453,11 +398,11 @@ def test_all_generators_are_set_or_none() -> None:
     loader = both()
     list(loader)
     state = loader.state_dict()
-    state["generators"]["sampler"] = _mt19937(5056)
+    state["generators"]["sampler"] = text
     fresh = both()
     before = order_states(fresh)
 
-    with pytest.raises(ResumeError, match="generator of the sampler is damaged"):
+    with pytest.raises(ResumeError, match="generator of the sampler is damaged: torch refuses"):
         fresh.load_state_dict(state)
     assert order_states(fresh) == before
 
@@ -498,11 +443,3 @@ def test_a_stream_of_any_length_is_not_counted_through() -> None:
     next(iter(loader))
 
     assert loader.state_dict()["_num_yielded"] == 10**15 + 1
-
-
-@pytest.mark.parametrize("version", [2, 4])
-def test_other_versions_are_refused(version: int) -> None:
-    """The error says which version this release reads."""
-    state = make("shuffle").state_dict() | {"version": version}
-    with pytest.raises(ResumeError, match=rf"'version': ValueError..{version} should be one of \(3,\)"):
-        make("shuffle").load_state_dict(state)

@@ -93,32 +93,6 @@ class Stateful(Draws):
         self.round = state["round"]
 
 
-class Stream(IterableDataset[int]):
-    """A stream that says where it stands and goes on there; each worker reads an unequal share."""
-
-    def __init__(self, length: int = 41) -> None:
-        self.length = length
-        self.position: int | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        if self.position is None:
-            self.position = first
-        # The second of three workers has little to give.
-        stop = self.length // 4 if step == 3 and first == 1 else self.length
-        while self.position < stop:
-            self.position += step
-            yield self.position - step
-        self.position = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
 class KeepsOrder(Draws):
     """As Stateful, but its state is the very dict that it goes on to change."""
 
@@ -159,68 +133,6 @@ class Keeps(IterableDataset[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = {"position": state["position"], "seen": state["seen"]}
-
-
-class BrokenStream(Stream):
-    """Cannot say where it stands."""
-
-    def state_dict(self) -> dict[str, Any]:
-        raise ArithmeticError("no idea")
-
-
-class BrokenTwice(BrokenStream):
-    """Fails in its second batch."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in super().__iter__():
-            if number == 4:
-                raise ZeroDivisionError
-            yield number
-
-
-class MuteAtTimes(Stream):
-    """Cannot say where it stands after each other batch."""
-
-    asked = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked % 2:
-            raise ArithmeticError("not now")
-        return super().state_dict()
-
-
-class OddState(Stream):
-    """Says where it stands with something that cannot be pickled."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": lambda: self.position}
-
-
-class NeedsArguments(Stream):
-    """As litdata's StreamingDataset: its loader has to say how much was read."""
-
-    def state_dict(  # type: ignore[override]
-        self, num_samples_yielded: int, num_workers: int, batch_size: int
-    ) -> dict[str, Any]:
-        return {}
-
-
-class LoadNeedsArguments(Stream):
-    """Wants to know more when it goes on."""
-
-    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
-        raise AssertionError
-
-
-class HasDefaults(Stream):
-    """Its methods take more arguments than they need."""
-
-    def state_dict(self, deep: bool = False) -> dict[str, Any]:
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        super().load_state_dict(state)
 
 
 class MuteSampler(Stateful):
