@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import gzip
 import importlib.util
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -38,7 +40,6 @@ from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     from tests.kit.processes import Interpreter
 
@@ -59,63 +60,38 @@ def stop(loader: Any) -> None:
         stop_workers(loader._iterator)
 
 
-def stage_names(report: fastload.LoaderReport) -> set[str]:
-    """The names of all stages."""
-    return {stage.name for stage in report.stages}
-
-
 # Several loaders at once
 
 
-@pytest.mark.parametrize("settings", [{"num_workers": 0}, {"num_workers": 1}], ids=str)
-def test_loaders_in_threads(settings: dict[str, Any]) -> None:
-    """Each loader has its own steps and its own workers' batches."""
-    slow = make("torch", zoo.SlowTransform(), **settings)
-    quick = make("torch", zoo.SlowFunction(), **settings)
-    with fastload.profile(slow, quick) as profile:
-        threads = [threading.Thread(target=list, args=(loader,)) for loader in (slow, quick)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+@pytest.mark.parametrize("is_in_threads", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("torch", {"num_workers": 0}),
+        ("fastload", {"num_workers": 1}),
+        ("fastload", {"num_workers": 1, "worker_method": "thread"}),
+    ],
+)
+def test_two_loaders_at_once(kind: str, options: dict[str, Any], is_in_threads: bool) -> None:
+    """Interleaved, or in two threads: steps and batches belong to the loader whose workers they are."""
+    one = LOADERS[kind](zoo.SlowTransform(), batch_size=zoo.BATCH, **options)
+    other = LOADERS[kind](zoo.SlowFunction(), batch_size=zoo.BATCH, **options)
+    with fastload.profile(one, other) as profile:
+        if is_in_threads:
+            threads = [threading.Thread(target=list, args=(loader,)) for loader in (one, other)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            collections.deque(zip(one, other, strict=True), maxlen=0)
+    stop(one)
+    stop(other)
 
-    reports = {report.dataset: report for report in profile.report().loaders}
-    assert [report.num_batches for report in reports.values()] == [24, 24]
-    assert "SlowBlur" in stage_names(reports["SlowTransform"]) - stage_names(reports["SlowFunction"])
-    assert "plain_transform" in stage_names(reports["SlowFunction"]) - stage_names(reports["SlowTransform"])
-
-
-@pytest.mark.parametrize("method", ["process", "thread"])
-def test_interleaved_loaders(method: str) -> None:
-    """Batches that workers make belong to the loader whose workers they are."""
-    settings: dict[str, Any] = {"batch_size": zoo.BATCH, "num_workers": 1, "worker_method": method}
-    one = fastload.DataLoader(zoo.SlowTransform(), **settings)
-    other = fastload.DataLoader(zoo.SlowFunction(), **settings)
-    with fastload.profile() as profile:
-        for _ in zip(one, other, strict=True):
-            pass
-    one.close()
-    other.close()
-
-    reports = by_name(profile)
-    assert "SlowBlur" in stage_names(reports["one"])
-    assert "plain_transform" not in stage_names(reports["one"])
-    assert "plain_transform" in stage_names(reports["other"])
-    assert "SlowBlur" not in stage_names(reports["other"])
-
-
-def test_receiving_is_counted_for_its_own_loader() -> None:
-    """A short loader does not pay for the batches of a long one."""
-    large = TensorDataset(torch.zeros(64, 3, 64, 64))
-    long = DataLoader(large, batch_size=1, num_workers=1)
-    short = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=1, num_workers=1)
-    with fastload.profile() as profile:
-        for loader in (long, short):
-            for _batch in loader:
-                pass
-
-    received_s = {one.facts["name"]: one.stage_s("receive") for one in profile._timelines}
-    assert received_s["short"] < 10 * received_s["long"]
+    names = {one.dataset: {stage.name for stage in one.stages} for one in profile.report().loaders}
+    assert [report.num_batches for report in profile.report().loaders] == [24, 24]
+    assert "SlowBlur" in names["SlowTransform"] - names["SlowFunction"]
+    assert "plain_transform" in names["SlowFunction"] - names["SlowTransform"]
 
 
 class Nested(zoo.Quick):
@@ -126,8 +102,7 @@ class Nested(zoo.Quick):
         return sum(len(batch) for (batch,) in inner), index
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", list(LOADERS))
+@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 1), ("fastload", 1)])
 def test_a_loader_inside_a_dataset(kind: str, num_workers: int) -> None:
     """It is part of the outer loader's batches, in this process and in a worker."""
     loader = make(kind, Nested(), num_workers)
@@ -187,8 +162,7 @@ class Counted(IterableDataset[Any]):
         yield from range(start, 20, step)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", list(LOADERS))
+@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 2), ("fastload", 2)])
 def test_streams(kind: str, num_workers: int) -> None:
     """All samples come once, and each batch is counted."""
     stream = make(kind, Counted(), num_workers)
@@ -201,8 +175,7 @@ def test_streams(kind: str, num_workers: int) -> None:
     assert report.settings["num_samples"] is None
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", list(LOADERS))
+@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 1), ("fastload", 0), ("fastload", 1)])
 def test_samples_without_batches(kind: str, num_workers: int) -> None:
     """batch_size=None."""
     samples = LOADERS[kind](zoo.Quick(), batch_size=None, num_workers=num_workers)
@@ -327,21 +300,6 @@ def test_an_error_while_the_recordings_are_read(monkeypatch: pytest.MonkeyPatch)
     assert not os.path.exists(calls[0])
 
 
-def test_a_loader_that_is_closed_in_mid_epoch() -> None:
-    """The loop's error is fastload's; the loader can be used again."""
-    loader = make("fastload", zoo.Quick(), 1)
-    with fastload.profile() as profile:
-        iterator = iter(loader)
-        next(iterator)
-        loader.close()
-        with pytest.raises(fastload.LoaderClosedError):
-            list(iterator)
-        assert len(list(loader)) == 24
-    loader.close()
-
-    assert profile.report().loaders[0].num_batches == 25
-
-
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_workers_that_were_started_before(kind: str) -> None:
     """Nothing is known of their work, so that no change of it is suggested."""
@@ -420,15 +378,6 @@ class Slots:
         return self.transform(index)
 
 
-class OfTheClass(zoo.Quick):
-    """The transform is an attribute of the class."""
-
-    transform = staticmethod(zoo.plain_transform)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(index)
-
-
 class OfAProperty(zoo.Quick):
     """The transform is a property."""
 
@@ -485,16 +434,13 @@ class Boxed:
     ("dataset", "name"),
     [
         (Slots(), None),
-        (OfTheClass(), None),
         (OfAProperty(), None),
         (OfTheInstance(Halved()), "Halved"),
         (OfTheInstance(torch.nn.Sequential(Halved())), None),
         (OfTheInstance(functools.partial(torch.mul, other=2)), "mul"),
         (OfTheInstance(operator.itemgetter(0)), None),
-        (OfTheInstance(torch.neg), "neg"),
         (OfTheInstance([Halved()]), None),
         (OfTheInstance(Chain(torch.neg, Halved(), Boxed)), "Halved"),
-        (OfTheInstance(Chain(torch.neg, Boxed)), "Boxed"),
     ],
     ids=lambda value: type(getattr(value, "transform", value)).__name__,
 )
@@ -526,8 +472,6 @@ def read(path):
     ("text", "stages"),
     [
         ("from cv2 import imread\ndef read(path): return imread(path)\n", {"decode"}),
-        ("import cv2\ndef read(path): return cv2.imread(path)\n", {"decode"}),
-        ("from PIL import Image\ndef read(path): return Image.open(path).convert('L')\n", {"decode", "read"}),
         ("import PIL.Image\ndef read(path): return PIL.Image.open(path).convert('L')\n", {"decode", "read"}),
         (THROUGH_PATHLIB, {"decode", "read"}),
         ("import io\ndef read(path):\n    with io.open(path, 'rb') as f: return f.read()[:9]\n", {"read"}),
@@ -642,26 +586,32 @@ def described(opened: Any) -> tuple[Any, ...]:
 
 @pytest.mark.usefixtures("in_a_batch")
 @pytest.mark.parametrize(
-    ("args", "options"),
+    ("kind", "args", "options"),
     [
-        ((), {}),
-        (("r",), {"encoding": "utf-8"}),
-        (("r", 1), {"newline": ""}),
-        (("rb",), {}),
-        (("rb",), {"buffering": 0}),
-        (("rb", 16), {}),
-        (("br", -1, None, None, None), {}),
-        (("rb",), {"closefd": True, "opener": os.open}),
-        (("r+b",), {}),
+        (str, (), {}),
+        (bytes, ("r", 1), {"newline": ""}),
+        (str, ("rb",), {}),
+        (bytes, ("rb",), {}),
+        (Path, ("rb",), {"buffering": 0}),
+        (str, ("rb", 16), {}),
+        (Path, ("br", -1, None, None, None), {}),
+        (str, ("rb",), {"closefd": True, "opener": os.open}),
+        (str, ("r+b",), {}),
+        (int, ("rb",), {"closefd": False}),
+        (np.int64, ("rb",), {"closefd": False}),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [str, bytes, "path"], ids=str)
 def test_open_is_open(file: Path, kind: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Types, attributes, contents and errors after closing."""
-    place = file if kind == "path" else os.fsencode(file) if kind is bytes else str(file)
+    """Types, attributes, contents and errors after closing; a descriptor stays open if it is to stay open."""
+    found = []
+    for function in (_open, OPEN):
+        fd = os.open(file, os.O_RDONLY)
+        place = kind(fd) if kind in (int, np.int64) else kind(os.fsencode(file) if kind is bytes else file)
+        found.append(described(function(place, *args, **options))[(kind in (int, np.int64) and 2) or 0 :])
+        os.close(fd)
 
-    assert described(_open(place, *args, **options)) == described(OPEN(place, *args, **options))
+    assert found[0] == found[1]
 
 
 @pytest.mark.usefixtures("in_a_batch")
@@ -669,14 +619,11 @@ def test_open_is_open(file: Path, kind: Any, args: tuple[Any, ...], options: dic
     ("place", "args"),
     [
         ("absent", ("rb",)),
-        ("", ("rb",)),
         (".", ("rb",)),
-        (None, ("rb",)),
         (1.5, ("rb",)),
         ("absent", ("q",)),
         ("absent", ("rb", 0, "utf-8")),
         ("a\0b", ("rb",)),
-        (-1, ("rb",)),
         ("absent", ("rb", -1, None, None, None, False)),
     ],
     ids=repr,
@@ -692,20 +639,6 @@ def test_open_fails_as_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
     assert str(watched.value) == str(plain.value)
     for name in ("errno", "strerror", "filename"):
         assert getattr(watched.value, name, None) == getattr(plain.value, name, None)
-
-
-@pytest.mark.usefixtures("in_a_batch")
-def test_open_by_descriptor(file: Path) -> None:
-    """The descriptor stays open if it is to stay open."""
-    fd = os.open(file, os.O_RDONLY)
-    try:
-        for number in (fd, np.int64(fd)):
-            with _open(number, "rb", closefd=False) as opened:
-                assert opened.read(3) == b"one"
-            os.lseek(fd, 0, os.SEEK_SET)
-        os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 def test_libraries_read_through_it(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def fit(*args: Any, with_module: bool = False) -> None:
     trainer.fit(Model(), *args, datamodule=Data() if with_module else None)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # it imports Lightning
 @pytest.mark.filterwarnings("ignore")  # Lightning's: few workers, deprecated functions of its own
 def test_a_trainer() -> None:
     """The waits are measured, and copying to the device; the name is the user's variable."""

@@ -8,7 +8,6 @@ import functools
 import importlib
 import json
 import multiprocessing.queues
-import os
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -37,9 +36,8 @@ pytestmark = pytest.mark.slow  # loops that wait
 
 SETTINGS: list[dict[str, Any]] = [
     {"num_workers": 0},
-    {"num_workers": 2},
     {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
+    {"num_workers": 1, "multiprocessing_context": "forkserver"},
 ]
 
 
@@ -110,8 +108,7 @@ class Broken(zoo.Quick):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_workers"),
-    [("torch", 0), ("torch", 2), ("fastload", 0), ("fastload", 2)],
+    ("kind", "num_workers"), [("torch", 0), ("torch", 1), ("fastload", 0), ("fastload", 1)]
 )
 def test_errors_are_the_same(kind: str, num_workers: int) -> None:
     """At the same batch, of the same type."""
@@ -160,24 +157,6 @@ def test_all_loaders_are_watched_without_names() -> None:
     ]
 
 
-class Subclass(torch.utils.data.DataLoader[Any]):
-    """A generator around torch's iterator, as Accelerate has it."""
-
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-
-
-def test_subclasses_are_watched() -> None:
-    """By the iterator of the class that they derive from."""
-    loader = Subclass(zoo.Quick(), batch_size=zoo.BATCH)
-
-    with fastload.profile() as profile:
-        batches(loader, 1)
-
-    (report,) = profile.report().loaders
-    assert report.num_batches == 24
-
-
 class Around:
     """A framework's loader that iterates over another one, as Accelerate's does."""
 
@@ -186,6 +165,13 @@ class Around:
 
     def __iter__(self) -> Any:
         yield from self.base_dataloader
+
+
+class Generator(torch.utils.data.DataLoader[Any]):
+    """A subclass whose iterator is a generator around torch's."""
+
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
 
 
 def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,38 +188,13 @@ def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_loader_inside_a_framework_s_has_the_user_s_name() -> None:
     """The name of the variable that holds the outer one, and the batch size of the batch sampler."""
     sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(96)), 6, drop_last=False)
-    train_loader = Around(torch.utils.data.DataLoader(zoo.Quick(), batch_sampler=sampler))
+    train_loader = Around(Generator(zoo.Quick(), batch_sampler=sampler))
 
     with fastload.profile() as profile:
         batches(train_loader, 1)
 
     (report,) = profile.report().loaders
     assert (report.name, report.settings["batch_size"]) == ("train_loader", 6)
-
-
-def test_a_loop_that_is_left_early_is_reported() -> None:
-    """With the batches that it got."""
-    loader = make("torch", zoo.Quick(), 0)
-
-    with fastload.profile(loader) as profile:
-        for number, _batch in enumerate(loader):
-            if number == 5:
-                break
-
-    (report,) = profile.report().loaders
-    assert report.num_batches == 6
-
-
-def test_a_loader_in_use_goes_on_after_the_profile() -> None:
-    """Unwatched, in the same epoch."""
-    loader = make("fastload", zoo.Quick(), 2)
-    iterator = iter(loader)
-    with fastload.profile(loader):
-        first = next(iterator)
-    rest = list(iterator)
-
-    assert len(rest) == 23
-    assert first[1].tolist() == [0, 1, 2, 3]
 
 
 def test_a_device_loader_counts_each_batch_once() -> None:
@@ -248,16 +209,13 @@ def test_a_device_loader_counts_each_batch_once() -> None:
     assert report.stages
 
 
-def test_two_profiles_at_once_are_refused() -> None:
-    """The second says what to do."""
-    with fastload.profile(), pytest.raises(RuntimeError, match="end its with block first"):
-        fastload.profile().start()
-
-
-def test_a_report_before_the_end_is_refused() -> None:
-    """There is none yet."""
-    with fastload.profile() as profile, pytest.raises(RuntimeError, match="still running"):
-        profile.report()
+def test_a_second_profile_and_a_report_before_the_end_are_refused() -> None:
+    """Each error says what to do."""
+    with fastload.profile() as profile:
+        with pytest.raises(RuntimeError, match="end its with block first"):
+            fastload.profile().start()
+        with pytest.raises(RuntimeError, match="still running"):
+            profile.report()
 
 
 def test_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,25 +229,7 @@ def test_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_forked_meanwhile_records_nothing() -> None:
-    """Only the loader's workers do; any other child is not watched."""
-    loader = make("torch", zoo.Quick(), 0)
-
-    with fastload.profile(loader) as profile:
-        batches(loader, 1)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                batches(loader, 1)
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-
-    assert profile.report().loaders[0].num_batches == 24
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("kind", list(LOADERS))
+@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 2), ("fastload", 2)])
 def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     """Stretches of held batches take the place of new ones, which are left at the end."""
     loader = make(kind, zoo.SlowRead(), num_workers)
@@ -321,17 +261,13 @@ class TestReport:
             batches(loader, 1)
         return profile
 
-    def test_as_json(self, profile: fastload.Profile) -> None:
-        """Plain values only."""
-        value = json.loads(json.dumps(profile.report().as_dict()))
+    def test_as_json_and_as_text(self, profile: fastload.Profile) -> None:
+        """Plain values only; the text holds the verdict."""
+        report = profile.report()
+        value = json.loads(json.dumps(report.as_dict()))
 
         assert value["version"] == 1
         assert value["loaders"][0]["culprit"] == "transform"
-
-    def test_as_text(self, profile: fastload.Profile) -> None:
-        """It holds the verdict."""
-        report = profile.report()
-
         assert report.loaders[0].verdict in str(report)
 
     @pytest.mark.parametrize(("busy_share", "is_told"), [(0.97, True), (0.5, False), (None, False)])
@@ -388,8 +324,7 @@ def identity(samples: list[Any]) -> list[Any]:
     return samples
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("collate", [None, identity])
+@pytest.mark.parametrize(("num_workers", "collate"), [(0, None), (1, identity)])
 def test_batches_that_are_no_tensors(num_workers: int, collate: Callable[[Any], Any] | None) -> None:
     """Lists of strings have no size, and are measured alike."""
     loader = make("fastload", [str(number) for number in range(40)], num_workers, collate_fn=collate)
