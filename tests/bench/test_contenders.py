@@ -57,11 +57,13 @@ class TestSweep:
 
 
 class TestCode:
-    @pytest.mark.parametrize("has_transform", [False, True])
-    @pytest.mark.parametrize("num_workers", [0, 2])
     @pytest.mark.parametrize(
-        ("loader", "cache"),
-        [("torch", "none"), ("fastload", "none"), ("fastload", "ram"), ("fastload", "lmdb")],
+        ("loader", "cache", "num_workers", "has_transform"),
+        [
+            *(("torch", "none", 2, False), ("torch", "none", 0, True), ("fastload", "none", 2, True)),
+            *(("fastload", "none", 0, False), ("fastload", "ram", 2, True), ("fastload", "ram", 0, False)),
+            *(("fastload", "lmdb", 2, False), ("fastload", "lmdb", 0, True)),
+        ],
     )
     def test_the_lines_make_the_loader_that_was_measured(
         self, loader: str, cache: str, num_workers: int, has_transform: bool, tmp_path: Path

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +69,6 @@ def run(when: str, folder: Path, **group: Any) -> None:
 def spawned(rank: int, folder: Path) -> None:
     """A rank that torch.multiprocessing has started."""
     run("after", folder, init_method=f"file://{folder}/store", rank=rank, world_size=2)
-
-
-def lead(folder: Path, port: int) -> None:
-    """Rank 0, which starts rank 1 as Lightning does, after it has made its cache."""
-    sys.modules.setdefault("lightning", types.ModuleType("lightning"))
-    dataset = cached(folder)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "0"}
-    os.environ["LOCAL_RANK"] = "0"
-    follower = f"from tests.distributed.sharing_zoo import *; run('before', Path({str(folder)!r}))"
-    environment = os.environ | {"LOCAL_RANK": "1", "RANK": "1"}
-    with subprocess.Popen([sys.executable, "-c", follower], env=environment):
-        dist.init_process_group("gloo")
-        train(dataset, folder)
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

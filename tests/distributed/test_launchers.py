@@ -15,7 +15,7 @@ import pytest
 
 from fastload.cache.likeness import probed_indices
 from tests.distributed import sharing_zoo
-from tests.distributed.test_torchrun import free_port, torchrun
+from tests.distributed.test_torchrun import torchrun
 
 if TYPE_CHECKING:
     import subprocess
@@ -32,13 +32,6 @@ from tests.distributed.sharing_zoo import spawned
 
 if __name__ == "__main__":
     spawn(spawned, (Path(sys.argv[1]),), nprocs=2)
-"""
-LEAD = """
-import sys
-from pathlib import Path
-from tests.distributed.sharing_zoo import lead
-
-lead(Path(sys.argv[1]), int(sys.argv[2]))
 """
 LIGHTNING = """
 import json, os, sys
@@ -101,7 +94,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.thorough)])
 def test_ranks_of_torchrun_share(when: str, interpreter: Interpreter, tmp_path: Path) -> None:
     """Whether they make the cache before or after they join the process group."""
     assert_shared(torchrun(interpreter, tmp_path, when, script=sharing_zoo.__file__), tmp_path)
@@ -118,16 +111,7 @@ def test_ranks_that_torch_multiprocessing_spawns_share(interpreter: Interpreter,
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_rank_0_starts_share_its_cache(interpreter: Interpreter, tmp_path: Path) -> None:
-    """As Lightning's rank 0 does, after it has made its cache."""
-    port = str(free_port())
-    done = interpreter.run(LEAD, str(tmp_path), port, environment=environment(tmp_path), limit_s=110)
-
-    assert_shared(done, tmp_path)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.thorough), "after"])
 def test_ranks_of_lightning_share(when: str, interpreter: Interpreter, tmp_path: Path) -> None:
     """Whether the script makes the cache before Lightning starts the other rank, or a hook makes it."""
     pytest.importorskip("lightning")

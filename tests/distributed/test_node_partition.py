@@ -81,35 +81,28 @@ def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
 # --- the order -------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(
     length=st.integers(0, 200),
     num_nodes=st.integers(1, 6),
     per_node=st.integers(1, 4),
-    epochs_per_deal=st.integers(1, 4),
     epoch=st.integers(0, 12),
-    seed=st.integers(0, 2**40),
-    shuffle=st.booleans(),
     drop_last=st.booleans(),
+    options=st.fixed_dictionaries(
+        {"shuffle": st.booleans(), "seed": st.integers(0, 2**40), "epochs_per_deal": st.integers(1, 4)}
+    ),
 )
 def test_an_epoch_has_every_sample_once_in_disjoint_parts(
-    length: int,
-    num_nodes: int,
-    per_node: int,
-    epochs_per_deal: int,
-    epoch: int,
-    seed: int,
-    shuffle: bool,
-    drop_last: bool,
+    length: int, num_nodes: int, per_node: int, epoch: int, drop_last: bool, options: dict[str, Any]
 ) -> None:
     """Parts are a partition, ranks are as long as torch's, and only the padding comes twice."""
     assume(length >= num_nodes or length == 0)
-    options = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed}
-    samplers = every_rank(length, num_nodes, per_node, epochs_per_deal=epochs_per_deal, **options)
+    generators = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    samplers = every_rank(length, num_nodes, per_node, drop_last=drop_last, **options)
     orders = []
     for sampler in samplers:
         sampler.set_epoch(epoch)
-        orders.append(list(sampler))
+        orders.append(list(pickle.loads(pickle.dumps(sampler))))
 
         torch_s = DistributedSampler(range(length), len(samplers), sampler.rank, drop_last=drop_last)
         assert len(sampler) == len(orders[-1]) == len(torch_s)
@@ -124,11 +117,20 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
         num_distinct = len(set(of_node))
         assert set(of_node) <= set(part)
         assert num_distinct == (len(of_node) if drop_last else len(part))
+    # Nothing is drawn from the user's generators.
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert np.random.get_state()[1].tolist() == generators[1]  # type: ignore[index]
 
 
 def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
-    """With epochs_per_deal=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part."""
-    sampler = every_rank(100, 2, 1, epochs_per_deal=3)[1]
+    """With epochs_per_deal=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part.
+
+    Other seeds give other parts; the array of the part is the sampler's own.
+    """
+    sampler, other = (every_rank(100, 2, 1, epochs_per_deal=3, seed=seed)[1] for seed in (0, 1))
+    assert set(sampler.part.tolist()) != set(other.part.tolist())
+    with pytest.raises(ValueError, match="read-only"):
+        sampler.part[0] = 1
     parts, orders = [], []
     for epoch in range(3, 7):
         sampler.set_epoch(epoch)
@@ -158,29 +160,6 @@ def test_without_shuffle_a_global_step_reads_the_dataset_in_order() -> None:
     steps = zip(*every_rank(24, 2, 2, shuffle=False, epochs_per_deal=1), strict=True)
 
     assert [sorted(step) for step in steps] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
-
-
-def test_other_seeds_give_other_parts() -> None:
-    """The seed decides on the parts too."""
-    some, others = (set(every_rank(100, 2, 1, seed=seed)[0].part.tolist()) for seed in (0, 1))
-
-    assert some != others
-
-
-def test_the_part_cannot_be_written_to() -> None:
-    """The array is the sampler's own."""
-    part = every_rank(10, 2, 1)[0].part
-
-    with pytest.raises(ValueError, match="read-only"):
-        part[0] = 1
-
-
-def test_a_copy_gives_the_same_indices() -> None:
-    """A pickled sampler computes its part again."""
-    sampler = every_rank(50, 2, 2)[3]
-    expected = list(sampler)
-
-    assert list(pickle.loads(pickle.dumps(sampler))) == expected
 
 
 # --- retain ----------------------------------------------------------------------------------------------
@@ -303,17 +282,6 @@ def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_n
     assert len(numbers(resumed)) == 60 // (num_nodes * per_node)
 
 
-def test_another_number_of_nodes_in_mid_epoch_is_an_error() -> None:
-    """Also if the number of ranks is the same."""
-    saver = loader_of(2, 2, 0)
-    list(itertools.islice(saver, 2))
-    resumed = loader_of(4, 1, 3)
-    resumed.load_state_dict(saver.state_dict())
-
-    with pytest.raises(ResumeError, match=r"num_nodes=2, .* num_nodes=4"):
-        iter(resumed)
-
-
 @pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_deal": 0}])
 def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     """The epoch stays."""
@@ -375,7 +343,7 @@ def test_nodes_that_cannot_share_equally_are_an_error(
         (
             {},
             RuntimeError,
-            r"num_replicas is unknown: .* no WORLD_SIZE. Call torch\.distributed\.init_process_group\(\)",
+            r"num_replicas is unknown: .*WORLD_SIZE. Call torch\.distributed\.init_process_group",
         ),
         ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
         ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
@@ -385,11 +353,6 @@ def test_nodes_that_cannot_share_equally_are_an_error(
             "num_nodes should be an int, but got '2'",
         ),
         ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
-        (
-            {"num_replicas": 1, "rank": 0, "epochs_per_deal": 2.5},
-            TypeError,
-            "epochs_per_deal should be an int",
-        ),
         ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
         ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
         ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
@@ -408,15 +371,6 @@ def test_arguments_out_of_range_are_errors(
         NodePartitionSampler(range(5), **arguments)
 
 
-def test_nothing_is_drawn_from_the_user_s_generators() -> None:
-    """The default generator of torch and NumPy's stay as they are."""
-    before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index]
-    list(every_rank(50, 2, 2)[0])
-
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert np.random.get_state()[1].tolist() == before[1]  # type: ignore[index]
-
-
 # --- with a cache ----------------------------------------------------------------------------------------
 
 NUM_IMAGES, IMAGE_BYTES = 64, 16 * 1024
@@ -433,13 +387,7 @@ class Images(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 0},
-        {"num_workers": 2, "multiprocessing_context": "fork"},
-        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True},
-    ],
-    ids=["no workers", "workers", "persistent workers"],
+    "options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}], ids=["local", "workers"]
 )
 def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -460,7 +408,7 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
         for cache, sampler in zip(caches, samplers, strict=True)
     ]
 
-    for epoch in range(6):
+    for epoch in range(4):
         seen = []
         for cache, sampler, loader in zip(caches, samplers, loaders, strict=True):
             loader.set_epoch(epoch)

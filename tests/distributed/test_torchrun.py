@@ -10,6 +10,8 @@ import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from fastload import NodePartitionSampler
 from tests.distributed import rank_zoo
 
@@ -122,6 +124,7 @@ def test_ranks_go_on_with_the_same_samples_after_one_was_killed(
             assert rank["seen"][epoch] == list(sampler)
 
 
+@pytest.mark.thorough  # test_agreement.py has the comparison itself
 def test_ranks_that_disagree_end_with_an_error(interpreter: Interpreter, tmp_path: Path) -> None:
     """The agent ends all ranks, and its output has both lengths."""
     done = torchrun(interpreter, tmp_path, "disagree")

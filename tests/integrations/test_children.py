@@ -33,21 +33,23 @@ def places(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def output_of(
-    code: str, *places: Path, hook: str = "my_hook:called", flags: tuple[str, ...] = ()
-) -> list[str]:
-    """The lines that a child interpreter writes, with the bootstrap folder first in its path."""
-    path = os.pathsep.join(map(str, [BOOTSTRAP, *places]))
+def run(code: str, path: list[Path], **variables: str) -> list[str]:
+    """The lines that a child interpreter writes."""
     done = subprocess.run(
-        [sys.executable, *flags, "-c", code],
-        env={**os.environ, "PYTHONPATH": path, "FASTLOAD_CHILD_HOOK": hook},
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=100,
         check=True,
     )
     return done.stdout.splitlines()
+
+
+def output_of(code: str, *places: Path, hook: str = "my_hook:called") -> list[str]:
+    """The same, with the bootstrap folder first in its path."""
+    return run(code, [BOOTSTRAP, *places], FASTLOAD_CHILD_HOOK=hook)
 
 
 def test_the_hook_runs_when_torch_s_loader_was_imported(places: Path) -> None:
@@ -68,16 +70,7 @@ def test_a_child_without_torch_imports_nothing_of_ours(places: Path) -> None:
 
 def test_the_path_is_the_path_without_us(places: Path) -> None:
     """The child's program sees no folder of ours."""
-    plain = subprocess.run(
-        [sys.executable, "-c", SHOW_PATH],
-        env={**os.environ, "PYTHONPATH": str(places)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-
-    assert output_of(SHOW_PATH, places) == plain.stdout.splitlines()
+    assert output_of(SHOW_PATH, places) == run(SHOW_PATH, [places])
 
 
 def test_a_sitecustomize_of_the_user_runs_too(places: Path) -> None:
@@ -110,20 +103,10 @@ def test_watch_reaches_this_process_and_its_children(places: Path, before: str) 
         f"{USE_TORCH}; sys.stdout.flush()\n"
         f"subprocess.run([sys.executable, '-c', {USE_TORCH!r}])\n"
     )
-    path = os.pathsep.join(map(str, (places, ROOT)))
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
     here = ["hook True"] * (2 if before else 1)
 
-    assert done.stdout.splitlines() == [
+    assert run(code, [places, ROOT]) == [
         *here,
-        "imported SourceFileLoader",
-        "hook True",
+        *["imported SourceFileLoader", "hook True"],
         "imported SourceFileLoader",
     ]

@@ -78,9 +78,8 @@ def plain(batches: Any) -> list[Any]:
     return [[part.tolist() for part in batch] for batch in batches]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, num_workers: int, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "num_workers"), [(0, 1), (1, 0)])
+def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, rank: int, num_workers: int) -> None:
     """Over two epochs, with the order and the draws of torch's loader that Accelerate itself prepared."""
     epochs = []
     for make in (DataLoader, tud.DataLoader):
@@ -119,9 +118,10 @@ def test_a_measured_number_of_workers_is_kept(hf: Any) -> None:
     assert hf.prepare(Accelerator(), loader).base_dataloader._auto_workers is auto
 
 
-@pytest.mark.parametrize("seedable", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("num_batches", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("num_batches", "num_workers", "seedable"),
+    [(1, 1, False), (1, 0, True), (3, 0, False), (3, 1, True), (4, 0, True), (4, 1, False)],
+)
 def test_the_position_is_saved_and_loaded(
     hf: Any, num_batches: int, num_workers: int, seedable: bool
 ) -> None:
@@ -179,7 +179,7 @@ def test_the_first_batches_can_be_skipped(hf: Any) -> None:
         hf.skip_first_batches(DataLoader(range(3)), 1)
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda:1", 1])
+@pytest.mark.parametrize("device", ["meta", 1])
 def test_two_devices_are_refused(hf: Any, device: Any) -> None:
     """Before Accelerate keeps the loader; without its device placement, the loader's device counts."""
     loader = DataLoader(IMAGES, 4)
@@ -193,10 +193,9 @@ def test_two_devices_are_refused(hf: Any, device: Any) -> None:
     assert hf.prepare(Accelerator(device_placement=False), loader).base_dataloader.device == "cuda:1"
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_the_accelerator_s_device_is_taken(hf: Any, device: str) -> None:
+def test_the_accelerator_s_device_is_taken(hf: Any) -> None:
     """Also where "auto" would choose another one."""
-    prepared = hf.prepare(Accelerator(), DataLoader(IMAGES, 4, device=device))
+    prepared = hf.prepare(Accelerator(), DataLoader(IMAGES, 4, device="auto"))
 
     assert prepared.base_dataloader.device == torch.device("cpu")
 
