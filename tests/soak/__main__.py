@@ -46,7 +46,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--times", type=int, default=1, help="how often to run that case")
     parser.add_argument(
-        "--limit", type=float, default=60.0, help="seconds after which a case counts as hanging"
+        "--limit", type=float, default=300.0, help="seconds after which a case counts as hanging"
     )
     parser.add_argument("--known", action="store_true", help="also run cases that meet a known defect")
     return parser.parse_args()
