@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import logging
-import multiprocessing
 import os
 import random
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -24,10 +23,16 @@ from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
+from fastload.nested.tree import first_difference
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.kit.jobs import Job
 
 MB = 1 << 20
 # Of a cache of small images and labels: header, table, pages that are used in part, gaps between columns.
@@ -113,31 +118,15 @@ def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
     assert [cache.get(index) for index in range(4)] == samples
 
 
-@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
-@pytest.mark.parametrize("budget", [1, 4096, 8192, 10_000, 20_000, 40_000, 60_000])
-def test_small_budgets_hold(kind: type[Images], budget: int) -> None:
-    """Memory in use stays within any budget of two pages or more, and what is cached is right."""
-    dataset = kind(30)
-    cache = filled(dataset, budget)
-    held = [index for index in range(30) if cache.get(index) is not None]
-
-    assert len(held) == cache.num_cached
-    assert cache.nbytes <= max(budget, 8192)
-    assert held or budget < 40_000
-    for index in held:
-        assert_same_samples(cache.get(index), dataset.sample(index))
-
-
 TEN_ROWS = OVERHEAD + 10 * (32 * 24 * 3 + 8)
 """A budget for ten of `Images`."""
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rows_hold_any_subset_that_fits(seed: int) -> None:
+def test_rows_hold_any_subset_that_fits() -> None:
     """Samples of any index are stored until the budget is used up; each is read and gathered right."""
     dataset = Images(30)
     cache = SharedMemoryCache(30, [dataset.sample(0)], budget=TEN_ROWS)
-    order = random.Random(seed).sample(range(30), 30)
+    order = random.Random(1).sample(range(30), 30)
     stored = [cache.put(index, dataset.sample(index)) for index in order]
     images, labels = cache.gather(np.array(order[:10]), np.empty)  # type: ignore[misc]
 
@@ -178,12 +167,12 @@ class Large(Images):
 
 @pytest.mark.parametrize("kind", [Tiny, Large, MixedImages])
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15)
 def test_odd_samples_and_rows_together_stay_within_the_budget(
     kind: type[Images], share: float, seed: int
 ) -> None:
     """Pages that both kinds touch in part count, and a page of a row counts while another row lies in it."""
-    size = {Tiny: 3000, Large: 30, MixedImages: 60}[kind]
+    size = {Tiny: 1000, Large: 30, MixedImages: 60}[kind]
     dataset = kind(size)
     samples = [dataset.sample(index) for index in range(size)]
     needed = OVERHEAD + sum(len(encode(sample)) for sample in samples)
@@ -192,26 +181,8 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(
         cache.put(index, samples[index])
 
     assert cache.nbytes <= max(cache.budget_bytes, round_up(4096 + 8 * size, 4096))
-
-
-def test_odd_samples_and_rows_share_one_account() -> None:
-    """A cache without room for all rows takes odd samples in the place of rows, within the budget."""
-    dataset = MixedImages(60)
-    cache = filled(dataset, TEN_ROWS)
-    kinds = {dataset.sample(index)[0].shape for index in range(60) if index in cache}
-    taken = sum(
-        cache._plan.row_bytes
-        if dataset.sample(index)[0].shape == (32, 24, 3)
-        else round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
-        for index in range(60)
-        if index in cache
-    )
-
-    assert len(kinds) == 2
-    assert taken <= cache._plan.room_bytes
-    for index in range(60):
-        if index in cache:
-            assert_same_samples(cache.get(index), dataset.sample(index))
+    for index in range(size):
+        assert index not in cache or first_difference(cache.get(index), samples[index]) is None
 
 
 def test_put_twice_is_safe() -> None:
@@ -264,107 +235,22 @@ def test_half_seen_entry_is_empty() -> None:
     assert_same_samples(cache.get(3), dataset.sample(3))
 
 
-def write_until_killed(cache: SharedMemoryCache, dataset: Images, order: list[int], started: Any) -> None:
-    """Run in a child: store samples until the parent kills it."""
-    started.send(None)
-    for index in order:
-        cache.put(index, dataset.sample(index))
-    signal.pause()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
-def test_killed_writer_leaves_correct_reads(kind: type[Images]) -> None:
-    """Writers killed at random points leave samples that are right or not there, and space for the others."""
-    dataset = kind(400)
-    examples = [dataset.sample(index) for index in (0, 200, 399)]
-    cache = SharedMemoryCache(400, examples, budget=64 * MB)
-    chance = random.Random(1)
-    context = multiprocessing.get_context("fork")
-    for _ in range(12):
-        receiver, sender = context.Pipe(duplex=False)
-        order = chance.sample(range(400), 400)
-        child = context.Process(target=write_until_killed, args=(cache, dataset, order, sender))
-        child.start()
-        receiver.recv()
-        child.join(chance.random() * 0.02)
-        child.kill()
-        child.join()
-        child.close()
-        receiver.close()
-        sender.close()
-        for index in range(400):
-            sample = cache.get(index)
-            if sample is not None:
-                assert_same_samples(sample, dataset.sample(index))
-
-    for index in range(400):
-        assert cache.put(index, dataset.sample(index))
-        assert_same_samples(cache.get(index), dataset.sample(index))
-
-
-def hold_the_lock(cache: SharedMemoryCache, held: Any) -> None:
-    """Run in a child: take the cursor's lock and stop."""
-    fd = cache._now.segment.reopen()
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    held.send(None)
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_stopped_lock_holder_delays_nobody() -> None:
+def test_stopped_lock_holder_delays_nobody(start: Callable[..., Job]) -> None:
     """While a stopped process holds the lock samples go uncached; once it is killed they are cached."""
     dataset = RaggedImages(4)
     cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], budget=MB)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=hold_the_lock, args=(cache, sender))
-    child.start()
-    receiver.recv()
-    try:
-        assert not cache.put(0, dataset.sample(0))
-        assert cache.get(0) is None
-    finally:
-        child.kill()
-        child.join()
-        child.close()
-        receiver.close()
-        sender.close()
+
+    def hold_the_lock() -> Any:
+        fcntl.flock(cache._now.segment.reopen(), fcntl.LOCK_EX)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    job = start(hold_the_lock)
+    os.waitid(os.P_PID, job.pid, os.WSTOPPED)
+    assert not cache.put(0, dataset.sample(0))
+    assert cache.get(0) is None
+    job.kill()
 
     assert cache.put(0, dataset.sample(0))
-
-
-def put_some(cache: SharedMemoryCache, dataset: Images, first: int) -> None:
-    """Run in a child: store every sample, beginning somewhere."""
-    for index in range(len(dataset)):
-        position = (first + index) % len(dataset)
-        cache.put(position, dataset.sample(position))
-
-
-@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
-def test_writers_at_once(kind: type[Images]) -> None:
-    """Processes that store the same samples at once leave each of them right."""
-    dataset = kind(200)
-    cache = SharedMemoryCache(200, [dataset.sample(i) for i in (0, 100, 199)], budget=64 * MB)
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=put_some, args=(cache, dataset, first)) for first in (0, 0, 100)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
-        assert child.exitcode == 0
-        child.close()
-
-    put_some(cache, dataset, 0)  # what lost the race for the lock
-    for index in range(200):
-        assert_same_samples(cache.get(index), dataset.sample(index))
-
-
-def test_segment_is_sealed() -> None:
-    """Nobody can change the size of the memory under the readers."""
-    cache = filled(Images(3))
-
-    with pytest.raises(PermissionError):
-        os.ftruncate(cache._now.segment.fd, 0)
 
 
 def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +271,7 @@ def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.num_cached == 3
 
 
-@pytest.mark.parametrize("budget", range(9000, 24_000, 1500))
+@pytest.mark.parametrize("budget", [9000, 16_500, 22_500])
 def test_every_ragged_sample_that_fits_is_cached_and_no_other(budget: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     dataset = RaggedImages(30)
@@ -401,7 +287,7 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(budget: int) -> No
     assert [index for index in range(30) if index in cache] == fitting
 
 
-@pytest.mark.parametrize("num_fitting", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_fitting", [1, 4])
 def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room(
     num_fitting: int, caplog: Any
 ) -> None:
@@ -501,7 +387,7 @@ def test_entries_of_thousands_of_samples_do_not_meet() -> None:
     assert [cache.get(index) for index in range(3000)] == [n if n % 2 == 0 else None for n in range(3000)]
 
 
-@pytest.mark.parametrize("most_bytes", [1, 7, 64, 1000])
+@pytest.mark.parametrize("most_bytes", [1, 1000])
 def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
     most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from hypothesis import Phase, settings
 
 settings.register_profile(
-    "mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, database=None, print_blob=False
+    "mutants",
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    derandomize=True,
+    database=None,
+    print_blob=False,
 )
 settings.load_profile("mutants")

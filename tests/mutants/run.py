@@ -59,10 +59,10 @@ TESTS = {
     " tests/survival/test_going_on.py tests/faults/test_processes.py -m 'not slow' -k 'not sampler_that'",
     "workers/messages.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that'",
-    "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_shared_model.py"
+    "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_ram_model.py"
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
-    " tests/cache/test_shared_model.py tests/cache/test_sharing.py -m 'not slow'",
+    " tests/cache/test_ram_model.py tests/cache/test_sharing.py -m 'not slow'",
     "epochs/resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
     "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
     f" tests/rng/test_seeding.py {FEW}",

@@ -1,0 +1,277 @@
+"""Caches in RAM against a set: several handles and processes, `retain`, held samples, locks, and kills."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import pickle
+import signal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from fastload.cache.locks import try_lock
+from fastload.cache.ram import generation
+from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.memory.segment import Segment
+from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+NUM_SAMPLES = 24
+INDICES = st.integers(0, NUM_SAMPLES - 1)
+PARTS = st.none() | st.sets(INDICES, max_size=NUM_SAMPLES)
+NUMBERS = st.integers(0, 9)  # of a handle, or of another process
+FORK = multiprocessing.get_context("fork")
+
+
+def as_indices(part: set[int] | None) -> Any:
+    return None if part is None else np.array(sorted(part), np.intp)
+
+
+def serve(cache: SharedMemoryCache, dataset: Images, pipe: Connection, copied: Connection) -> None:
+    """Run in a child: do what the pipe asks for until the parent is gone, whose pipe a fork has copied."""
+    copied.close()
+    with contextlib.suppress(EOFError):
+        while True:
+            work, value = pipe.recv()
+            if work == "put":
+                pipe.send(cache.put(value, dataset.sample(value)))
+            elif work == "get":
+                sample = cache.get(value)
+                if sample is not None:
+                    assert_same_samples(sample, dataset.sample(value))
+                pipe.send(sample is not None)
+            else:
+                cache.retain(as_indices(value))
+                pipe.send(cache.generation)
+
+
+def killed(work: Callable[[], object]) -> None:
+    """Run in a fork that SIGKILL ends, if not earlier then after all."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            work()
+        die()
+    os.waitpid(pid, 0)
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_in_write(call: int) -> None:
+    """Let this process die half-way through its `call`-th write to a segment."""
+    real, calls = os.pwritev, 0
+
+    def write(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            data = b"".join(bytes(buffer) for buffer in buffers)
+            real(fd, [data[: len(data) // 2]], offset)
+            die()
+        return real(fd, buffers, offset)
+
+    os.pwritev, os.pwrite = write, lambda fd, data, offset: write(fd, [data], offset)  # type: ignore[assignment]
+
+
+def die_in_retain(when: str) -> None:
+    """Let this process die in the middle of retain()."""
+    if when == "before the segment":
+        SharedMemoryCache._succeed = die  # type: ignore[method-assign]
+    elif when == "before the pointer":
+        generation.Generation.announce = die  # type: ignore[method-assign]
+    elif when == "between pointer and number":
+        generation._ENTRY = SimpleNamespace(pack=die)  # type: ignore[assignment]
+
+
+class RamMachine(RuleBasedStateMachine):
+    """Handles of one cache, in this process and in another one.
+
+    The model is the set of samples that may be stored, and the set of those that are stored.
+    """
+
+    @initialize(
+        kind=st.sampled_from([Images, RaggedImages, MixedImages]),
+        budget=st.sampled_from([1 << 20, 8192, 20_000, 40_000, 60_000]),
+    )
+    def make(self, kind: type[Images], budget: int) -> None:
+        self.dataset = kind(NUM_SAMPLES)
+        examples = [self.dataset.sample(index) for index in (0, NUM_SAMPLES // 2, NUM_SAMPLES - 1)]
+        self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, budget=budget)]
+        self.budget = budget
+        self.retained = set(range(NUM_SAMPLES))
+        self.stored: set[int] = set()
+        self.held: list[tuple[int, Any]] = []
+        self.pipe, other = FORK.Pipe()
+        self.child = FORK.Process(target=serve, args=(self.handles[0], self.dataset, other, self.pipe))
+        self.child.start()
+        other.close()
+
+    def ask(self, number: int, work: str, value: Any) -> Any:
+        """Let a handle of this process, or the other process, do something."""
+        number %= len(self.handles) + 1
+        if number == len(self.handles):
+            self.pipe.send((work, value))
+            return self.pipe.recv()
+        cache = self.handles[number]
+        if work == "put":
+            return cache.put(value, self.dataset.sample(value))
+        if work == "retain":
+            cache.retain(as_indices(value))
+            return cache.generation
+        sample = cache.get(value)
+        assert (sample is not None) == (value in cache)
+        if sample is not None:
+            assert_same_samples(sample, self.dataset.sample(value))
+            self.held.append((value, sample))
+        return sample is not None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Somebody else holds the lock, which nobody else held before."""
+        fd = self.handles[0]._newest().segment.reopen()
+        assert try_lock(fd)
+        yield
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+    @rule(index=INDICES, number=NUMBERS)
+    def put(self, index: int, number: int) -> None:
+        """A sample that was taken is retained, and stays."""
+        if self.ask(number, "put", index):
+            assert index in self.retained
+            self.stored.add(index)
+        else:
+            assert index not in self.stored
+
+    @rule(number=NUMBERS)
+    def put_all(self, number: int) -> None:
+        """As many as fit; a budget that is enough takes all that are retained."""
+        for index in range(NUM_SAMPLES):
+            self.put(index, number)
+        if self.budget == 1 << 20:
+            assert self.stored == self.retained
+
+    @rule(index=INDICES)
+    def put_under_a_held_lock(self, index: int) -> None:
+        """While another holds the lock a put may fail, and harms nothing."""
+        with self.locked():
+            self.put(index, 0)
+
+    @rule(index=INDICES, number=NUMBERS)
+    def get(self, index: int, number: int) -> None:
+        """What was stored and is retained is there, in all processes; what is not retained is not."""
+        assert self.ask(number, "get", index) == (index in self.stored)
+
+    @rule(indices=st.lists(INDICES, min_size=1, max_size=6), number=NUMBERS)
+    def gather(self, indices: list[int], number: int) -> None:
+        """A batch is made of the samples' own bytes, or not made."""
+        batch = self.handles[number % len(self.handles)].gather(np.array(indices), np.empty)
+        if batch is not None:
+            assert set(indices) <= self.stored
+            for row, index in enumerate(indices):
+                assert np.array_equal(batch[0][row].numpy(), self.dataset.sample(index)[0])
+                assert batch[1][row] == index
+
+    @rule(part=PARTS, numbers=st.lists(NUMBERS, min_size=1, max_size=3))
+    def retain(self, part: set[int] | None, numbers: list[int]) -> None:
+        """All handles see the same part from here on; the calls after the first one change nothing."""
+        assert len({self.ask(number, "retain", part) for number in numbers}) == 1
+        retained = set(range(NUM_SAMPLES)) if part is None else part
+        if retained != self.retained:
+            self.stored.clear()
+        self.retained = retained
+        assert [self.handles[0].is_retained(i) for i in range(NUM_SAMPLES)] == [
+            index in retained for index in range(NUM_SAMPLES)
+        ]
+
+    @rule(
+        part=PARTS,
+        when=st.sampled_from(
+            ["before the segment", "before the pointer", "between pointer and number", "behind the pointer"]
+        ),
+    )
+    def kill_a_maker(self, part: set[int] | None, when: str) -> None:
+        """Its generation is gone with it, and no lock is left."""
+        cache = self.handles[0]
+        killed(lambda: (die_in_retain(when), cache.retain(as_indices(part))))
+        with self.locked():
+            pass
+
+    @rule(indices=st.lists(INDICES, min_size=1, max_size=8, unique=True), call=st.integers(1, 12))
+    def kill_a_writer(self, indices: list[int], call: int) -> None:
+        """Nothing wrong is left, and nothing locked."""
+        cache = self.handles[0]
+        killed(lambda: (die_in_write(call), [cache.put(i, self.dataset.sample(i)) for i in indices]))
+        self.stored |= {index for index in set(indices) & self.retained if index in cache}
+        with self.locked():
+            pass
+
+    @rule(through=st.sampled_from(["pickle", "descriptor"]))
+    def open_again(self, through: str) -> None:
+        """Another handle sees the same samples, through a pickle or through the segment alone."""
+        first = self.handles[0]
+        if through == "pickle":
+            self.handles.append(pickle.loads(pickle.dumps(first)))
+        else:
+            self.handles.append(SharedMemoryCache.attach(Segment.attach(os.dup(first.fd))))
+        assert self.handles[-1].layout == first.layout
+
+    @rule(number=st.integers(1, 9))
+    def close(self, number: int) -> None:
+        """A handle that all others have followed is closed; they live on."""
+        if len(self.handles) > 1:
+            for place in range(len(self.handles) + 1):
+                self.ask(place, "get", 0)
+            self.handles.pop(1 + number % (len(self.handles) - 1)).close()
+
+    @rule()
+    def let_go(self) -> None:
+        """Samples that were handed out have not changed; now they are gone."""
+        for index, sample in self.held:
+            assert_same_samples(sample, self.dataset.sample(index))
+        self.held.clear()
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        """The budget holds, to a page for each part; missing samples are retained and not stored."""
+        if hasattr(self, "handles"):
+            cache = self.handles[-1]
+            assert cache.num_cached == len(self.stored)
+            assert set(cache.missing().tolist()) <= self.retained - self.stored
+            assert cache.nbytes <= max(self.budget, 8192) + 6 * 4096
+
+    def teardown(self) -> None:
+        """All samples that are left are right, and those that were handed out have not changed."""
+        if not hasattr(self, "handles"):
+            return
+        for number in range(len(self.handles) + 1):
+            for index in range(NUM_SAMPLES):
+                assert self.ask(number, "get", index) == (index in self.stored)
+        for cache in self.handles:
+            cache.close()
+        self.let_go()
+        self.pipe.close()
+        self.child.join()
+        self.child.close()
+
+
+TestRamMachine = pytest.mark.slow(RamMachine.TestCase)
+TestRamMachine.settings = settings(
+    max_examples=50,
+    stateful_step_count=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
