@@ -20,7 +20,7 @@ from fastload.cache.lmdb import description as lmdb_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
-from tests.cache.contract import SharedContract
+from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Collatable, Images, RaggedImages, Triples
 from tests.kit.batches import assert_same_samples
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class TestLMDBCache(SharedContract):
+class TestLMDBCache(CacheContract):
     """The contract, in one file."""
 
     def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
@@ -42,7 +42,7 @@ class TestShards(SharedContract):
         return build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=5)
 
 
-class TestPNG(SharedContract):
+class TestPNG(CacheContract):
     """The contract, with encoded images."""
 
     def make(self, dataset: Images, tmp_path: Any) -> LMDBCache:
@@ -72,39 +72,24 @@ def test_unpickled_cache_opens_late(path: Path) -> None:
         handle.get(0)
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    """A file that is not there raises, with its path."""
-    with pytest.raises(FileNotFoundError, match=r"there is no cache at .*nowhere"):
-        LMDBCache(tmp_path / "nowhere")
-
-
-def test_link_to_nothing(tmp_path: Path) -> None:
-    """A link whose file is gone raises as a missing file does."""
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"there is no cache at .*link"):
-        LMDBCache(tmp_path / "link")
-
-
 @pytest.mark.timeout(20)
-def test_pipe_is_no_cache(tmp_path: Path) -> None:
-    """A pipe raises, and is not waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CacheMismatchError, match="pipe is not a file"):
-        LMDBCache(tmp_path / "pipe")
+@pytest.mark.parametrize(
+    ("make", "kind", "said"),
+    [
+        (lambda path: None, FileNotFoundError, "there is no cache at .*cache"),
+        (lambda path: path.symlink_to("nowhere"), FileNotFoundError, "there is no cache at .*cache"),
+        (os.mkfifo, CacheMismatchError, "cache is not a file"),  # it is not waited for
+        (os.mkdir, CacheMismatchError, "neither a file nor a directory"),
+        (lambda path: path.touch(), CacheError, "cache"),
+        (lambda path: path.write_bytes(b"\0" * 20_000), CacheError, "cache"),
+    ],
+    ids=["nothing", "link to nothing", "pipe", "directory", "empty", "zeros"],
+)
+def test_what_is_no_cache(make: Any, kind: type[Exception], said: str, tmp_path: Path) -> None:
+    """It raises, with its path."""
+    make(tmp_path / "cache")
 
-
-def test_directory_without_shards_is_no_cache(tmp_path: Path) -> None:
-    """A directory that holds no shards raises."""
-    with pytest.raises(CacheMismatchError, match="neither a file nor a directory"):
-        LMDBCache(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\0" * 20_000, os.urandom(20_000)])
-def test_no_lmdb_file(content: bytes, tmp_path: Path) -> None:
-    """A file that is no LMDB file raises."""
-    (tmp_path / "cache").write_bytes(content)
-
-    with pytest.raises(CacheError):
+    with pytest.raises(kind, match=said):
         LMDBCache(tmp_path / "cache")
 
 
@@ -158,16 +143,11 @@ def test_explain(path: Path) -> None:
     assert "sample 0 match the dataset" in build_lmdb(Images(20), path).explain()
 
 
-def test_verify_finds_nothing(path: Path, directory: Path) -> None:
-    """A sound cache verifies."""
-    assert LMDBCache(path).verify() == LMDBCache(directory).verify() == []
-
-
 # --- shards ----------------------------------------------------------------------------------------------
 
 
 def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> None:
-    """A shard that is lost, there twice, or of another cache raises, with its name."""
+    """A shard that is lost, there twice, of another cache, or opened by itself raises, with its name."""
     names = sorted(os.listdir(directory))
     shutil.copy(directory / names[1], directory / "copy.lmdb")
     with pytest.raises(CacheMismatchError, match=r"has 4 of the 3 shards .* there twice"):
@@ -181,37 +161,20 @@ def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> 
     shutil.copy(tmp_path / "other" / names[1], directory / names[1])
     with pytest.raises(CacheMismatchError, match="shards of two caches"):
         LMDBCache(directory)
+    with pytest.raises(CacheMismatchError, match=r"has 1 of the 3 shards .* Open the directory"):
+        LMDBCache(directory / names[0])
 
     os.replace(tmp_path / "kept", directory / names[1])
     assert_same_samples(LMDBCache(directory).get(8), Images(20).sample(8))
 
 
-def test_one_shard_is_no_cache(directory: Path) -> None:
-    """A shard by itself is not opened: its directory is."""
-    with pytest.raises(CacheMismatchError, match=r"has 1 of the 3 shards .* Open the directory"):
-        LMDBCache(directory / "00000-of-00003.lmdb")
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 7, 50])
-def test_any_number_of_shards(shards: int, tmp_path: Path) -> None:
-    """Shards are found by index, however many there are."""
-    dataset = Images(7)
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=shards)
-
-    assert cache.num_shards == min(shards, 7)
-    for index in range(7):
-        assert_same_samples(cache.get(index), dataset.sample(index))
-
-
 # --- batches ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("kind", [Images, Collatable])
-def test_gather_is_default_collate(kind: type[Images], shards: int, tmp_path: Path) -> None:
+def test_gather_of_shards_is_default_collate(tmp_path: Path) -> None:
     """A batch in any order, with repeats, is what default_collate makes of the samples."""
-    dataset = kind(20)
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=shards)
+    dataset = Collatable(20)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=3)
     order = [13, 2, 19, 2, 0, 7]
     batch = cache.gather(np.array(order), np.empty)
 
@@ -245,29 +208,18 @@ def test_gather_leaves_the_rest_to_samples(dataset: Images, codec: str, tmp_path
     assert cache.gather(np.array([1, 2, 3]), None) is None  # type: ignore[arg-type]
 
 
-def test_checksum_is_checked_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a record's first read in a process pays for its checksum."""
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_checksum_is_checked_once(is_batch: bool, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a record's first read in a process pays for its checksum, alone or in a batch."""
     cache = LMDBCache(path)
     counted: list[int] = []
     real = zlib.crc32
     monkeypatch.setattr(zlib, "crc32", lambda *args: counted.append(1) or real(*args))
     for _ in range(3):
-        cache.get(4)
-
-    assert len(counted) == 1
-
-
-def test_gather_checks_once_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch pays for checksums at the first read of its records alone."""
-    cache = LMDBCache(path)
-    counted: list[int] = []
-    real = zlib.crc32
-    monkeypatch.setattr(zlib, "crc32", lambda *args: counted.append(1) or real(*args))
-    for _ in range(3):
-        cache.gather(np.array([4, 5, 6]), np.empty)
+        cache.gather(np.array([4, 5, 6]), np.empty) if is_batch else cache.get(5)
     cache.get(5)
 
-    assert len(counted) == 3
+    assert len(counted) == (3 if is_batch else 1)
 
 
 def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
@@ -287,11 +239,10 @@ def test_options_of_a_store_are_refused_for_a_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ram", [False, True])
-def test_a_spawned_worker_knows_the_namedtuples_of_its_parent(ram: bool, tmp_path: Path) -> None:
+def test_a_spawned_worker_knows_the_namedtuples_of_its_parent(tmp_path: Path) -> None:
     """Nothing else takes the module of their class to a process that has no source."""
     build_lmdb(Triples(8), tmp_path / "cache", num_workers=0, progress=False)
-    dataset = CachedDataset.from_cache(tmp_path / "cache", ram=ram)
+    dataset = CachedDataset.from_cache(tmp_path / "cache", ram=True)
 
     batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn"))
 

@@ -1,26 +1,67 @@
-"""Damaged LMDB files: a clear error or the right samples, never a wrong one, never a crash."""
+"""Damaged and forged LMDB files: a clear error or the written samples, never a wrong one, never a crash.
+
+Files of others may have right checksums and false content. Where a crash is possible, a child process opens
+them: whatever ends it is a failure of the test.
+"""
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import random
+import shutil
+import tracemalloc
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fastload.cache.build.build import build_lmdb
+from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.files import open_file
 from fastload.cache.lmdb.format import write_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheCorruptError, CacheError
+from fastload.errors import CacheCorruptError, CacheMismatchError
+from tests.cache.forge import BIG, BRANCH, LEAF, PAGE_BYTES, ROOT_AT, Forgery, Reader, SmallSamples, forge
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+NUM_SMALL = 600  # enough for a branch page over the leaves
+
+
+@pytest.fixture(scope="module")
+def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Finished caches: of 20 images, which lie in overflow pages, and of samples that lie in the tree."""
+    directory = tmp_path_factory.mktemp("contents")
+    build_lmdb(Images(20), directory / "big", num_workers=0).close()
+    build_lmdb(SmallSamples(NUM_SMALL), directory / "small", num_workers=0).close()
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.fixture
+def path(contents: dict[str, bytes], tmp_path: Path) -> Path:
+    """A file of 20 images."""
+    (tmp_path / "cache").write_bytes(contents["big"])
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def small(contents: dict[str, bytes], tmp_path: Path) -> Path:
+    """A file of samples that lie in the tree."""
+    (tmp_path / "small").write_bytes(contents["small"])
+    return tmp_path / "small"
+
+
+# --- records -------------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, change: Any) -> None:
@@ -51,99 +92,22 @@ def test_missing_record(path: Path) -> None:
         LMDBCache(path)
 
 
-def test_swapped_records(path: Path) -> None:
-    """A record that lies under another's key raises."""
-
-    def swap(transaction: Any) -> None:
-        transaction.put((5).to_bytes(8, "big"), transaction.get((6).to_bytes(8, "big")))
-
-    rewrite(path, swap)
-    cache = LMDBCache(path)
-
-    with pytest.raises(CacheCorruptError, match="sample 5: another record"):
-        cache.get(5)
-
-
-def test_flipped_bits_are_found(path: Path) -> None:
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_flipped_bits_are_found(is_batch: bool, path: Path) -> None:
     """A record with any bit flipped raises at its first read, with path and index; the others are right."""
     rewrite(path, lambda transaction: transaction.put((5).to_bytes(8, "big"), flipped(transaction)))
     cache = LMDBCache(path)
-    dataset = Images(20)
-    for index in range(20):
-        if index == 5:
-            with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
-                cache.get(index)
-        else:
-            assert_same_samples(cache.get(index), dataset.sample(index))
+    with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
+        cache.gather(np.array([4, 5, 6]), np.empty) if is_batch else cache.get(5)
+
+    assert cache.gather(np.array([4, 6]), np.empty) is not None
+    assert_same_samples([cache.get(4), cache.get(6)], [Images(20)[4], Images(20)[6]])
 
 
 def flipped(transaction: Any) -> bytes:
     value = bytearray(transaction.get((5).to_bytes(8, "big")))
     value[random.Random(0).randrange(400, len(value))] ^= 4
     return bytes(value)
-
-
-def read_everything(path: str, expected: list[Any], first_by: str) -> None:
-    """Run in a child: exit with 0 if every sample is right or raises a clear error."""
-    try:
-        cache = LMDBCache(path)
-    except (CacheError, FileNotFoundError):
-        os._exit(0)
-    if first_by == "gather":
-        images, _ = zip(*expected, strict=True)
-        for start in range(0, len(expected), 5):
-            indices = np.arange(start, start + 5)
-            try:
-                batch = cache.gather(indices, np.empty)
-            except CacheError:
-                continue
-            assert batch is not None
-            np.testing.assert_array_equal(batch[0].numpy(), np.stack(images[start : start + 5]))
-            assert batch[1].tolist() == indices.tolist()
-    for index, sample in enumerate(expected):
-        try:
-            found = cache.get(index)
-        except CacheError:
-            continue
-        assert_same_samples(found, sample)
-    os._exit(0)
-
-
-def exit_code(*args: Any) -> int | None:
-    """Of a child that reads everything."""
-    child = multiprocessing.get_context("fork").Process(target=read_everything, args=args)
-    child.start()
-    child.join()
-    code = child.exitcode
-    child.close()
-    return code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first_by", ["get", "gather"])
-@pytest.mark.parametrize("way", ["flip", "tree", "cut", "page"])
-def test_damage_anywhere_in_the_file(way: str, first_by: str, path: Path) -> None:
-    """Flips, cuts and overwritten pages, most of them in LMDB's tree: an error or the right samples."""
-    dataset = Images(20)
-    expected = [dataset.sample(index) for index in range(20)]
-    content = path.read_bytes()
-    tree = [at for at in range(0, len(content), 4096) if content[at + 10] in (1, 2, 8)]  # LMDB's page flags
-    chance = random.Random(way)
-    for _ in range(20):
-        damaged = bytearray(content)
-        at = chance.randrange(len(content))
-        if way == "tree":
-            at = chance.choice(tree) + chance.randrange(4096)
-        if way in ("flip", "tree"):
-            damaged[min(at, len(damaged) - 1)] ^= 1 << chance.randrange(8)
-        elif way == "cut":
-            del damaged[at:]
-        else:
-            start = at // 4096 * 4096
-            damaged[start : start + 4096] = chance.randbytes(len(damaged[start : start + 4096]))
-        path.unlink()  # a file of its own, as a copy from elsewhere would be
-        path.write_bytes(damaged)
-        assert exit_code(str(path), expected, first_by) == 0
 
 
 @pytest.mark.parametrize("codec", ["raw", "png"])
@@ -164,11 +128,495 @@ def test_verify_names_what_is_damaged(codec: str, tmp_path: Path) -> None:
     assert cache.verify() == [4, 15]
 
 
-def test_gather_names_what_is_damaged(path: Path) -> None:
-    """A batch with a damaged record raises at its first read, with path and index."""
-    rewrite(path, lambda transaction: transaction.put((5).to_bytes(8, "big"), flipped(transaction)))
+# --- descriptions ----------------------------------------------------------------------------------------
+
+HUGE = 10**30
+LIES: dict[str, dict[str, Any]] = {
+    "num_samples": {
+        "huge": HUGE, "more": 21, "fewer": 19, "none": 0, "negative": -1, "text": "x", "float": 20.0,
+        "bool": True, "billions": 4 * 10**9,
+    },
+    "num_shards": {"none": 0, "huge": HUGE, "negative": -1, "null": None},
+    "shard": {"negative": -1, "beyond": 1, "float": 0.0, "huge": HUGE},
+    "missing": {
+        "negative": [[-5, 3]], "text": "ab", "beyond": [[19, 2]], "stored": [[3, 1]], "all": [[0, 20]],
+        "empty run": [[3, 0]], "backwards": [[5, 1], [3, 1]], "twice": [[3, 1]] * 2, "triple": [[1, 2, 3]],
+        "floats": [[0.5, 1.5]], "huge": [[0, HUGE]], "null": None, "dict": {}, "nested": [[[1], 2]],
+    },
+    "page_bytes": {"odd": 4095, "double": 8192, "half": 2048, "zero": 0, "huge": HUGE, "text": "4096"},
+    "tree_runs": {
+        "negative": [[-5, 1]], "huge": [[0, 10**12]], "none": [], "other": [[0, 2]], "null": None,
+        "repeated": [[0, 3]] * 1000, "backwards": [[3, 1], [0, 1]], "beyond": [[10**9, 1]],
+    },
+    "tree_crc32": {"negative": -1, "wide": 1 << 32, "text": "x", "other": 5},
+    "codec": {"unknown": "bmp", "list": [1], "null": None},
+    "quality": {"none": 0, "high": 101, "text": "x"},
+    "spec": {"number": 5, "list": []},
+    "crc32": {"wide": 1 << 32, "text": "x"},
+    "parts": {"list": [], "numbers": {"a": 1}, "text": "x"},
+    "classes": {"number": 5, "numbers": [1], "dict": {}},
+    "libraries": {"null": None, "numbers": {"a": 1}},
+    "created_s": {"text": "x", "negative": -1, "huge": 1e300, "not a number": float("nan"), "bool": True},
+    "build_id": {"null": None, "number": 5},
+    "version": {"text": "1", "null": None, "float": 1.0, "bool": True, "list": [1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "lie"), [(name, lie) for name, lies in LIES.items() for lie in lies])
+def test_a_false_field_is_refused(name: str, lie: str, path: Path) -> None:
+    """A field of another type, or outside what the file can hold, raises with the path."""
+
+    def change(forgery: Forgery) -> None:
+        fields = forgery.fields if name in forgery.fields else forgery.fields["plan"]
+        fields[name] = LIES[name][lie]
+
+    forge(path, change)
+    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
+        LMDBCache(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 200_000 + b"]" * 200_000,
+        b"[1]",
+        b"null",
+        b"{zz",
+        b'"\xff\xfe"',
+        b"{}",
+        b'{"version": 1}',
+        b"1" * 9999,
+    ],
+    ids=["nested", "list", "null", "cut", "no text", "empty", "version alone", "long number"],
+)
+def test_a_text_that_is_no_description_is_refused(text: bytes, path: Path) -> None:
+    """Whatever stands where the description should be raises with the path."""
+    forge(path, lambda _: text)
+
+    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
+        LMDBCache(path)
+
+
+@pytest.mark.parametrize("version", [2, 0, -1, HUGE])
+def test_another_version_comes_first(version: int, path: Path) -> None:
+    """A file of another format version is not damaged, whatever else it says."""
+    forge(path, lambda _: json.dumps({"version": version, "new": []}).encode())
+
+    with pytest.raises(CacheMismatchError, match=f"{path} is a cache of format"):
+        LMDBCache(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda fields: fields.pop("plan"),
+        lambda fields: fields.pop("shard"),
+        lambda fields: fields["plan"].pop("codec"),
+        lambda fields: fields.update(plans=1),
+        lambda fields: fields["plan"].update(codecs=1),
+    ],
+)
+def test_fields_are_exactly_those_of_the_format(change: Callable[[Any], Any], path: Path) -> None:
+    """A field too few or too many raises with the path."""
+    forge(path, lambda forgery: change(forgery.fields))
+
+    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
+        LMDBCache(path)
+
+
+@pytest.mark.parametrize("lie", ["samples", "runs", "pages", "length"])
+def test_a_lie_takes_no_memory(lie: str, path: Path) -> None:
+    """Memory is never taken for what a file only states."""
+
+    def change(forgery: Forgery) -> None:
+        if lie == "samples":
+            forgery.fields["plan"]["num_samples"] = 4 * 10**9
+        elif lie == "runs":
+            forgery.fields["plan"]["num_samples"] = 4 * 10**9
+            forgery.fields["missing"] = [[20, 10**9]]
+        elif lie == "pages":
+            forgery.fields["tree_runs"] = [[0, 10**12]]
+
+    forge(path, change)
+    if lie == "length":
+        content = bytearray(path.read_bytes())
+        content[-16:-8] = (1 << 40).to_bytes(8, "little")
+        path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CacheCorruptError):
+            LMDBCache(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_left_out_samples_take_no_memory_and_no_time(path: Path) -> None:
+    """A cache that left out nearly all of a trillion samples opens, and every look at it is as cheap."""
+
+    def change(forgery: Forgery) -> None:
+        forgery.fields["plan"]["num_samples"] = 10**12
+        forgery.fields["missing"] = [[20, 10**12 - 20]]
+
+    forge(path, change)
+    tracemalloc.start()
+    try:
+        cache = LMDBCache(path)
+        dataset = CachedDataset.from_cache(path)
+        assert (cache.num_samples, cache.num_cached, len(dataset)) == (10**12, 20, 20)
+        assert cache.stored_indices is not None
+        assert cache.stored_indices.tolist() == list(range(20))
+        assert (19 in cache, 20 in cache, 10**12 - 1 in cache) == (True, False, False)
+        assert cache.get(10**11) is None
+        assert cache.gather(np.array([3, 10**11]), np.empty) is None
+        assert cache.verify() == []
+        assert_same_samples(dataset[19], Images(20).sample(19))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
+    """Shards of one build whose descriptions of the whole cache differ raise."""
+    path = tmp_path / "cache"
+    build_lmdb(Images(20), path, num_workers=0, shards=2).close()
+    # The range of shard 1 is the same for 20 samples as it is for 21 if one is left out.
+    shard = path / "00001-of-00002.lmdb"
+
+    def change(forgery: Forgery) -> None:
+        forgery.fields["plan"]["num_samples"] = 21
+        forgery.fields["missing"] = [[20, 1]]
+
+    forge(shard, change)
+    with pytest.raises(CacheMismatchError, match="shards of two caches"):
+        LMDBCache(path)
+
+
+def test_millions_of_lost_shards_are_not_listed(tmp_path: Path) -> None:
+    """An error names the first lost shard, however many a file claims there to be."""
+    (tmp_path / "cache").mkdir()
+    shard = tmp_path / "cache" / "0.lmdb"
+    build_lmdb(Images(20), shard, num_workers=0).close()
+
+    def change(forgery: Forgery) -> None:
+        forgery.fields["plan"].update(num_samples=20 * 10**9, num_shards=10**9)
+
+    forge(shard, change)
+    with pytest.raises(CacheMismatchError, match=r"has 1 of the 1,000,000,000 shards"):
+        LMDBCache(tmp_path / "cache")
+
+
+# --- trees -----------------------------------------------------------------------------------------------
+
+
+def _set_root(forgery: Forgery, page: int) -> None:
+    for meta in (0, PAGE_BYTES):
+        forgery.put("QQ", meta + ROOT_AT, page, 10**9)
+
+
+def _every_leaf(forgery: Forgery, change: Callable[[Forgery, int], None]) -> None:
+    for page in forgery.pages(LEAF):
+        for node in forgery.nodes(page):
+            change(forgery, node)
+
+
+def _swap_children(forgery: Forgery) -> None:
+    one, other = forgery.nodes(forgery.pages(BRANCH)[0])[:2]
+    one_page, other_page = forgery.body[one : one + 6], forgery.body[other : other + 6]
+    forgery.body[one : one + 6], forgery.body[other : other + 6] = other_page, one_page
+
+
+def _repeat_child(forgery: Forgery) -> None:
+    one, other = forgery.nodes(forgery.pages(BRANCH)[0])[:2]
+    forgery.body[other : other + 6] = forgery.body[one : one + 6]
+
+
+def _child(page: int) -> Callable[[Forgery], None]:
+    return lambda forgery: forgery.put(
+        "IH", forgery.nodes(forgery.pages(BRANCH)[0])[0], page & 0xFFFFFFFF, page >> 32
+    )
+
+
+def _of_page(flags: int, form: str, offset: int, *values: int) -> Callable[[Forgery], None]:
+    return lambda forgery: forgery.put(form, forgery.pages(flags)[0] + offset, *values)
+
+
+def _of_leaves(form: str, offset: int, *values: int) -> Callable[[Forgery], None]:
+    return lambda forgery: _every_leaf(forgery, lambda it, node: it.put(form, node + offset, *values))
+
+
+TREES: dict[str, Callable[[Forgery], Any]] = {
+    "root out of the file": lambda forgery: _set_root(forgery, 10**7),
+    "root in the wide": lambda forgery: _set_root(forgery, (1 << 64) - 2),
+    "root nowhere": lambda forgery: _set_root(forgery, (1 << 64) - 1),
+    "root is a meta page": lambda forgery: _set_root(forgery, 0),
+    "no magic": lambda forgery: forgery.put("I", 16, 1),
+    "version of LMDB": lambda forgery: forgery.put("I", PAGE_BYTES + 20, 2),
+    "meta page of no kind": lambda forgery: forgery.put("H", 10, 0),
+    "child out of the file": _child(10**7),
+    "child in the wide": _child((1 << 48) - 1),
+    "child is its own parent": lambda forgery: _child(forgery.root)(forgery),
+    "child twice": _repeat_child,
+    "children swapped": _swap_children,
+    "branch says leaf": _of_page(BRANCH, "H", 10, LEAF),
+    "branch says overflow": _of_page(BRANCH, "H", 10, 4),
+    "leaf says branch": _of_page(LEAF, "H", 10, BRANCH),
+    "leaf is of fixed size": _of_page(LEAF, "H", 10, 0x22),
+    "leaf of no entries": _of_page(LEAF, "H", 12, 16),
+    "leaf of negative entries": _of_page(LEAF, "H", 12, 0),
+    "leaf of too many entries": _of_page(LEAF, "H", 12, 4096),
+    "leaf of endless entries": _of_page(LEAF, "HH", 12, 0xFFFF, 0xFFFF),
+    "branch of endless entries": _of_page(BRANCH, "HH", 12, 0xFFFF, 0xFFFF),
+    "entry at the end of its page": _of_page(LEAF, "H", 16, 4094),
+    "entry outside its page": _of_page(LEAF, "H", 16, 0xFFFF),
+    "entry of a branch outside its page": _of_page(BRANCH, "H", 16, 0xFFFE),
+    "value reaches beyond": _of_leaves("HH", 0, 0xFFFF, 0x3FFF),
+    "value of four gigabytes": _of_leaves("HH", 0, 0xFFFF, 0xFFFF),
+    "key of no bytes": _of_leaves("H", 6, 0),
+    "key of many bytes": _of_leaves("H", 6, 0xFFFF),
+    "keys all the same": _of_leaves("Q", 8, 0),
+    "value of many values": _of_leaves("H", 4, 4),
+    "value is a tree": _of_leaves("H", 4, 2),
+    "overflow page out of the file": _of_leaves("HHHHQQ", 0, 100, 0, BIG, 8, 0, 10**12),
+}  # fmt: skip
+
+
+def _overlap(forgery: Forgery) -> None:
+    first = forgery.u32(forgery.nodes(forgery.pages(LEAF)[0])[0] + 16)
+    _every_leaf(forgery, lambda it, node: it.put("HH", node, 60_000, 0))
+    _every_leaf(forgery, lambda it, node: it.put("Q", node + 16, first))
+
+
+OVERFLOWS: dict[str, Callable[[Forgery], Any]] = {
+    "page out of the file": _of_leaves("Q", 16, 10**12),
+    "page in the wide": _of_leaves("Q", 16, (1 << 64) - 1),
+    "value of a gigabyte": _of_leaves("HH", 0, 0xFFFF, 0x3FFF),
+    "value a page too long": _of_leaves("HH", 0, 0xF000, 1),
+    "value in the leaf": _of_leaves("H", 4, 0),
+    "values over each other": _overlap,
+}
+
+
+@pytest.fixture(scope="module")
+def readers() -> Iterator[dict[str, Reader]]:
+    """Children that read files of both kinds."""
+    small, big = SmallSamples(NUM_SMALL), Images(20)
+    with (
+        Reader([small.sample(index) for index in range(NUM_SMALL)]) as of_small,
+        Reader([big.sample(index) for index in range(20)]) as of_big,
+    ):
+        yield {"small": of_small, "cache": of_big}
+
+
+@pytest.mark.parametrize(
+    ("name", "lie"), [*(("small", lie) for lie in TREES), *(("cache", lie) for lie in OVERFLOWS)]
+)
+def test_a_false_tree_is_refused(
+    name: str, lie: str, path: Path, small: Path, readers: dict[str, Reader]
+) -> None:
+    """A tree with the right checksum that leads anywhere but to its samples raises with the path."""
+    forge(path.with_name(name), {**TREES, **OVERFLOWS}[lie], tree=True)
+
+    assert readers[name].read(path.with_name(name)) == "refused"
+
+
+def test_records_at_each_other_s_place_raise(path: Path) -> None:
+    """A record that lies under another's key raises when it is read, with its index."""
+
+    def change(forgery: Forgery) -> None:
+        page = forgery.pages(LEAF)[0]
+        first = forgery.nodes(page)[0]
+        for node in forgery.nodes(page):
+            forgery.body[node + 16 : node + 24] = forgery.body[first + 16 : first + 24]
+
+    forge(path, change, tree=True)
     cache = LMDBCache(path)
 
-    with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
-        cache.gather(np.array([4, 5, 6]), np.empty)
-    assert cache.gather(np.array([4, 6]), np.empty) is not None
+    assert_same_samples(cache.get(0), Images(20).sample(0))
+    with pytest.raises(CacheCorruptError, match="sample 5: another record"):
+        cache.get(5)
+    with pytest.raises(CacheCorruptError, match="sample 1: another record"):
+        cache.gather(np.arange(20), np.empty)
+
+
+def test_the_older_state_does_not_matter(small: Path) -> None:
+    """A file holds two states, and only the newer one is read."""
+
+    def change(forgery: Forgery) -> None:
+        older = PAGE_BYTES - forgery.meta
+        forgery.put("QQ", older + ROOT_AT, 10**7, 10**7)
+
+    forge(small, change, tree=True)
+    assert_same_samples(LMDBCache(small).get(7), SmallSamples(8).sample(7))
+
+
+# --- any mutation --------------------------------------------------------------------------------------
+
+
+class LeftOut:
+    """Samples of another dataset, of which some cannot be read."""
+
+    def __init__(self, samples: Images) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 7 in (3, 4):
+            raise OSError(f"no sample {index}")
+        return self.samples[index]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
+    """Finished caches, and the samples that were written."""
+    directory = tmp_path_factory.mktemp("caches")
+    images, small, shape = Images(20), SmallSamples(600), Images(60, shape=(8, 9, 3))
+    build_lmdb(images, directory / "big", num_workers=0).close()
+    build_lmdb(small, directory / "small", num_workers=0).close()
+    build_lmdb(LeftOut(shape), directory / "shards", num_workers=0, shards=3, on_error="skip").close()
+    stored = [None if index % 7 in (3, 4) else shape.sample(index) for index in range(60)]
+    return {
+        "big": (directory / "big", [images.sample(index) for index in range(20)]),
+        "small": (directory / "small", [small.sample(index) for index in range(600)]),
+        "shards": (directory / "shards", stored),
+    }
+
+
+# --- mutations -------------------------------------------------------------------------------------------
+
+
+def flip(draw: Draw, content: bytes) -> bytes:
+    """Flip single bits, half of the times in LMDB's tree."""
+    mutated = bytearray(content)
+    places = st.integers(0, 8 * len(mutated) - 1)
+    if draw(st.booleans()):
+        tree = [
+            at for at in range(0, len(content) - 4096, 4096) if content[at + 10] in (1, 2, 8)
+        ]  # page flags
+        places = st.sampled_from(tree).flatmap(lambda at: st.integers(8 * at, 8 * at + 8 * PAGE_BYTES - 1))
+    for place in draw(st.lists(places, min_size=1, max_size=6)):
+        mutated[place // 8] ^= 1 << place % 8
+    return bytes(mutated)
+
+
+def cut(draw: Draw, content: bytes) -> bytes:
+    """Cut the file off, half of the times between two pages."""
+    if draw(st.booleans()):
+        return content[: PAGE_BYTES * draw(st.integers(0, len(content) // PAGE_BYTES))]
+    return content[: draw(st.integers(0, len(content) - 1))]
+
+
+def splice(draw: Draw, content: bytes) -> bytes:
+    """Take bytes out, and put some of the same file in, in whole pages or not."""
+    unit = draw(st.sampled_from([1, 512, PAGE_BYTES]))
+    start, at = (unit * draw(st.integers(0, len(content) // unit)) for _ in range(2))
+    taken, put = (unit * draw(st.integers(0, 8)) for _ in range(2))
+    return content[:at] + content[start : start + put] + content[at + taken :]
+
+
+NUMBERS = st.one_of(
+    st.integers(-3, 700),
+    st.integers(),
+    st.sampled_from([2**n + d for n in (8, 12, 16, 31, 32, 47, 48, 63, 64) for d in (-1, 0, 1)]),
+)
+JSON = st.recursive(
+    st.one_of(NUMBERS, st.booleans(), st.none(), st.floats(), st.text(max_size=3)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+RUNS = st.lists(st.tuples(NUMBERS, NUMBERS).map(list), max_size=5)
+
+
+def describe(draw: Draw, content: bytes) -> bytes:
+    """Change one or two fields of the description, with its right checksum."""
+    forgery = Forgery(content)
+    for _ in range(draw(st.integers(1, 2))):
+        fields = draw(st.sampled_from([forgery.fields, forgery.fields.get("plan")]))
+        if not isinstance(fields, dict) or not fields:
+            continue
+        name = draw(st.sampled_from(sorted(fields)))
+        way = draw(st.sampled_from(["number", "runs", "json", "list", "delete", "add"]))
+        if way == "delete":
+            del fields[name]
+        elif way == "add":
+            fields[draw(st.text(max_size=3))] = draw(JSON)
+        elif way == "list" and isinstance(fields[name], list) and fields[name]:
+            run = draw(st.integers(0, len(fields[name]) - 1))
+            fields[name][run] = draw(st.tuples(NUMBERS, NUMBERS).map(list) | JSON)
+        else:
+            fields[name] = draw({"number": NUMBERS, "runs": RUNS}.get(way, JSON))
+    return forgery.sealed()
+
+
+PLACES = (10, 12, 14, 16, 18, 20)  # of a page: flags, lower, upper, the first pointers
+NODE_PLACES = (0, 2, 4, 6, 8, 15, 16, 18, 22, 24, 28, 32)
+META_PLACES = (10, 16, 20, 24, 32, 40, 92, 94, 120, 128, 136, 144)
+
+
+def regrow(draw: Draw, content: bytes) -> bytes:
+    """Change numbers in the tree, with its right checksum."""
+    forgery = Forgery(content)
+    runs = forgery.fields["tree_runs"]
+    pages = [page * PAGE_BYTES for first, count in runs for page in range(first, first + count)]
+    root, leaves = forgery.root * PAGE_BYTES, forgery.pages(LEAF)
+    nodes = {page: forgery.nodes(page) for page in (root, *leaves)}
+    for _ in range(draw(st.integers(1, 4))):
+        way = draw(st.sampled_from(["meta", "page", "node", "any"]))
+        if way == "meta":
+            at = draw(st.sampled_from([0, PAGE_BYTES])) + draw(st.sampled_from(META_PLACES))
+        elif way == "any":
+            at = draw(st.sampled_from(pages)) + draw(st.integers(0, PAGE_BYTES - 1))
+        else:
+            page = draw(st.just(root) | st.sampled_from(leaves))
+            node = draw(st.sampled_from(nodes[page])) + draw(st.sampled_from(NODE_PLACES))
+            at = node if way == "node" else page + draw(st.sampled_from(PLACES))
+        nbytes = draw(st.sampled_from([1, 2, 4, 8]))
+        at = min(at, len(forgery.body) - nbytes)
+        value = draw(NUMBERS) % (1 << 8 * nbytes)
+        forgery.body[at : at + nbytes] = value.to_bytes(nbytes, "little")
+    forgery.seal_tree()
+    return forgery.sealed()
+
+
+MUTATIONS = {mutate.__name__: mutate for mutate in (flip, cut, splice, describe, regrow)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["big", "small", "shards"])
+@pytest.mark.parametrize("way", MUTATIONS)
+def test_the_written_samples_or_an_error(
+    way: str,
+    name: str,
+    caches: dict[str, tuple[Path, list[Any]]],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """A mutated file gives exactly the samples that were written, or errors of the cache that name it."""
+    source, expected = caches[name]
+    path = tmp_path / "mutated"
+    seen: set[str] = set()
+    examples = 300 if request.config.getoption("--thorough") else 40
+    with Reader(expected) as reader:
+
+        @given(st.data())
+        @settings(
+            max_examples=examples, derandomize=True, database=None, deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        def read(data: st.DataObject) -> None:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, path)
+                file = data.draw(st.sampled_from(sorted(path.iterdir())))
+            else:
+                file = path
+            content = (source / file.name if source.is_dir() else source).read_bytes()
+            mutated = MUTATIONS[way](data.draw, content)
+            file.unlink(missing_ok=True)  # a file of its own, as a copy from elsewhere would be
+            file.write_bytes(mutated)
+            seen.add(reader.read(path))
+
+        read()
+    assert "refused" in seen

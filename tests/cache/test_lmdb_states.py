@@ -183,5 +183,5 @@ class LMDBStates(RuleBasedStateMachine):
 
 TestLMDBStates = pytest.mark.slow(LMDBStates.TestCase)
 TestLMDBStates.settings = settings(
-    max_examples=60, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=10, suppress_health_check=list(HealthCheck)
 )
