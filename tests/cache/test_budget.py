@@ -46,65 +46,41 @@ def v1(path: str, limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
     }
 
 
-def test_no_cgroup_means_meminfo(tmp_path: Path) -> None:
-    """Without cgroups MemAvailable is what is free."""
-    assert available_bytes(write(tmp_path, {})) == 16_000_000 * 1024
+@pytest.mark.parametrize(
+    ("files", "free_bytes", "limit_bytes"),
+    [
+        ({}, 16_000_000 * 1024, None),
+        ({"proc/self/cgroup": "0::/job\n", **v2("job", 4 * GB, 3 * GB, GB // 2)}, 3 * GB // 2, 4 * GB),
+        ({"proc/self/cgroup": "0::/a/b\n", **v2("a/b", "max", GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
+        ({"proc/self/cgroup": "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
+        (
+            {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB), "sys/fs/cgroup/a/memory.high": 3 * GB},
+            2 * GB,
+            3 * GB,
+        ),
+        ({"proc/self/cgroup": "0::/docker/abc\n", **v2("", 4 * GB, GB)}, 3 * GB, 4 * GB),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n3:memory,hugetlb:/a/b\n",
+                **v1("a/b", 9223372036854771712, GB),
+                **v1("a", 2 * GB, GB, GB // 4),
+            },
+            GB * 5 // 4,
+            2 * GB,
+        ),
+        ({"proc/self/cgroup": "0::/a\n", **v2("a", GB, 2 * GB)}, 0, GB),
+        ({"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)}, 16_000_000 * 1024, None),
+    ],
+    ids=["none", "own", "ancestor", "both", "memory.high", "container", "version 1", "above it", "no limit"],
+)
+def test_the_tightest_group_limits(
+    files: dict[str, Any], free_bytes: int, limit_bytes: int | None, tmp_path: Path
+) -> None:
+    """What is free: MemAvailable, or a limit on the way up less what is used and cannot be given back."""
+    write(tmp_path, files)
 
-
-def test_own_group_limits(tmp_path: Path) -> None:
-    """The process's own cgroup v2 limits, less what is used, plus what could be given back."""
-    files = {"proc/self/cgroup": "0::/job\n", **v2("job", 4 * GB, 3 * GB, GB // 2)}
-
-    assert available_bytes(write(tmp_path, files)) == 3 * GB // 2
-
-
-def test_every_ancestor_limits(tmp_path: Path) -> None:
-    """The tightest group on the way up counts, whatever the group itself says."""
-    files = {"proc/self/cgroup": "0::/a/b\n", **v2("a/b", "max", GB), **v2("a", 2 * GB, GB)}
-
-    assert available_bytes(write(tmp_path, files)) == GB
-
-
-def test_memory_high_limits(tmp_path: Path) -> None:
-    """memory.high, above which the kernel throttles, limits too."""
-    files = {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB), "sys/fs/cgroup/a/memory.high": 3 * GB}
-
-    assert available_bytes(write(tmp_path, files)) == 2 * GB
-
-
-def test_container_root(tmp_path: Path) -> None:
-    """In a container that shows its own group as the root, a path of the host leads there."""
-    files = {"proc/self/cgroup": "0::/docker/abc\n", **v2("", 4 * GB, GB)}
-
-    assert available_bytes(write(tmp_path, files)) == 3 * GB
-
-
-def test_version_one(tmp_path: Path) -> None:
-    """Groups of cgroup v1 limit; its number for no limit does not."""
-    lines = "5:cpu:/x\n3:memory,hugetlb:/a/b\n"
-    files = {"proc/self/cgroup": lines, **v1("a/b", 9223372036854771712, GB), **v1("a", 2 * GB, GB, GB // 4)}
-
-    assert available_bytes(write(tmp_path, files)) == GB * 5 // 4
-
-
-def test_never_below_zero(tmp_path: Path) -> None:
-    """A group above its limit leaves nothing, not less."""
-    files = {"proc/self/cgroup": "0::/a\n", **v2("a", GB, 2 * GB)}
-
-    assert available_bytes(write(tmp_path, files)) == 0
-
-
-def test_the_limit_is_that_of_the_tightest_group(tmp_path: Path) -> None:
-    """The least limit on the way up, however much of it is used."""
-    files = {"proc/self/cgroup": "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}
-
-    assert cgroup_limit_bytes(write(tmp_path, files)) == 2 * GB
-
-
-def test_no_group_with_a_limit_is_none(tmp_path: Path) -> None:
-    """Without cgroups, and where all of them say "max", there is no limit."""
-    assert cgroup_limit_bytes(write(tmp_path, {})) is None
-    assert cgroup_limit_bytes(write(tmp_path, {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)})) is None
+    assert available_bytes(tmp_path) == free_bytes
+    assert cgroup_limit_bytes(tmp_path) == limit_bytes
 
 
 def test_a_group_whose_name_is_not_text_limits_all_the_same(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ import fastload
 from fastload.cache.dataset import CachedDataset
 from tests.cache.zoo import (
     COLLATES_NUMPY_BOOLS,
-    BareImages,
-    Collatable,
     Images,
     MixedImages,
     Pair,
@@ -85,15 +83,19 @@ refuses_numpy_bools = pytest.mark.skipif(
 NAMES = [pytest.param(name, marks=needs_numpy_bools) if name == "np.bool" else name for name in SAMPLES]
 
 
+@pytest.mark.parametrize("cache", ["ram", "lmdb"])
 @pytest.mark.parametrize("name", NAMES)
-def test_same_as_default_collate(name: str) -> None:
+def test_same_as_default_collate(name: str, cache: str, tmp_path: Any) -> None:
     """For every kind of leaf and nest the batch has default_collate's types, dtypes, shapes and values."""
-    ds = warmed(Made(SAMPLES[name]))
+    dataset = Made(SAMPLES[name])
+    ds = (
+        warmed(dataset)
+        if cache == "ram"
+        else CachedDataset(dataset, cache=f"lmdb:{tmp_path}/x", num_workers=0)
+    )
     indices = [3, 0, 19, 7, 7]
-    batch = ds.gather(indices, np.empty)
 
-    assert batch is not None
-    assert_same_samples(batch, default_collate([ds[i] for i in indices]))
+    assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
 
 
 @pytest.mark.parametrize(
@@ -110,103 +112,50 @@ def test_same_as_default_collate(name: str) -> None:
         pytest.param(np.bool_, marks=refuses_numpy_bools),
     ],
 )
-def test_what_torch_refuses_is_left_to_torch(make: Any) -> None:
+def test_what_torch_refuses_is_left_to_torch(make: Any, tmp_path: Any) -> None:
     """Leaves that default_collate raises on give None, so that it can raise."""
     ds = warmed(Made(make))
+    on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/x", num_workers=0)
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         default_collate([ds[0], ds[1]])
 
     assert ds.gather([0, 1], np.empty) is None
+    assert on_disk.gather([0, 1], np.empty) is None
 
 
 def test_batch_lies_where_it_was_told() -> None:
-    """Numbers and arrays are written into the memory that `allocate` gives, and nowhere else."""
+    """Numbers and arrays are written into the memory that `allocate` gives, which is not the cache's."""
     given: list[np.ndarray[Any, Any]] = []
 
     def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         given.append(np.empty(shape, dtype))
         return given[-1]
 
-    images, labels = warmed(Images(20)).gather([1, 2, 3], allocate)  # type: ignore[misc]
+    ds = warmed(Images(20))
+    images, labels = ds.gather([1, 2, 3], allocate)  # type: ignore[misc]
 
     assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
     assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
+    images.fill_(0)
+    assert_same_samples(ds[1], Images(20).sample(1))
 
 
-def test_batch_is_private() -> None:
-    """Writing to a batch changes nothing in the cache."""
-    ds = warmed(BareImages(20))
-    ds.gather([1, 2], np.empty).fill_(0)  # type: ignore[union-attr]
-
-    assert_same_samples(ds[1], BareImages(20).sample(1))
-
-
-def test_numpy_indices() -> None:
-    """Indices may be a list or an array of any integer dtype."""
-    ds = warmed(Images(20))
-    for indices in (
-        [1, 2],
-        np.array([1, 2], np.int32),
-        np.array([1, 2], np.uint8),
-        torch.tensor([1, 2]).numpy(),
-    ):
+def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
+    """Odd indices, a transform, missing and ragged samples, and numbers beyond 64 bits make no batch."""
+    ds, part = warmed(Images(20)), CachedDataset(Images(20))
+    for odd in ([], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]):
+        assert ds.gather(odd, np.empty) is None
+    for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.uint8)):
         assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
-
-
-@pytest.mark.parametrize("indices", [[], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]])
-def test_odd_indices_are_left_to_the_samples(indices: Any) -> None:
-    """Indices that are not plain and within bounds give None: the way by samples knows what to do."""
-    assert warmed(Images(20)).gather(indices, np.empty) is None
-
-
-def test_missing_sample() -> None:
-    """While a sample of the batch is not cached there is no batch."""
-    ds = CachedDataset(Images(20))
-
-    assert ds.gather([0, 10, 19], np.empty) is not None
-    assert ds.gather([0, 1], np.empty) is None
-
-
-@pytest.mark.parametrize("kind", [RaggedImages, MixedImages])
-def test_ragged_samples(kind: type[Images]) -> None:
-    """A batch with a sample outside the columns is left to the way by samples."""
-    assert warmed(kind(20)).gather([1, 4], np.empty) is None
-
-
-def test_with_a_transform() -> None:
-    """With a transform there is no batch in one go."""
-    ds = warmed(Images(20))
+    assert part.gather([0, 10, 19], np.empty) is not None
+    assert part.gather([0, 1], np.empty) is None
     ds.transform = lambda sample: sample
-
     assert ds.gather([0, 1], np.empty) is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_lmdb_gives_the_same(name: str, tmp_path: Any) -> None:
-    """A batch from a file is default_collate's, too, for every kind of leaf and nest."""
-    ds = CachedDataset(Made(SAMPLES[name]), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
-    indices = [3, 0, 19, 7, 7]
-
-    assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda i: (i, None), lambda i: np.full(2, i, ">f4"), lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1)],
-)
-def test_lmdb_leaves_the_rest_to_torch(make: Any, tmp_path: Any) -> None:
-    """What default_collate refuses, numbers beyond 64 bits and samples of many structures make no batch."""
-    ds = CachedDataset(Made(make), cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
-
-    assert ds.gather([0, 5, 1], np.empty) is None
-
-
-def test_everything() -> None:
-    """A nest with every kind of leaf, gathered in random order, is what default_collate gives."""
-    ds = warmed(Collatable(20))
-    order = np.random.RandomState(0).permutation(20)
-
-    assert_same_samples(ds.gather(order, np.empty), default_collate([ds[int(i)] for i in order]))
+    for kind in (RaggedImages, MixedImages):
+        assert warmed(kind(20)).gather([1, 4], np.empty) is None
+    for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
+        on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/{number}", num_workers=0)
+        assert on_disk.gather([0, 5, 1], np.empty) is None
 
 
 def odd_number(index: int) -> Any:

@@ -24,6 +24,8 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.ram import owners
 from fastload.nested.tree import first_difference
+from fastload.system import logs
+from tests.cache.build_zoo import exit_codes
 from tests.cache.zoo import BareImages, Images
 
 if TYPE_CHECKING:
@@ -53,31 +55,35 @@ def join(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def open_in_turn(rank: int, store: Path, make: Any) -> tuple[Any, Any]:
-    """Open a cache, rank 0 first, and fill it; gives who made it, why, the warnings, and wrong samples."""
+def open_in_turn(rank: int, store: Path, cases: Any) -> tuple[Any, Any]:
+    """Open caches, rank 0 first; gives of each who made it, why, the warnings, and wrong samples."""
     lines = Lines()
     logging.getLogger("fastload").addHandler(lines)
     join(rank, store)
-    dataset, options = make(rank)
-    for turn in range(2):
-        if turn == rank:
-            ds = CachedDataset(dataset, **options)
-            ds.fill(num_workers=0)
-        dist.barrier()
-    wrong = [i for i in range(len(ds)) if first_difference(ds.view(i), ds._source[i]) is not None]
-    return ds, (ds.cache.origin.pid, ds.explain(), lines.texts, wrong)
+    opened, found = [], []
+    for make in cases:
+        dataset, options = make(rank)
+        for turn in range(2):
+            if turn == rank:
+                ds = CachedDataset(dataset, **options)
+                ds.fill(num_workers=0)
+            dist.barrier()
+        wrong = [i for i in range(len(ds)) if first_difference(ds.view(i), ds._source[i]) is not None]
+        opened.append(ds)
+        found.append((ds.cache.origin.pid, ds.explain(), lines.texts[:], wrong))
+        lines.texts.clear()
+        logs.say_once.cache_clear()
+    return opened, found
 
 
-def run_ranks(start: Callable[..., Job], folder: Path, make: Any) -> list[tuple[int, str, list[str]]]:
-    """Open a cache in two ranks; gives which rank made it, why it is used, and the warnings."""
-    ranks = [start(open_in_turn, rank, folder / "store", make) for rank in range(2)]
+def run_ranks(start: Callable[..., Job], folder: Path, cases: Any) -> list[Any]:
+    """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
+    ranks = [start(open_in_turn, rank, folder / "store", cases) for rank in range(2)]
     pids = [rank.pid for rank in ranks]
-    found = []
-    for rank in ranks:
-        maker, why, warnings, wrong = rank.answer()
-        assert wrong == []
-        found.append((pids.index(maker), why, warnings))
-    return found
+    answers = [rank.answer() for rank in ranks]
+    assert [wrong for answer in answers for *_, wrong in answer] == [[]] * 2 * len(cases)
+    both = zip(*answers, strict=True)
+    return [[(pids.index(maker), why, texts) for maker, why, texts, _ in found] for found in both]
 
 
 # --- datasets that are equal ------------------------------------------------------------------------------
@@ -89,15 +95,6 @@ class Holding(Images):
     def __init__(self, held: Any) -> None:
         super().__init__(LENGTH)
         self.held = held
-
-
-class Broken(Images):
-    """A sample that ranks compare cannot be read."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == probed_indices(LENGTH)[-1]:
-            raise OSError("broken")
-        return super().__getitem__(index)
 
 
 EQUAL: dict[str, Any] = {
@@ -113,47 +110,28 @@ EQUAL: dict[str, Any] = {
     "tensors": lambda rank: Holding([torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)[::2]]),
     "an array of objects": lambda rank: Holding(np.array(["a", None, {1}], dtype=object)),
     "a list twice or two equal lists": lambda rank: Holding([[1, 2]] * 2 if rank else [[1, 2], [1, 2]]),
+    "a list that contains itself": lambda rank: Holding(endless()),
 }
+PREPARED: dict[str, Any] = {"a pipeline": A.Resize(8, 8), "a function": lambda sample: sample}
 
 
-@pytest.mark.parametrize("kind", EQUAL)
-def test_ranks_with_equal_datasets_share(kind: str, start: Callable[..., Job], tmp_path: Path) -> None:
-    """Nobody need name the samples; both ranks say how they share, and warn of nothing."""
-    first, second = run_ranks(start, tmp_path, lambda rank: (EQUAL[kind](rank), {}))
-
-    for maker, why, warnings in (first, second):
-        assert maker == 0
-        assert "shared as cache" in why
-        assert "of the ranks of process group" in why
-        assert warnings == []
+def endless() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
 
 
-@pytest.mark.parametrize(
-    "options", [{"prepare": A.Resize(8, 8)}, {"prepare": lambda sample: sample}], ids=["pipeline", "function"]
-)
-def test_ranks_with_equal_preparation_share(
-    options: dict[str, Any], start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """Of a function, its name and what it gives for the compared samples are equal."""
-    assert [maker for maker, *_ in run_ranks(start, tmp_path, lambda rank: (Images(LENGTH), options))] == [
-        0,
-        0,
+def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Path) -> None:
+    """Nobody need name the samples; the n-th caches belong together; ranks say so, and warn of nothing."""
+    cases = [
+        *((lambda rank, make=make: (make(rank), {})) for make in EQUAL.values()),
+        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part})) for part in PREPARED.values()),
     ]
-
-
-def test_a_compared_sample_that_cannot_be_read_is_no_error_when_a_cache_is_made(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """It is an error for whoever reads it; the ranks share the others."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        ds = CachedDataset(Broken(LENGTH))
-        return ds, ds.cache.origin.pid
-
-    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
-
-    assert len({rank.answer() for rank in ranks}) == 1
+    for name, found in zip([*EQUAL, *PREPARED], run_ranks(start, tmp_path, cases), strict=True):
+        for maker, why, warnings in found:
+            assert (name, maker, warnings) == (name, 0, [])
+            assert "shared as cache" in why
+            assert "of the ranks of process group" in why
 
 
 def test_each_sample_is_read_once_but_those_that_are_compared(
@@ -177,21 +155,6 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
     probed = probed_indices(LENGTH)
     assert {i for i, count in enumerate(images.reads) if count != 1} == set(probed)
     assert sum(images.reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
-
-
-def test_the_nth_caches_belong_together(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Two equal datasets of a rank keep a cache each; the other rank finds both."""
-
-    def open_two(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        both = [CachedDataset(Images(LENGTH)), CachedDataset(Images(LENGTH), cache="ram")]
-        return both, [(ds.cache.origin.pid, ds.cache.origin.created_s) for ds in both]
-
-    ranks = [start(open_two, rank, tmp_path / "store") for rank in range(2)]
-    first, second = (rank.answer() for rank in ranks)
-
-    assert first == second
-    assert first[0] != first[1]
 
 
 # --- datasets that differ ---------------------------------------------------------------------------------
@@ -238,67 +201,44 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", DIFFERENT)
-def test_ranks_with_different_datasets_keep_a_cache_each(
-    kind: str, start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Job], tmp_path: Path) -> None:
     """All samples of both are right, and one warning of the second rank names the part that differs."""
-    make, text = DIFFERENT[kind]
-    first, second = run_ranks(start, tmp_path, lambda rank: (make(rank), {}))
-
-    assert (first[0], second[0]) == (0, 1)
-    (warning,) = second[2]
-    assert "private to this process and its workers" in warning
-    assert text in warning
-    assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
-
-
-def test_ranks_with_different_preparation_keep_a_cache_each(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """Its name and its attributes are compared."""
-    found = run_ranks(start, tmp_path, lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}))
-
-    assert [maker for maker, *_ in found] == [0, 1]
+    cases = [
+        *((lambda rank, make=make: (make(rank), {})) for make, _ in DIFFERENT.values()),
+        lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}),
+    ]
+    texts = [*(text for _, text in DIFFERENT.values()), "prepare"]
+    for text, (first, second) in zip(texts, run_ranks(start, tmp_path, cases), strict=True):
+        assert (first[0], second[0]) == (0, 1)
+        (warning,) = second[2]
+        assert "private to this process and its workers" in warning
+        assert text in warning
+        assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
 
 
 def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """The n-th caches are then of different datasets, and each rank keeps its own."""
+    """The n-th caches are then of different datasets, and each rank keeps its own; so do two jobs."""
 
-    def open_more(rank: int, store: Path) -> tuple[Any, Any]:
+    def open_more(rank: int, store: Path, is_uneven: bool) -> tuple[Any, Any]:
         join(rank, store)
-        if rank == 0:
-            extra = CachedDataset(Images(7))
-            dist.barrier()
-        else:
-            dist.barrier()
-            extra = None
+        extra = CachedDataset(Images(7)) if rank == 0 and is_uneven else None
+        dist.barrier()
         ds = CachedDataset(Images(LENGTH))
         ds.fill(num_workers=0)
         return (ds, extra), (ds.cache.origin.pid, first_difference(ds[4], Images(LENGTH).sample(4)))
 
-    ranks = [start(open_more, rank, tmp_path / "store") for rank in range(2)]
+    jobs = [("one", True), ("two", False), ("three", False)]
+    ranks = [start(open_more, rank, tmp_path / job, uneven) for job, uneven in jobs for rank in range(2)]
+    makers, differences = zip(*(rank.answer() for rank in ranks), strict=True)
 
-    assert [rank.answer() for rank in ranks] == [(rank.pid, None) for rank in ranks]
+    assert makers[:2] == tuple(rank.pid for rank in ranks[:2])
+    assert makers[2] == makers[3] != makers[4] == makers[5]
+    assert differences == (None,) * 6
 
 
 # --- launches ---------------------------------------------------------------------------------------------
-
-
-def test_two_process_groups_share_nothing(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Two jobs that are equal in everything, at the same time, from the same parent."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        ds = CachedDataset(Images(LENGTH))
-        return ds, ds.cache.origin.pid
-
-    ranks = [start(look, rank, tmp_path / job) for job in ("one", "other") for rank in range(2)]
-    makers = [rank.answer() for rank in ranks]
-
-    assert makers[0] == makers[1] != makers[2] == makers[3]
 
 
 TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
@@ -367,22 +307,14 @@ def test_a_process_that_works_for_a_rank_is_no_rank(
     def look(rank: int, store: Path) -> tuple[Any, Any]:
         join(rank, store)
         ds = CachedDataset(Images(LENGTH))
-        if kind == "fork":
-            receiver, sender = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.write(sender, str(launch.names()).encode())
-                os._exit(0)
-            os.waitpid(child, 0)
-            found = os.read(receiver, 1000).decode()
-        else:
+        if kind == "worker":
             monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-            found = str(launch.names())
-        return ds, found
+            return ds, launch.names() == []
+        return ds, exit_codes(lambda: os._exit(7 if launch.names() == [] else 1)) == [7]
 
     ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
 
-    assert [rank.answer() for rank in ranks] == ["[]", "[]"]
+    assert [rank.answer() for rank in ranks] == [True, True]
 
 
 def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,17 +371,6 @@ def test_only_the_beginning_of_a_long_attribute_is_compared(monkeypatch: pytest.
     first, same, other = (likeness(Holding(held), None, samples) for held in lists)
 
     assert first == same != other
-
-
-def test_an_attribute_that_contains_itself_is_compared_by_its_class() -> None:
-    """It is no error."""
-    held: list[Any] = []
-    held.append(held)
-    samples = {0: Images().sample(0)}
-    found = likeness(Holding(held), None, samples)
-
-    assert found is not None
-    assert found["attribute held"] == "a builtins.list"
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 10**9])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
-import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from fastload.cache.ram.owners import Entry
 from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.system import logs
+from tests.cache.build_zoo import exit_codes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,38 +62,18 @@ def test_entries_are_found_by_name() -> None:
     assert owners.entries("a") == []
 
 
-def test_dead_owners_are_removed(registry: Path) -> None:
-    """An entry whose process has ended is gone after the next look."""
-    child = multiprocessing.get_context("fork").Process(target=owners.register, args=("a", 7))
-    child.start()
-    child.join()
-    child.close()
-    before = os.listdir(registry)
-
-    assert len(before) == 1
+def test_entries_are_of_living_processes(registry: Path) -> None:
+    """A dead owner's is removed; one of a later process with its number is none; a fork takes none back."""
+    assert exit_codes(lambda: owners.register("a", 7)) == [0]
+    assert len(os.listdir(registry)) == 1
     assert owners.entries("a") == []
     assert os.listdir(registry) == []
-
-
-def test_a_later_process_of_the_same_number_is_another(registry: Path) -> None:
-    """An entry is of the process that began when it says, not of one that has its number now."""
     entry = registered("a", 7)
-    (registry / entry.file_name).rename(
-        registry / Entry("a", entry.pid, entry.started + 1, 7, entry.namespace).file_name
-    )
-
-    assert owners.entries("a") == []
-
-
-def test_a_fork_takes_nothing_back() -> None:
-    """A forked child that runs its parent's finalizers leaves the parent's entry alone."""
-    entry = registered("a", 7)
-    child = multiprocessing.get_context("fork").Process(target=owners.unregister, args=(entry,))
-    child.start()
-    child.join()
-    child.close()
-
+    assert exit_codes(lambda: owners.unregister(entry)) == [0]
     assert owners.entries("a") == [entry]
+    later = Entry("a", entry.pid, entry.started + 1, 7, entry.namespace)
+    (registry / entry.file_name).rename(registry / later.file_name)
+    assert owners.entries("a") == []
 
 
 @pytest.mark.parametrize("fault", ["open to others", "a link", "a file"])
@@ -112,16 +92,6 @@ def test_a_directory_that_is_not_private_is_not_used(fault: str, registry: Path,
         assert owners.entries("a") == []
 
     assert "is not a directory of this user alone" in caplog.text
-
-
-def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Without a registry there are no entries, and the log says why."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")  # each path is logged once a process
-    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
-        assert not is_alone
-        assert owners.register("a", 7) is None
-
-    assert "no registry of shared caches at /proc/no/registry" in caplog.text
 
 
 def test_one_creator_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +113,14 @@ def test_an_owner_elsewhere_cannot_be_reached() -> None:
         other.attach()
 
 
-def test_an_owner_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An owner whose descriptors may not be opened is named, with the system's reason."""
-    entry = registered("a", 7)
+def test_an_owner_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why: the descriptor was closed, is of other memory, or may not be opened."""
+    slot = Segment.create(1, name="fastload-slot")
+    with contextlib.closing(slot), pytest.raises(SegmentError, match="is now /memfd:fastload-slot"):
+        registered("a", slot.fd).attach()
+    entry = registered("a", 9999)
+    with pytest.raises(SegmentError, match="No such file or directory"):
+        entry.attach()
 
     def refuse(*_: Any) -> int:
         raise PermissionError(13, "Permission denied")
@@ -153,19 +128,6 @@ def test_an_owner_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SegmentError, match=rf"process {os.getpid()} .*Permission denied"):
         entry.attach()
-
-
-def test_a_descriptor_that_is_gone() -> None:
-    """An entry whose descriptor was closed is stale."""
-    with pytest.raises(SegmentError, match="No such file or directory"):
-        registered("a", 9999).attach()
-
-
-def test_a_descriptor_of_other_memory_is_stale() -> None:
-    """Only memory of a cache is opened, not a slot of batches or a library's."""
-    slot = Segment.create(1, name="fastload-slot")
-    with contextlib.closing(slot), pytest.raises(SegmentError, match="is now /memfd:fastload-slot"):
-        registered("a", slot.fd).attach()
 
 
 def test_the_memory_of_a_cache_is_attached() -> None:
@@ -194,20 +156,6 @@ def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> 
     assert not target.exists()
 
 
-def test_refused_locks_mean_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Where flock(2) is refused no process may create a shared cache, and the log says why."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
-        assert not is_alone
-
-    assert "cannot lock the registry" in caplog.text
-    assert "Function not implemented" in caplog.text
-
-
 def test_an_error_of_the_creator_is_its_own(registry: Path) -> None:
     """An OSError from the creation of a cache is not taken for one of the lock, which is given back."""
     with pytest.raises(OSError, match="mine"), owners.creating():
@@ -216,20 +164,29 @@ def test_an_error_of_the_creator_is_its_own(registry: Path) -> None:
         assert is_alone
 
 
-def test_a_registry_that_cannot_be_listed_has_no_entries(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
+@pytest.mark.parametrize("fault", ["no directory", "no locks", "no list"])
+def test_without_a_registry_there_are_no_entries(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """As in a process that has no descriptor left; the log says why."""
+    """Nobody may create a shared cache, and the log says why."""
     registered("a", 7)
 
     def refuse(*_: Any) -> None:
-        raise OSError(24, "Too many open files")
+        raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(os, "listdir", refuse)
-    with caplog.at_level(logging.INFO, "fastload"):
-        assert owners.entries("a") == []
+    if fault == "no directory":
+        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")  # each path is logged once
+    else:
+        monkeypatch.setattr(*((fcntl, "flock") if fault == "no locks" else (os, "listdir")), refuse)
+    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
+        assert is_alone == (fault == "no list")
+        assert len(owners.entries("a")) == (fault == "no locks")
 
-    assert "Too many open files" in caplog.text
+    said = {
+        "no directory": "no registry of shared caches at /proc/no/registry",
+        "no locks": "cannot lock the registry",
+    }
+    assert said.get(fault, "Function not implemented") in caplog.text
 
 
 def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

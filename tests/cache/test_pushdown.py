@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import random
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -97,7 +96,7 @@ def states(pipeline: Any) -> Any:
     return [(part.py_random.getstate(), part.random_generator.bit_generator.state) for part in parts]
 
 
-def assert_same_calls(make: Callable[[], Any], data: Callable[[Any], dict[str, Any]], calls: int = 12) -> Any:
+def assert_same_calls(make: Callable[[], Any], data: Callable[[Any], dict[str, Any]], calls: int = 6) -> Any:
     """Two equal pipelines, one with pushdown, give equal outputs and end in equal states."""
     content = image_file("4:2:0", HEIGHT, WIDTH)
     whole = EncodedImage(content).decode()
@@ -154,26 +153,6 @@ def test_applied_parameters_are_saved() -> None:
     assert pipeline.transforms[0].get_applied_params()["crop_coords"]
 
 
-def test_new_generators_are_used() -> None:
-    """Generators that are set after the first call (as fastload's seeding does) are drawn from."""
-    content = image_file("4:2:0", HEIGHT, WIDTH)
-    pipeline = A.Compose([A.RandomCrop(60, 70)])
-    pushdown = Pushdown(pipeline, reduces=False)
-    outputs = []
-    for _ in range(2):
-        pipeline.set_random_state(np.random.default_rng(3), random.Random(3))
-        outputs.append([pushdown(image=EncodedImage(content))["image"] for _ in range(3)])
-
-    assert_equal(outputs[0], outputs[1])
-
-
-class OwnCrop(A.RandomCrop):
-    """A user's own subclass, which may do anything."""
-
-    def apply(self, img: Any, **params: Any) -> Any:
-        return 255 - super().apply(img, **params)
-
-
 class RandomCrop(A.RandomCrop):
     """A user's own subclass with a name of albumentations."""
 
@@ -185,7 +164,6 @@ class RandomCrop(A.RandomCrop):
     ("make", "reason"),
     [
         (lambda: A.Compose([A.RandomCrop(60, 70, p=0.5)]), "RandomCrop has p=0.5"),
-        (lambda: A.Compose([OwnCrop(60, 70)]), "OwnCrop is not a class of albumentations itself"),
         (lambda: A.Compose([RandomCrop(60, 70)]), "RandomCrop is not a class of albumentations itself"),
         (lambda: A.Compose([A.Compose([A.RandomCrop(60, 70)])]), "the first transform is Compose"),
         (lambda: A.Compose([A.OneOf([A.RandomCrop(60, 70)], p=1)]), "the first transform is OneOf"),
@@ -263,18 +241,16 @@ def psnr_db(found: np.ndarray, expected: np.ndarray) -> float:
     "first",
     [
         A.Resize(50, 60),
-        A.Resize(50, 60, area_for_downscale="image"),
         A.SmallestMaxSize(64),
-        A.LongestMaxSize(64),
         A.LongestMaxSize(max_size_hw=(64, 90)),
         A.RandomResizedCrop((40, 56), scale=(0.5, 1)),
         A.RandomSizedCrop((300, 500), (40, 56)),
     ],
     ids=lambda first: type(first).__name__,
 )
-@pytest.mark.parametrize(("height", "width"), [(613, 707), (512, 640)])
-def test_fast_decoding_is_close(first: Any, height: int, width: int) -> None:
+def test_fast_decoding_is_close(first: Any) -> None:
     """decode="fast" gives the exact shapes, boxes and keypoints, and pixels of a PSNR above 30 dB."""
+    height, width = 613, 707
     content = smooth_file(height, width)
     whole = EncodedImage(content).decode()
     plain, fast = (
@@ -289,7 +265,7 @@ def test_fast_decoding_is_close(first: Any, height: int, width: int) -> None:
     assert pushdown.obstacle is None
     data = {**targets(None), "mask": np.zeros((height, width), np.uint8)}
     del data["other"]
-    for call in range(8):
+    for call in range(5):
         plain.set_random_seed(call)
         expected = plain(**{**data, "image": whole})
         fast.set_random_seed(call)
@@ -314,7 +290,7 @@ def test_fast_decoding_of_small_images_is_exact() -> None:
 
 @pytest.mark.parametrize("crop", [A.Resize(50, 60), A.RandomResizedCrop((40, 56), scale=(0.5, 1))], ids=str)
 @given(share=st.floats(0, 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 def test_fast_decoding_of_a_truncated_file(crop: Any, share: float) -> None:
     """ImageReadError, or the pixels of the whole file: never an image that is partly grey."""
     content = smooth_file(512, 640)
@@ -356,15 +332,6 @@ class Pairs:
         return {"image": image, "other": image}
 
 
-def test_one_image_as_two_targets() -> None:
-    """A sample may hold one EncodedImage twice: both targets are cropped alike."""
-    pipeline = A.Compose([A.RandomCrop(60, 70)], additional_targets={"other": "image"})
-    sample = CachedDataset(Pairs(), pipeline, cache=None)[0]
-
-    assert sample["image"].shape == (60, 70, 3)
-    np.testing.assert_array_equal(sample["image"], sample["other"])
-
-
 def test_a_new_pipeline_or_way_of_decoding() -> None:
     """A transform and a `decode` that are set later are used, and explain() follows them."""
     ds = CachedDataset(Pairs(), A.Compose([A.Resize(20, 30)]), cache=None)
@@ -401,7 +368,7 @@ def test_a_reduced_crop_lies_where_the_exact_one_lies(orientation: int) -> None:
 
     differences = [
         np.abs(fast(image=image)["image"].astype(int) - exact(image=image)["image"].astype(int))
-        for _ in range(20)
+        for _ in range(10)
     ]
 
     # A reduced pixel is 8 pixels wide, of which the ramps rise by 3.4 and 5.1 levels. With OpenCV 4, one
