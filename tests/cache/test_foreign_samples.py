@@ -116,17 +116,6 @@ def _detection(index: int) -> dict[str, Any]:
     }
 
 
-def _voc(index: int) -> dict[str, Any]:
-    """As torchvision's VOCDetection: the annotation file as nested dicts of strings and lists."""
-    objects = [
-        {"name": "dog", "truncated": "0", "bndbox": {"xmin": "4", "ymin": "5", "xmax": "6", "ymax": "17"}}
-        for _ in range(index % 3)
-    ]
-    size = {"width": "500", "height": "375", "depth": "3"}
-    annotation = {"folder": "VOC2012", "filename": f"{index:06}.jpg", "size": size, "object": objects}
-    return {"image": np.full((4, 4, 3), index, np.uint8), "annotation": annotation}
-
-
 class Made:
     """A dataset of the samples that a function makes."""
 
@@ -140,7 +129,7 @@ class Made:
         return self.make(index)
 
 
-@pytest.mark.parametrize("make", [_detection, _coco, _voc])
+@pytest.mark.parametrize("make", [_detection, _coco])
 def test_annotations_are_cached_as_they_are(
     make: Callable[[int], Any], cached: Callable[..., fastload.CachedDataset]
 ) -> None:
@@ -169,40 +158,34 @@ def row_to_arrays(row: Any) -> Any:
     return np.asarray(row["image"].convert("RGB")), row["label"]
 
 
-def test_a_row_with_an_image_is_refused(rows: Any) -> None:
-    """The error names the column and `prepare`."""
-    with pytest.raises(UnsupportedSampleError, match=r'^\$\["image"\]: PIL\..*prepare=function'):
-        fastload.CachedDataset(rows)
-
-
 def test_rows_are_converted_by_prepare(rows: Any, cached: Callable[..., fastload.CachedDataset]) -> None:
-    """With `prepare`, a dataset of Hugging Face needs no wrapper."""
+    """A dataset of Hugging Face needs no wrapper; without `prepare`, the error names the column and it."""
     dataset = cached(rows, prepare=row_to_arrays)
 
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
+    with pytest.raises(UnsupportedSampleError, match=r'^\$\["image"\]: PIL\..*prepare=function'):
+        fastload.CachedDataset(rows)
 
 
-def test_rows_with_encoded_images_are_cached_as_they_are(
-    rows: Any, cached: Callable[..., fastload.CachedDataset]
-) -> None:
-    """`Image(decode=False)` gives a dict of the file's bytes and path, which a cache stores."""
-    hugging_face = pytest.importorskip("datasets")
-    encoded = rows.cast_column("image", hugging_face.Image(decode=False))
-    dataset = cached(encoded)
-
-    assert dataset[2] == encoded[2]
-    assert type(dataset[2]["image"]["bytes"]) is bytes
+FORMATS: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda rows: rows.with_format("numpy"),
+    "torch": lambda rows: rows.with_format("torch"),
+    "undecoded": lambda rows: rows.cast_column("image", pytest.importorskip("datasets").Image(decode=False)),
+    "deterministic": lambda rows: rows.with_transform(_crop),
+}
 
 
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_rows_with_a_format_are_cached_as_they_are(
     rows: Any, kind: str, cached: Callable[..., fastload.CachedDataset]
 ) -> None:
-    """`with_format` gives arrays or tensors, which a cache stores."""
-    formatted = rows.with_format(kind)
+    """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
+    formatted = FORMATS[kind](rows)
 
     assert_same_samples(cached(formatted)[3], formatted[3])
+    with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
+        fastload.CachedDataset(rows.with_transform(_draw))
 
 
 def _draw(batch: Any) -> Any:
@@ -211,21 +194,6 @@ def _draw(batch: Any) -> Any:
 
 def _crop(batch: Any) -> Any:
     return {"pixels": [np.asarray(image)[:2] for image in batch["image"]]}
-
-
-def test_a_random_with_transform_is_refused(rows: Any) -> None:
-    """A cache would freeze one draw of it."""
-    with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
-        fastload.CachedDataset(rows.with_transform(_draw))
-
-
-def test_a_deterministic_with_transform_runs_before_the_cache(
-    rows: Any, cached: Callable[..., fastload.CachedDataset]
-) -> None:
-    """Its output is what is cached."""
-    dataset = cached(rows.with_transform(_crop))
-
-    assert_same_samples(dataset[4], {"pixels": np.array(picture(4))[:2]})
 
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -12,7 +11,6 @@ import platform
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.ram import owners
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -35,9 +34,10 @@ from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.kit.processes import Interpreter
 
-ROOT = Path(__file__).parents[2]
 MB = 1 << 20
 GB = 1 << 30
 KINDS = [Images, RaggedImages, MixedImages]
@@ -73,6 +73,8 @@ def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
     granted = max(1, min(budget_bytes, most_bytes - TABLE_AT)) if most_bytes else budget_bytes
 
     assert plan.budget_bytes == granted
+    if sizes[0] != sizes[-1] and granted > 256 * MB + table_bytes and not most_bytes:
+        assert plan.ragged_bytes >= 256 * MB  # a few examples say little about the rest
     columns_at = TABLE_AT + table_bytes
     assert plan.ragged_at + plan.ragged_bytes <= columns_at + 2 * max(0, granted - table_bytes) + 2 * 4096
     assert plan.ragged_bytes <= max(256 * MB, 8 * num_samples * record_bytes) + 4096
@@ -83,21 +85,6 @@ def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
             assert plan.rows == num_samples
     if most_bytes:
         assert plan.ragged_at + plan.ragged_bytes <= max(most_bytes, columns_at) + 2 * 4096
-
-
-def test_the_ragged_area_of_a_small_dataset_is_larger_than_its_examples_say() -> None:
-    """256 MiB at least, if the budget has as much: a few examples say little about the rest."""
-    plan = Layout.plan(4, GB, [np.zeros(1), np.zeros(2)], Origin(1, 0.0, None))
-
-    assert plan.ragged_bytes == 256 * MB
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_small_samples_make_a_small_segment(kind: type[Images]) -> None:
-    """The address space follows the samples, not the budget."""
-    ds = CachedDataset(kind(8), budget="100GB")
-
-    assert os.fstat(ds.cache.fd).st_size < GB
 
 
 def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
@@ -126,13 +113,14 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_limit_that_is_enough_for_the_samples_costs_nothing(kind: type[Images], caplog: Any) -> None:
-    """Under a limit on the size of files far below the budget the cache is shared and whole."""
+    """Under a limit on the size of files far below the budget the cache is shared, whole and small."""
     dataset = kind(30)
     with limited(resource.RLIMIT_FSIZE, 4 * MB), caplog.at_level(logging.WARNING, "fastload"):
         ds = CachedDataset(dataset, budget="100GB")
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, SharedMemoryCache)
+    assert os.fstat(CachedDataset(kind(8), budget="100GB").cache.fd).st_size < GB
     assert ds.cache_info().num_cached == 30
     assert kind is RaggedImages or caplog.text == ""
 
@@ -153,8 +141,7 @@ def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], cap
     assert "the cache has a segment of" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("key", [None, "photos"])
+@pytest.mark.parametrize(("kind", "key"), [(Images, None), (RaggedImages, "photos"), (MixedImages, None)])
 def test_a_limit_below_the_examples_makes_a_private_cache(
     kind: type[Images], key: str | None, caplog: Any
 ) -> None:
@@ -287,38 +274,28 @@ def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: pytest.M
 # --- locks ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def refused_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that has no flock(2)."""
+def test_without_locks_samples_of_several_sizes_are_cached_privately(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Shared space cannot be claimed, with one warning; rows of one size need no lock."""
 
     def refuse(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-
-
-def test_uniform_samples_need_no_lock(refused_locks: None) -> None:
-    """Where locks are refused rows are stored all the same, and odd samples come from the dataset."""
-    dataset = MixedImages(30)
-    ds = CachedDataset(dataset, budget=MB)
-    assert_right(ds, dataset)
-    odd = [index for index in range(30) if dataset.sample(index)[0].shape != (32, 24, 3)]
-
-    assert isinstance(ds.cache, SharedMemoryCache)
-    assert ds.cache.missing().tolist() == odd
-
-
-def test_samples_of_several_sizes_without_a_lock_are_cached_privately(
-    refused_locks: None, caplog: Any
-) -> None:
-    """Shared space cannot be claimed, so that each process keeps its own copies: one warning."""
-    dataset = RaggedImages(30)
+    mixed, ragged = MixedImages(30), RaggedImages(30)
+    shared, private = CachedDataset(mixed, budget=MB), None
+    assert_right(shared, mixed)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, budget=MB)
-        assert_right(ds, dataset)
+        private = CachedDataset(ragged, budget=MB)
+        assert_right(private, ragged)
 
-    assert isinstance(ds.cache, PrivateCache)
-    assert ds.cache_info().num_cached == 30
+    odd = [index for index in range(30) if mixed.sample(index)[0].shape != (32, 24, 3)]
+    assert isinstance(shared.cache, SharedMemoryCache)
+    assert shared.cache.missing().tolist() == odd
+    assert isinstance(private.cache, PrivateCache)
+    assert private.cache_info().num_cached == 30
     (record,) = caplog.records
     assert "Function not implemented" in record.getMessage()
 
@@ -374,83 +351,54 @@ print(json.dumps([found, lines]))
 """
 
 
-def run_in_process(
-    interpreter: Interpreter, prepare: str, methods: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    """Layouts of four caches and lines of the log, of a process to which something was done before."""
+PRIVATE, SHARED = ["private"] * 2, ["uniform"] * 2
+TORCH = "workers use torch's own transport"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "methods", "layouts", "said"),
+    [
+        (
+            "memfd_create",
+            ["fork"],
+            [*PRIVATE, *PRIVATE],
+            {"Each process decodes every sample": 4, TORCH: 1, "Function not implemented": None},
+        ),
+        (
+            "pidfd_open",
+            ["fork", "fork"],
+            [*SHARED, "ragged", "ragged"],
+            {TORCH: 1, "refuses pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not": 1},
+        ),
+        ("flock", ["fork"], [*SHARED, *PRIVATE], {TORCH: 0}),
+        ("/proc", ["fork", "forkserver"], [*SHARED, *PRIVATE], {"no registry of shared caches": 1}),
+    ],
+)
+def test_a_container_that_refuses(
+    call: str,
+    methods: list[str],
+    layouts: list[str],
+    said: dict[str, Any],
+    interpreter: Interpreter,
+    registry: Path,
+) -> None:
+    """Caches are private where they must be, workers use torch's transport, and each says so once."""
+    if call != "/proc" and platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("the filter's numbers are of these machines")
+    prepare = "hide_proc() or sys.exit(77)" if call == "/proc" else f"refuse({call!r}, errno.ENOSYS)"
     program = _PROGRAM.replace("PREPARE", prepare).replace("METHODS", repr(methods))
-    done = interpreter.run(program)
+    own = {owners.DIRECTORY_VARIABLE: str(registry)}  # other runs of this test have caches of these keys
+    done = interpreter.run(program, environment=own)
     if done.returncode == 77:
         pytest.skip("this user may not change what is mounted")
     assert done.returncode == 0, done.stderr
-    layouts, lines = json.loads(done.stdout)
-    return layouts, lines
+    found, lines = json.loads(done.stdout)
 
-
-filters = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "aarch64"), reason="the filter's numbers are of these machines"
-)
-
-
-@pytest.mark.slow
-@filters
-@pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
-def test_a_container_without_memfd_create(error: str, interpreter: Interpreter) -> None:
-    """Caches are private, workers use torch's transport; each cache warns once, and the loader once."""
-    layouts, lines = run_in_process(interpreter, f"refuse('memfd_create', errno.{error})", ["fork"])
-
-    assert set(layouts.values()) == {"private"}
-    assert sum("Each process decodes every sample" in line for line in lines) == 4
-    assert sum("workers use torch's own transport" in line for line in lines) == 1
-    assert os.strerror(getattr(errno, error)) in lines[0]
-
-
-@pytest.mark.slow
-@filters
-def test_a_container_without_pidfd_open(interpreter: Interpreter) -> None:
-    """Caches are shared as ever; workers use torch's transport, which is logged once with the reason."""
-    layouts, lines = run_in_process(interpreter, "refuse('pidfd_open', errno.ENOSYS)", ["fork", "fork"])
-    warnings = [line for line in lines if "workers use torch's own transport" in line]
-
-    assert list(layouts.values()) == ["uniform", "uniform", "ragged", "ragged"]
-    assert len(warnings) == 1
-    assert (
-        "refuses pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not implemented"
-        in warnings[0]
-    )
-
-
-@pytest.mark.slow
-@filters
-def test_a_container_without_flock(interpreter: Interpreter) -> None:
-    """Uniform caches are shared memory, others are private; workers are ours."""
-    layouts, lines = run_in_process(interpreter, "refuse('flock', errno.ENOSYS)", ["fork"])
-
-    assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
-    assert not any("torch's own transport" in line for line in lines)
-
-
-@pytest.mark.slow
-def test_without_proc(interpreter: Interpreter) -> None:
-    """No error anywhere: no registry, which is logged once; samples of several sizes are cached privately."""
-    layouts, lines = run_in_process(interpreter, "hide_proc() or sys.exit(77)", ["fork", "forkserver"])
-
-    assert list(layouts.values()) == ["uniform", "uniform", "private", "private"]
-    assert sum("no registry of shared caches" in line for line in lines) == 1
-
-
-def test_shards_beyond_the_limit_of_descriptors(tmp_path: Path) -> None:
-    """The error says how many files the cache takes, and what to do."""
-    build_lmdb(Images(40), tmp_path / "cache", shards=40, num_workers=0).close()
-    used = len(os.listdir("/proc/self/fd"))
-
-    with limited(resource.RLIMIT_NOFILE, used + 20), pytest.raises((OSError, CacheError)) as caught:
-        LMDBCache(tmp_path / "cache")
-
-    note = str(caught.value)
-    assert "a cache of 40 shards needs 80 open files" in note
-    assert f"RLIMIT_NOFILE is {used + 20}" in note
-    assert "ulimit -n" in note
+    assert list(found.values()) == layouts
+    for text, times in said.items():
+        count = sum(text in line for line in lines)
+        assert count == times or (times is None and count)
 
 
 def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:
@@ -459,22 +407,18 @@ def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:
 
 
 @pytest.mark.parametrize("build", [build_lmdb, built_by_tasks])
-def test_shards_beyond_the_limit_of_descriptors_are_not_built(build: Any, tmp_path: Path) -> None:
-    """The limit would end a long build in its last step, so it is an error at its beginning."""
+def test_shards_beyond_the_limit_of_descriptors(build: Any, tmp_path: Path) -> None:
+    """They would end a long build in its last step: an error at its beginning; one of many needs few."""
     path, dataset = tmp_path / "cache", Images(40)
     used = len(os.listdir("/proc/self/fd"))
-    expected = rf"40 shards.* 80 open files.*RLIMIT_NOFILE is {used + 60} .*ulimit -n.* fewer shards"
-
-    with limited(resource.RLIMIT_NOFILE, used + 60), pytest.raises(CacheError, match=expected):
-        build(dataset, path, shards=40)
-
-    assert not list(tmp_path.iterdir())
-    assert sum(map(bool, dataset.reads)) <= 3  # those that show whether the dataset is random
-
-
-def test_shards_of_one_machine_need_few_descriptors(tmp_path: Path) -> None:
-    """A machine that builds one shard of many does not open the others."""
-    used = len(os.listdir("/proc/self/fd"))
-
+    expected = rf"40 shards.* 80 open files.*RLIMIT_NOFILE is {used + 60} .*ulimit -n"
     with limited(resource.RLIMIT_NOFILE, used + 60):
-        build_shard(Images(40), tmp_path / "cache", 3, 40, num_workers=0, progress=False)
+        with pytest.raises(CacheError, match=f"{expected}.* fewer shards"):
+            build(dataset, path, shards=40)
+        assert not list(tmp_path.iterdir())
+        assert sum(map(bool, dataset.reads)) <= 3  # those that show whether the dataset is random
+        build_shard(dataset, path, 3, 40, num_workers=0, progress=False)
+
+    build_lmdb(dataset, path, shards=40, num_workers=0).close()
+    with limited(resource.RLIMIT_NOFILE, used + 60), pytest.raises((OSError, CacheError), match=expected):
+        LMDBCache(path)

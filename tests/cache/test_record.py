@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import sys
 from collections import OrderedDict, namedtuple
 from enum import IntEnum
@@ -77,33 +76,14 @@ _SAMPLES = st.recursive(
 def test_round_trip(sample: Any) -> None:
     """Any nest of supported leaves comes back with its exact types, dtypes, shapes and values."""
     assert_same_samples(decode(encode(sample)), sample)
-
-
-@given(_SAMPLES)
-@settings(deadline=None)
-def test_same_sample_same_bytes(sample: Any) -> None:
-    """A record is a function of the sample, so that two of them can be compared."""
-    assert encode(sample) == encode(sample)
+    assert encode(sample) == encode(sample)  # two of them can be compared
 
 
 @pytest.mark.slow
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=200)
 def test_damage_raises_at_worst(data: st.DataObject) -> None:
-    """A record with any bytes overwritten or cut off is read, or raises a cache error; nothing else."""
-    record = bytearray(encode(data.draw(_SAMPLES)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        record[data.draw(st.integers(0, len(record) - 1))] = data.draw(st.integers(0, 255))
-    end = data.draw(st.integers(0, len(record)))
-    with contextlib.suppress(CacheError):
-        decode(bytes(record[:end]))
-
-
-@pytest.mark.slow
-@given(st.data())
-@settings(deadline=None, max_examples=300)
-def test_damage_raises_at_worst_in_a_batch(data: st.DataObject) -> None:
-    """Records of which one was overwritten or cut off make a batch, or none, or raise a cache error."""
+    """A record with any bytes overwritten or cut off is read, also in a batch, or raises a cache error."""
     record = encode(data.draw(_SAMPLES))
     damaged = bytearray(record)
     for _ in range(data.draw(st.integers(0, 4))):
@@ -112,6 +92,8 @@ def test_damage_raises_at_worst_in_a_batch(data: st.DataObject) -> None:
     records = data.draw(st.permutations([record, record, bytes(damaged[:end])]))
     with contextlib.suppress(CacheError):
         stack_records([memoryview(text) for text in records], np.empty)
+    with contextlib.suppress(CacheError):
+        decode(bytes(damaged[:end]))
 
 
 def test_a_short_record_is_no_part_of_a_batch() -> None:
@@ -152,16 +134,22 @@ def test_every_tensor_dtype(name: str) -> None:
     assert bytes(back.untyped_storage()) == bytes(tensor.untyped_storage())
 
 
-def test_arrays_are_views_and_tensors_are_not() -> None:
-    """Arrays view the record without a copy and are read-only; tensors are private and writable."""
-    record = encode((np.arange(6, dtype=np.uint8), torch.zeros(3)))
-    array, tensor = decode(record)
+def test_arrays_are_views_and_tensors_are_not(tmp_path: Path) -> None:
+    """Arrays view the record without a copy, read-only and C-contiguous; tensors are private and writable."""
+    array, mapped = np.arange(24).reshape(2, 3, 4), np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,))
+    given = array.T, array[:, ::-2], np.asfortranarray(array), mapped
+    record = encode((*given, torch.arange(6).reshape(2, 3).T))
+    *arrays, tensor = decode(record)
     address = np.frombuffer(record, np.uint8).__array_interface__["data"][0]
+    for one, other in zip(arrays, given, strict=True):
+        assert type(one) is np.ndarray
+        assert address <= one.__array_interface__["data"][0] < address + len(record)
+        assert one.flags.c_contiguous
+        assert not one.flags.writeable
+        np.testing.assert_array_equal(one, other)
+    assert torch.equal(tensor, torch.arange(6).reshape(2, 3).T)
     tensor += 1
-
-    assert address <= array.__array_interface__["data"][0] < address + len(record)
-    assert not array.flags.writeable
-    assert decode(record)[1].sum() == 0
+    assert torch.equal(decode(record)[4], torch.arange(6).reshape(2, 3).T)
 
 
 @given(st.lists(_ARRAYS | st.integers(), min_size=1, max_size=5))
@@ -173,27 +161,6 @@ def test_payloads_are_aligned(sample: list[Any]) -> None:
     for value in decode(record):
         if isinstance(value, np.ndarray) and value.size:
             assert (value.__array_interface__["data"][0] - start) % ALIGNMENT_BYTES == 0
-
-
-def test_strided_values_become_contiguous() -> None:
-    """Arrays and tensors of any strides come back C-contiguous and equal."""
-    array = np.arange(24).reshape(2, 3, 4)
-    back = decode(
-        encode((array.T, array[:, ::-2], np.asfortranarray(array), torch.arange(6).reshape(2, 3).T))
-    )
-
-    assert all(part.flags.c_contiguous for part in back[:3])
-    np.testing.assert_array_equal(back[0], array.T)
-    np.testing.assert_array_equal(back[1], array[:, ::-2])
-    assert torch.equal(back[3], torch.arange(6).reshape(2, 3).T)
-
-
-def test_memory_map_comes_back_as_an_array(tmp_path: Path) -> None:
-    """A memory-mapped array is read: it comes back as a plain one."""
-    array = np.memmap(tmp_path / "x", np.uint8, "w+", shape=(3,))
-    back = decode(encode(array))
-
-    assert type(back) is np.ndarray
 
 
 class Colour(IntEnum):
@@ -248,29 +215,19 @@ def test_endless_nest_raises() -> None:
         encode(endless)
 
 
-def test_unknown_namedtuple_is_not_imported() -> None:
-    """A record that names a class of a module that is not imported raises, and imports nothing."""
-    record = encode(Pair(1, 2)).replace(b"tests.cache.zoo", b"tests.cache.xyz")
-
-    with pytest.raises(CacheError, match=r"import tests\.cache\.xyz"):
-        decode(record)
-
-
-def test_name_of_something_else_is_no_class() -> None:
-    """A record cannot have another object called: only a namedtuple class with these fields is taken."""
-    record = encode(Pair(1, 2)).replace(b'"Pair"', b'"Imag"')
-
-    with pytest.raises(CacheError, match="no such class"):
-        decode(record)
-
-
-def test_other_format_version_is_refused() -> None:
-    """A record of another format version raises."""
-    record = bytearray(encode(1))
-    struct.pack_into("<H", record, 4, 2)
-
-    with pytest.raises(CacheCorruptError, match="not a record of format 1"):
-        decode(bytes(record))
+@pytest.mark.parametrize(
+    ("sample", "old", "new", "said"),
+    [
+        (Pair(1, 2), b"tests.cache.zoo", b"tests.cache.xyz", r"import tests\.cache\.xyz"),  # imports nothing
+        (Pair(1, 2), b'"Pair"', b'"Imag"', "no such class"),  # another object is not called
+        (1, b"FLrc\x01", b"FLrc\x02", "not a record of format 1"),
+    ],
+)
+def test_what_this_process_does_not_know(sample: Any, old: bytes, new: bytes, said: str) -> None:
+    """A class that is not a namedtuple of an imported module, and another format version, raise."""
+    assert old in encode(sample)
+    with pytest.raises(CacheError, match=said):
+        decode(encode(sample).replace(old, new))
 
 
 def test_a_dtype_that_this_torch_lacks_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,38 +76,25 @@ def test_a_second_job_finds_what_the_first_decoded(
     assert sum(dataset.reads) == 1
 
 
-def test_what_later_jobs_store_is_there_for_the_first(start: Callable[..., Job]) -> None:
-    """All who opened a cache fill the same one."""
-    dataset = KnownImages(30)
-    ds = CachedDataset(dataset, budget=64 * MB)
-    before = ds.cache_info().num_cached
-    start(fill, KnownImages(30)).answer()
-
-    assert (before, ds.cache_info().num_cached) == (3, 30)
-
-
-def test_the_cache_outlives_its_maker(start: Callable[..., Job]) -> None:
-    """When the job that made the cache is killed, a third one finds it through the second."""
+def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], registry: Path) -> None:
+    """What one job stores is there for all; another follows a killed maker; the last takes it along."""
+    mine = CachedDataset(KnownImages(30), budget=64 * MB)
+    before = mine.cache_info().num_cached
     first = start(fill, KnownImages(30))
-    maker = first.answer()
+    assert first.answer() == os.getpid()
+    assert (before, mine.cache_info().num_cached) == (3, 30)
+    mine.cache.close()
     second = start(look, KnownImages(30))
-    assert second.answer() == (maker, 30)
+    assert second.answer() == (os.getpid(), 30)
     first.kill()
-
-    assert start(look, KnownImages(30)).answer() == (maker, 30)
-
-
-def test_the_last_one_takes_it_along(start: Callable[..., Job], registry: Path) -> None:
-    """After SIGKILL of every job the memory is free: the next one starts anew, and no entry is left."""
-    jobs = [start(fill, KnownImages(30)), start(look, KnownImages(30))]
-    for job in jobs:
-        job.answer()
-    for job in jobs:
-        job.kill()
     third = start(look, KnownImages(30))
-
-    assert third.answer() == (third.pid, 3)
+    assert third.answer() == (os.getpid(), 30)
+    second.kill()
     third.kill()
+    fourth = start(look, KnownImages(30))
+
+    assert fourth.answer() == (fourth.pid, 3)
+    fourth.kill()
     assert owners.entries() == []
     assert os.listdir(registry) == ["lock"]
 
@@ -125,15 +112,6 @@ def test_a_key_shares_any_dataset(start: Callable[..., Job]) -> None:
 
     assert start(look, Images(30), "photos").answer() == (maker, 30)
     assert start(look, Images(30), "pictures").answer()[0] != maker
-
-
-def test_without_a_key_nothing_is_shared(start: Callable[..., Job]) -> None:
-    """A dataset that nobody vouches for keeps to itself, and says how to share it."""
-    start(fill, Images(30)).answer()
-    ds = CachedDataset(Images(30))
-
-    assert ds.cache_info().num_cached == 3
-    assert "pass key=" in ds.cache.explain()
 
 
 LAUNCHERS = [
@@ -161,18 +139,28 @@ def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("variables", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("variables", "world_size"), [*((variables, 1) for variables in (*LAUNCHERS, *ALONE)), ({}, 2)]
+)
 def test_ranks_are_warned_of_private_caches(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    variables: dict[str, str], world_size: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """Where a launcher started several ranks on a host, private caches in each are worth one warning."""
+    """One warning where a launcher, or a process group, shows that there are several ranks on a host."""
     set_launcher(variables, monkeypatch)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world_size > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    is_alone = variables in ALONE and world_size == 1
     with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(Images(30))
-        CachedDataset(Images(30))
+        made = [CachedDataset(Images(30)) for _ in range(2)]
 
-    (record,) = caplog.records
-    assert "private to this process and its workers" in record.getMessage()
+    assert ["private to this process and its workers" in text for text in caplog.messages] == (
+        [] if is_alone else [True]
+    )
+    assert "pass key=" in made[0].cache.explain()
+    if world_size == 1 and variables in LAUNCHERS:  # that others should find it and cannot is worth one, too
+        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
+        CachedDataset(KnownImages(30))
+        assert "so this one is private" in caplog.text
 
 
 def _halved(sample: Any) -> Any:
@@ -193,45 +181,10 @@ def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prep
     assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
 
 
-@pytest.mark.parametrize("variables", ALONE)
-def test_one_process_alone_is_not_warned(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """A private cache of the only rank on a host costs nothing."""
-    set_launcher(variables, monkeypatch)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(Images(30))
-
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize(("world_size", "num_warnings"), [(1, 0), (2, 1)])
-def test_ranks_of_a_process_group_are_warned(
-    world_size: int, num_warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """Ranks that no launcher started, as by torch.multiprocessing.spawn, are seen by their process group."""
-    set_launcher({}, monkeypatch)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(Images(30))
-
-    assert len(caplog.records) == num_warnings
-
-
-def test_ranks_without_a_registry_are_warned(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """A cache that others should find and cannot is private too."""
-    set_launcher(LAUNCHERS[0], monkeypatch)
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
-    with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(KnownImages(30))
-
-    assert "so this one is private" in caplog.text
-
-
-def test_a_key_for_two_things_is_an_error(start: Callable[..., Job]) -> None:
-    """A key under which another process holds other samples raises, and says which part differs."""
+def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> None:
+    """It says which part differs from that of the other process; a broken promise is found at sample 0."""
     maker = start(fill, Images(30), "photos").answer()
+    start(fill, KnownImages(30, shape=(8, 8, 3))).answer()
 
     with pytest.raises(
         CacheMismatchError, match=rf'process {maker}, .* num_samples is "31" here and "30" there'
@@ -239,12 +192,6 @@ def test_a_key_for_two_things_is_an_error(start: Callable[..., Job]) -> None:
         CachedDataset(Images(31), key="photos")
     with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*another key"):
         CachedDataset(Images(30), key="photos", prepare=A.Resize(8, 8))
-
-
-def test_a_broken_promise_is_found(start: Callable[..., Job]) -> None:
-    """Other samples under the same fingerprint are found at sample 0, by the leaf that differs."""
-    start(fill, KnownImages(30, shape=(8, 8, 3))).answer()
-
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))
 
