@@ -75,7 +75,11 @@ class Pushdown:
             return f"whole images are decoded: {self.obstacle}"
         name = type(self._first).__name__
         decoder = name_of_decoder()
-        ways = [] if decoder is None or name in _SCALINGS else [f"{decoder} decodes the region of {name}"]
+        ways = []
+        if name not in _SCALINGS:
+            no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
+            ways.append(f"{decoder} decodes the region of {name}" if decoder else no_region)
+            ways.append("of JPEGs with restart markers, only the tiles in its region are decoded")
         if self._reduces:
             ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
         return "; ".join(ways)
@@ -116,8 +120,6 @@ class Pushdown:
                 return f'{name} needs all pixels; decode="fast" may decode JPEGs at a reduced size'
         elif name not in _CROPS:
             return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
-        elif name_of_decoder() is None and not (self._reduces and _CROPS[name]):
-            return "no decoder of regions is installed: pip install 'fastload-torch[regions]'"
         if getattr(first, "p", 0) < 1:
             return f"{name} has p={first.p}, so that some images are not cropped"
         if getattr(first, "replay_mode", False) or getattr(first, "deterministic", False):

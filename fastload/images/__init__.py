@@ -1,5 +1,5 @@
 """Reads image files as C-contiguous HWC uint8 RGB arrays.
 
-Read in this order: `decode`, `jpeg` and `orientation` (a file to an array), `encoded` and `regions` (images
-that are decoded later, or in part), `folder` (the dataset); `layout` (which dimensions are the pixels).
+Read in this order: `decode`, `jpeg` and `orientation` (a file to an array), `encoded`, `regions` and `tiles`
+(images that are decoded later, or in part), `folder` (the dataset), `layout` (which dimensions are pixels).
 """

@@ -78,7 +78,11 @@ def read_image(
 
 
 def decode(
-    source: Source, path: str | os.PathLike[str], size: int | tuple[int, int] | None = None, scale: int = 1
+    source: Source,
+    path: str | os.PathLike[str],
+    size: int | tuple[int, int] | None = None,
+    scale: int = 1,
+    orientation: int | None = None,
 ) -> npt.NDArray[np.uint8]:
     """Decode a file, or the content of a file; see `read_image`.
 
@@ -88,13 +92,15 @@ def decode(
         size: As for `read_image`.
         scale: 2, 4 or 8 decodes a JPEG directly at that fraction of its size, with sides rounded up; other
             formats keep their size.
+        orientation: The value of the EXIF tag of an ordinary JPEG, if it has been read.
     """
     size = check_size(size)
     if size is None and scale == 1:
         content = _jpeg_content(source)
         header = None if content is None else parse_jpeg(content)
         if content is not None and header is not None:
-            orientation = _opened(content, path, _orientation) if header.has_tags else 1
+            if orientation is None:
+                orientation = _opened(content, path, _orientation) if header.tags_at else 1
             pixels = decode_jpeg(content, header)
             if pixels is not None:
                 return turned(pixels, orientation)
@@ -137,7 +143,7 @@ def read_header(source: Source, path: str | os.PathLike[str]) -> Header:
     """
     if isinstance(source, (bytes, memoryview)):
         header = parse_jpeg(source)
-        if header is not None and not header.has_tags:
+        if header is not None and not header.tags_at:
             return Header(header.height, header.width, 1, True)
     return _opened(source, path, _header)
 

@@ -139,15 +139,16 @@ class EncodedImage:
         from fastload.images.decode import decode
         from fastload.images.regions import decode_region
 
+        if box is None:
+            return decode(self._content, self._name)
         header = self._read_header()
-        box = (0, 0, header.width, header.height) if box is None else _checked_box(box, header)
+        x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         if header.is_jpeg:
-            stored = _stored_box(box, header)
-            region = decode_region(self.content(), stored)
+            region = decode_region(self._content, _stored_box(box, header), self._name)
             if region is not None:
                 return turned(region, header.orientation)
-        x_min, y_min, x_max, y_max = box
-        return decode(self.content(), self._name)[y_min:y_max, x_min:x_max].copy()
+        whole = decode(self._content, self._name, orientation=header.orientation)
+        return whole[y_min:y_max, x_min:x_max].copy()
 
     def decode_reduced(self, box: Box, least: tuple[int, int]) -> Reduced:
         """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Pixels = npt.NDArray[np.uint8]
-    Content = bytes | memoryview
+    Content = bytes | bytearray | memoryview
 
 START, END = b"\xff\xd8", b"\xff\xd9"
 _TAIL_BYTES = 64  # some cameras pad files with zeros
@@ -41,11 +41,13 @@ _PROGRESSIVE_KIND = 0xC2
 _FRAME_KINDS = (0xC0, 0xC1, _PROGRESSIVE_KIND)  # baseline and extended: one scan
 _SCAN_KIND = 0xDA  # the compressed data follow
 _TAGS_KIND = 0xE1  # EXIF or XMP
+_INDEX_KIND = 0xE2  # of the pictures in a file of several, and other matters
+_RESTARTS_KIND = 0xDD
 _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comments, and APPn
 _MOST_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
 
-# How many samples of the first component there are for one of the others: 4:4:4, 4:2:2, 4:2:0, 4:1:1, 4:4:0.
-_SAMPLINGS = (0x11, 0x21, 0x22, 0x41, 0x12)
+# Of the three components of a picture: 4:4:4, 4:2:2, 4:2:0, 4:1:1, 4:4:0.
+_SAMPLINGS = tuple((factors, 0x11, 0x11) for factors in (0x11, 0x21, 0x22, 0x41, 0x12))
 _PROOF_SIDES = (67, 83)
 
 
@@ -56,16 +58,22 @@ class JpegHeader(NamedTuple):
         height: Of the stored picture, in pixels.
         width: The same.
         sampling: Horizontal and vertical factor of each component, in four bits each.
-        has_tags: Whether there is EXIF or XMP, which may turn the picture.
-        is_progressive: Whether several scans follow, each of which refines the picture.
+        frame_at: Where the frame's segment begins, in bytes.
+        tags_at: Where segments begin that Pillow must read: EXIF and XMP may turn the picture, and a damaged
+            index of several pictures is an error.
+        is_one_scan: Whether all components lie in one scan; otherwise several scans follow.
+        restart_interval: How many MCUs (the smallest units of a scan) lie between two restart markers; 0
+            without them.
         scan_at: Where the compressed data begin, in bytes.
     """
 
     height: int
     width: int
     sampling: tuple[int, ...]
-    has_tags: bool
-    is_progressive: bool
+    frame_at: int
+    tags_at: list[int]
+    is_one_scan: bool
+    restart_interval: int
     scan_at: int
 
 
@@ -77,23 +85,34 @@ def parse_jpeg(data: Content) -> JpegHeader | None:
     if data[:2] != START:
         return None
     at = 2
-    frame: tuple[int, int, tuple[int, ...]] | None = None
-    has_tags = is_progressive = False
+    frame: tuple[int, int, tuple[int, ...], int] | None = None
+    tags_at: list[int] = []
+    is_progressive = False
+    restart_interval = 0
     while at + _FRAME.size <= len(data):
         marker, kind, nbytes, precision, height, width, components = _FRAME.unpack_from(data, at)
         if marker != _MARKER:
             return None
         if kind == _SCAN_KIND:
-            return None if frame is None else JpegHeader(*frame, has_tags, is_progressive, at + 2 + nbytes)
+            if frame is None:
+                return None
+            is_one_scan = not is_progressive and precision == len(frame[2])  # here: components of the scan
+            return JpegHeader(*frame, tags_at, is_one_scan, restart_interval, at + 2 + nbytes)
         if kind in _FRAME_KINDS and frame is None:
             if precision != 8 or components not in (1, 3) or not 0 < height * width < _MOST_PIXELS:
                 return None
             first = at + _FRAME.size + 1
-            frame = height, width, tuple(data[first : first + 3 * components : 3])
+            sampling = tuple(data[first : first + 3 * components : 3])
+            if len(sampling) != components or (components == 3 and sampling not in _SAMPLINGS):
+                return None
+            frame = height, width, sampling, at
             is_progressive = kind == _PROGRESSIVE_KIND
         elif kind not in _SKIPPED_KINDS:
             return None
-        has_tags |= kind == _TAGS_KIND
+        if kind == _TAGS_KIND or (kind == _INDEX_KIND and data[at + 4 : at + 8] == b"MPF\0"):
+            tags_at.append(at)
+        if kind == _RESTARTS_KIND:
+            restart_interval = int.from_bytes(data[at + 4 : at + 6], "big")
         at += 2 + nbytes
     return None
 
@@ -106,36 +125,32 @@ def is_whole(data: Content) -> bool:
 def markers(data: Content, header: JpegHeader) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
     """Where in the compressed data a marker begins, counted from their start, and its kind."""
     scan = np.frombuffer(data, np.uint8)[header.scan_at :]
-    places = (scan[:-1] == _MARKER).nonzero()[0]
-    kinds = scan[1:].take(places)
-    chosen = kinds.nonzero()[0]  # a 0 behind 0xFF says that this is no marker
-    return places.take(chosen), kinds.take(chosen)
+    begins = scan[:-1] == _MARKER
+    begins &= scan[1:] != 0  # a 0 behind 0xFF says that this is no marker
+    places = begins.nonzero()[0]
+    return places, scan[1:].take(places)
 
 
 def _is_intact(data: Content, header: JpegHeader) -> bool:
-    if not is_whole(data):
-        return False
-    if header.is_progressive:
-        return True
+    if not header.is_one_scan:
+        return is_whole(data)
     kinds = markers(data, header)[1]
-    return bool(kinds.size and kinds[(kinds & 0xF8 != 0xD0).argmax()] == END[1])
+    return bool(kinds.size and kinds[(kinds & 0xF8 != 0xD0).argmax()] == END[1])  # 0xD0 to 0xD7 are restarts
 
 
-def decode_jpeg(data: Content, header: JpegHeader) -> Pixels | None:
+def decode_jpeg(data: Content, header: JpegHeader, *, is_checked: bool = False) -> Pixels | None:
     """The stored picture as `(height, width, 3) uint8` RGB, before its EXIF orientation.
 
     Args:
         data: The content of the file.
         header: As `parse_jpeg` gives it.
+        is_checked: Whether the markers are known to be in order.
 
     Returns:
         A new array that the caller owns; None if Pillow has to decode this file.
     """
-    first, *others = header.sampling
-    if others and (first not in _SAMPLINGS or others != [0x11, 0x11]):
-        return None
     decode = _decoder()
-    pixels = decode(data) if decode is not None and _is_intact(data, header) else None
+    pixels = decode(data) if decode is not None and (is_checked or _is_intact(data, header)) else None
     return pixels if pixels is not None and pixels.shape == (header.height, header.width, 3) else None
 
 
@@ -167,9 +182,9 @@ def _decoder() -> Callable[[Content], Pixels | None] | None:
 def _proofs(cv2: Any) -> Iterator[bytes]:
     """A small JPEG of each kind: every sampling and grey, sequential and progressive."""
     noise = np.random.default_rng(0).integers(0, 256, (*_PROOF_SIDES, 3), np.uint8)
-    pictures = [(noise, sampling << 16 | 0x1111) for sampling in _SAMPLINGS]
-    for picture, sampling in [*pictures, (noise[..., 0], 0x111111)]:
+    pictures = [(noise, sampling) for sampling in _SAMPLINGS]
+    for picture, sampling in [*pictures, (noise[..., 0], _SAMPLINGS[0])]:
         for is_progressive in (0, 1):
-            options = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling]
+            options = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, int.from_bytes(sampling, "big")]
             options += [cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive]
             yield cv2.imencode(".jpg", picture, options)[1].tobytes()

@@ -1,6 +1,7 @@
-"""Decodes a region of a JPEG, without the pixels around it, if nvImageCodec is installed.
+"""Decodes a region of a JPEG, without the pixels around it.
 
-nvImageCodec (the extra ``regions``) decodes on the CPU with libjpeg-turbo, as Pillow does. Rules:
+The tiles of a file that has restart markers are decoded as any other JPEG. Of other files nvImageCodec (the
+extra ``regions``) decodes regions, on the CPU with libjpeg-turbo, as Pillow does. Rules:
 
 1. A region has exactly the pixels that the same region of Pillow's full decode has, for all intact files
    that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.images.jpeg import is_whole
+from fastload.images.decode import decode
+from fastload.images.jpeg import decode_jpeg, is_whole
+from fastload.images.tiles import cut_jpeg
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -54,17 +57,29 @@ def name_of_decoder() -> str | None:
     return None if codec is None else f"nvImageCodec {codec.__version__}"
 
 
-def decode_region(data: bytes | memoryview, box: tuple[int, int, int, int]) -> npt.NDArray[np.uint8] | None:
+def decode_region(
+    data: bytes | memoryview, box: tuple[int, int, int, int], path: str
+) -> npt.NDArray[np.uint8] | None:
     """A region of a JPEG with 8-bit RGB or grey values, as `(height, width, 3) uint8` RGB.
 
     Args:
         data: The content of the file.
         box: `(x_min, y_min, x_max, y_max)` in the image as it is stored, before its EXIF orientation.
+        path: For errors.
 
     Returns:
-        A new array that the caller owns; None if there is no decoder, or if Pillow has to decode this file.
+        A new array that the caller owns, or a part of one; None if the whole file has to be decoded.
+
+    Raises:
+        ImageReadError: A tile cannot be decoded.
     """
     x_min, y_min, x_max, y_max = box
+    cut = cut_jpeg(data, box)
+    if cut is not None:
+        tiles = decode_jpeg(cut.content, cut.header, is_checked=True)
+        if tiles is None:
+            tiles = decode(memoryview(cut.content), path)
+        return tiles[y_min - cut.y : y_max - cut.y, x_min - cut.x : x_max - cut.x]
     codec = _codec()
     if codec is None or x_max - x_min < _LEAST_WIDTH or not is_whole(data):
         return None

@@ -213,7 +213,7 @@ def test_another_release_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_decoder_of_regions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without nvImageCodec whole images are decoded, and explain() names the extra."""
+    """Without nvImageCodec the outputs are the same, and explain() names the extra."""
     monkeypatch.setattr(regions, "_codec", lambda: None)
     pushdown = assert_same_calls(lambda: compose([A.RandomCrop(60, 70)]), targets)
 

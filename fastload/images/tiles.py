@@ -1,0 +1,109 @@
+"""Cuts a JPEG that has restart markers: a smaller JPEG that shows a region with the same pixels.
+
+Between two restart markers lie the MCUs (the smallest units of a scan) of a tile, which can be decoded
+without the ones before it. A header with other sides, the tiles that a region touches and new numbers for
+their markers are again an ordinary JPEG, and any decoder reads it. Rules:
+
+1. A margin of one MCU lies around the region, because colours are interpolated between neighbours.
+2. A file is cut only if its markers are those that its header promises: as many, in order, and nothing else.
+   Wrong bytes between two markers then change the same pixels as in the whole picture.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fastload.images.jpeg import END, markers, parse_jpeg
+
+if TYPE_CHECKING:
+    from fastload.images.jpeg import Content, JpegHeader
+
+_BLOCK = 8  # pixels
+_COMMENT_KIND = 0xFE
+_RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
+_SIDES = struct.Struct(">HH")
+
+
+class Cut(NamedTuple):
+    """A part of a JPEG.
+
+    Attributes:
+        content: A whole JPEG, without EXIF.
+        header: Its header.
+        x: Where its first column lies in the picture that it was cut from.
+        y: Where its first row lies there.
+    """
+
+    content: bytearray
+    header: JpegHeader
+    x: int
+    y: int
+
+
+def cut_jpeg(data: Content, box: tuple[int, int, int, int]) -> Cut | None:
+    """The tiles that a region of a JPEG needs.
+
+    Args:
+        data: The content of the file.
+        box: `(x_min, y_min, x_max, y_max)` in the stored picture.
+
+    Returns:
+        None if the file cannot be cut, or the region needs all of it.
+    """
+    header = parse_jpeg(data)
+    if header is None or not header.restart_interval or not header.is_one_scan:
+        return None
+    x_min, y_min, x_max, y_max = box
+    interval, factors = header.restart_interval, header.sampling[0] if len(header.sampling) > 1 else 0x11
+    mcu_width, mcu_height = _BLOCK * (factors >> 4), _BLOCK * (factors & 15)
+    columns, rows = -(-header.width // mcu_width), -(-header.height // mcu_height)
+    # Where each row begins with a marker, it can be cut between any two; otherwise whole rows are cut, at
+    # those that begin with one.
+    is_aligned = columns % interval == 0
+    left, right = _span(x_min, x_max, mcu_width, columns, interval if is_aligned else columns)
+    step = interval // math.gcd(interval, columns)
+    top, bottom = _span(y_min, y_max, mcu_height, rows, step)
+    if (bottom - top) * (right - left) == rows * columns:
+        return None
+
+    num_tiles = -(-rows * columns // interval)
+    places, kinds = markers(data, header)
+    expected = _RESTART_KIND + np.arange(num_tiles, dtype=np.uint8) % _NUM_RESTART_KINDS
+    expected[-1] = END[1]
+    if not np.array_equal(kinds[:num_tiles], expected):
+        return None
+    ends = places[:num_tiles] + header.scan_at
+    # One row of `kept` is what lies together in the file: tiles of a row of MCUs, or of several whole rows.
+    per_line = columns * step // interval
+    first, last = (left // interval, right // interval) if is_aligned else (0, per_line)
+    lines = np.arange(top // step, -(-bottom // step))[:, None] * per_line
+    kept = lines + np.arange(first, last)
+    starts = np.append(header.scan_at, ends + 2)[kept[:, 0]]
+    line_ends = ends[np.minimum(kept[:, -1], num_tiles - 1)] + 2
+    offsets = header.scan_at + np.append(0, np.cumsum(line_ends - starts)[:-1])
+    kept_markers = (ends.take(kept, mode="clip") - starts[:, None] + offsets[:, None])[kept < num_tiles]
+
+    view = memoryview(data)
+    content = bytearray(view[: header.scan_at])
+    for start, end in zip(starts.tolist(), line_ends.tolist(), strict=True):
+        content += view[start:end]
+    x, y = left * mcu_width, top * mcu_height
+    height = min(header.height, bottom * mcu_height) - y
+    width = min(header.width, right * mcu_width) - x
+    _SIDES.pack_into(content, header.frame_at + 5, height, width)
+    for at in header.tags_at:
+        content[at + 1] = _COMMENT_KIND
+    new_kinds = np.frombuffer(content, np.uint8)
+    new_kinds[kept_markers + 1] = _RESTART_KIND + np.arange(len(kept_markers)) % _NUM_RESTART_KINDS
+    new_kinds[-1] = END[1]
+    return Cut(content, header._replace(height=height, width=width), x, y)
+
+
+def _span(start: int, stop: int, mcu: int, num_mcus: int, step: int) -> tuple[int, int]:
+    """The first and last MCU (exclusive) of an axis that hold these pixels, with a margin of one."""
+    first, last = start // mcu - 1, -(-stop // mcu) + 1
+    return max(0, first) // step * step, min(num_mcus, -(-last // step) * step)

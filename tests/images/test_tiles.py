@@ -1,0 +1,175 @@
+"""Claims of tiles: a region of a JPEG with restart markers has the pixels of the whole picture."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+from unittest import mock
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fastload.errors import ImageReadError
+from fastload.images import jpeg, regions
+from fastload.images.decode import decode
+from fastload.images.encoded import EncodedImage
+from fastload.images.regions import decode_region
+from fastload.images.tiles import cut_jpeg
+
+SAMPLINGS = [0x111111, 0x211111, 0x221111, 0x411111, 0x121111]
+GREY = 0
+
+
+def tiled_file(height: int, width: int, interval: int, sampling: int = 0x221111, *more: int) -> bytes:
+    """A JPEG of noise with a restart marker every `interval` MCUs."""
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    options = [cv2.IMWRITE_JPEG_RST_INTERVAL, interval, *more]
+    if sampling != GREY:
+        options += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling]
+    return cv2.imencode(".jpg", noise if sampling != GREY else noise[..., 0], options)[1].tobytes()
+
+
+@st.composite
+def files(draw: st.DrawFn) -> bytes:
+    """Pictures of all samplings and sizes: intervals that divide a row of MCUs, whole rows, and others."""
+    height, width = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    row = -(-width // 16)
+    interval = draw(st.sampled_from([1, 2, 3, row, 2 * row, 3 * row]) | st.integers(1, 40))
+    return tiled_file(height, width, interval, draw(st.sampled_from([*SAMPLINGS, GREY])))
+
+
+def draw_box(data: st.DataObject, height: int, width: int) -> tuple[int, int, int, int]:
+    x_min, y_min = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    return x_min, y_min, data.draw(st.integers(x_min + 1, width)), data.draw(st.integers(y_min + 1, height))
+
+
+def assert_is_part(content: bytes, box: tuple[int, int, int, int], whole: np.ndarray) -> None:
+    x_min, y_min, x_max, y_max = box
+    region = decode_region(content, box, "x")
+    if region is not None:
+        np.testing.assert_array_equal(region, whole[y_min:y_max, x_min:x_max])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["OpenCV", "Pillow"])
+@settings(max_examples=300, deadline=None)
+@given(content=files(), data=st.data())
+def test_tiles_have_the_pixels_of_the_whole_picture(
+    decoder: str, content: bytes, data: st.DataObject
+) -> None:
+    """Every region of a file that is cut equals that part of the whole, whichever decoder is there."""
+    found = None if decoder == "Pillow" else jpeg._decoder()
+    with mock.patch.object(jpeg, "_decoder", return_value=found):
+        whole = decode(content, "x")
+        for _ in range(4):
+            assert_is_part(content, draw_box(data, *whole.shape[:2]), whole)
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
+@pytest.mark.parametrize(("interval", "share"), [(1, 0.35), (4, 0.4), (32, 0.6), (64, 0.8), (5, 0.9)])
+def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float) -> None:
+    """The tiles in a region are kept: single ones, or whole rows if rows do not begin with markers."""
+    content = tiled_file(512, 512, interval, sampling)
+    cut = cut_jpeg(content, (200, 200, 300, 300))
+
+    assert cut is not None
+    assert len(cut.content) < share * len(content)
+    assert_is_part(content, (200, 200, 300, 300), decode(content, "x"))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_tiles_of_turned_pictures(orientation: int) -> None:
+    """Boxes are those of the picture as a viewer shows it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (90, 130, 3), np.uint8)
+    Image.fromarray(noise).save(file, "jpeg", exif=exif, restart_marker_blocks=3)
+    content = file.getvalue()
+    assert cut_jpeg(content, (20, 30, 40, 50)) is not None
+
+    found = EncodedImage(content).decode((10, 20, 40, 60))
+
+    assert found.flags.c_contiguous
+    np.testing.assert_array_equal(found, decode(content, "x")[20:60, 10:40])
+
+
+@pytest.mark.slow
+@mock.patch.object(regions, "_codec", return_value=None)
+@settings(max_examples=500, deadline=None)
+@given(content=files(), data=st.data())
+def test_a_damaged_file_never_has_other_pixels(codec: Any, content: bytes, data: st.DataObject) -> None:
+    """Bytes changed, removed and put in, tiles lost, doubled and exchanged, false sizes and intervals."""
+    damaged = bytearray(content)
+    scan = content.index(b"\xff\xda")
+    for _ in range(data.draw(st.integers(1, 3))):
+        places = [
+            at
+            for at in range(scan, len(damaged) - 1)
+            if damaged[at] == 255 and damaged[at + 1] & 0xF8 == 0xD0
+        ]
+        start = data.draw(st.integers(scan, len(damaged)))
+        kind = data.draw(st.sampled_from(["bytes", "header", "interval", "marker", "tile"]))
+        if kind == "bytes":
+            damaged[start : start + data.draw(st.integers(0, 40))] = data.draw(st.binary(max_size=3))
+        elif kind == "header":
+            damaged[data.draw(st.integers(2, scan - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        elif kind == "interval":
+            damaged[content.index(b"\xff\xdd") + 5] = data.draw(st.integers(0, 40))
+        elif kind == "marker":
+            damaged[start:start] = bytes([0xFF, data.draw(st.integers(0xD0, 0xD9))])
+        elif len(places) > 1:
+            number = data.draw(st.integers(0, len(places) - 2))
+            tile = damaged[places[number] : places[number + 1]]
+            damaged[places[number] : places[number + 1]] = tile * data.draw(st.sampled_from([0, 2]))
+    try:
+        whole = decode(bytes(damaged), "x")
+    except ImageReadError:
+        whole = np.zeros((0, 0, 3), np.uint8)
+    height, width = decode(content, "x").shape[:2] if whole.size == 0 else whole.shape[:2]
+    try:
+        assert_is_part(bytes(damaged), draw_box(data, height, width), whole)
+    except ImageReadError:
+        assert whole.size == 0
+
+
+def without(content: bytes, marker: int) -> bytes:
+    at = content.index(bytes([0xFF, marker]), content.index(b"\xff\xda"))
+    return content[:at] + content[at + 2 :]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: without(content, 0xD1),
+        lambda content: content.replace(b"\xff\xd2", b"\xff\xd3", 1),
+        lambda content: content.replace(b"\xff\xd2", b"\xff\xd2\xff\xd3", 1),
+        lambda content: content.replace(b"\xff\xd2", b"\xff\xff\xd2", 1),
+        lambda content: content.replace(b"\xff\xd2", b"\xff\xd9", 1),
+        lambda content: content[:-2],
+        lambda content: content.replace(b"\xff\xdd\x00\x04\x00\x02", b"\xff\xdd\x00\x04\x00\x03"),
+    ],
+    ids=["missing", "out of order", "too many", "filled", "end inside", "no end", "another interval"],
+)
+def test_lying_files_are_not_cut(change: Any) -> None:
+    """A file whose markers are not those of its header is decoded in full."""
+    content = tiled_file(64, 64, 2)
+    box = (0, 0, 8, 8)
+    assert cut_jpeg(content, box) is not None
+    assert change(content) != content
+
+    assert cut_jpeg(change(content), box) is None
+
+
+def test_other_files_are_not_cut() -> None:
+    """Files without markers, progressive ones, and regions that need every tile."""
+    box = (0, 0, 8, 8)
+
+    assert cut_jpeg(tiled_file(64, 64, 0), box) is None
+    assert cut_jpeg(tiled_file(64, 64, 2, 0x221111, cv2.IMWRITE_JPEG_PROGRESSIVE, 1), box) is None
+    assert cut_jpeg(tiled_file(64, 64, 2), (0, 0, 64, 64)) is None
+    assert cut_jpeg(b"not a picture", box) is None
