@@ -1,16 +1,26 @@
-"""A faulty file system, and the same images in a local folder."""
+"""A faulty file system, a server of S3's protocol, and small images."""
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 import pytest
+from PIL import Image
 
 from fastload.files import attempts
+from tests.kit import servers
 from tests.kit.remote import FaultyFileSystem, register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def png(value: int) -> bytes:
+    """A small image of one colour."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -28,3 +38,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     monkeypatch.setattr(attempts, "_sleep", found.append)
     return found
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The URL of a server that speaks S3; a session needs one, because its start takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in servers.CREDENTIALS.items():
+            patch.setenv(name, value)
+        with servers.s3() as endpoint:
+            yield endpoint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 import os
@@ -17,11 +16,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload.files.listing import SAVED_NAME
+from tests.files.conftest import png
 from tests.kit.remote import meet, raising, until_set, upload
 
 if TYPE_CHECKING:
@@ -32,13 +31,6 @@ if TYPE_CHECKING:
 URL = "faulty://bucket/train"
 CLASSES, EACH = 2, 12
 SIZE = CLASSES * EACH
-
-
-def png(value: int) -> bytes:
-    """A small image of one colour."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture
@@ -64,21 +56,6 @@ def values(batches: Any) -> list[list[int]]:
     return [images[:, 0, 0, 0].tolist() for images, _ in batches]
 
 
-def test_it_has_the_samples_of_the_local_folder(local: Path, url: str) -> None:
-    """Classes, labels, order, pixels."""
-    ours, theirs = fastload.ImageFolder(url), fastload.ImageFolder(local)
-
-    assert ours.classes == theirs.classes
-    assert ours.class_to_idx == theirs.class_to_idx
-    assert ours.targets == theirs.targets
-    assert [path.removeprefix(url) for path, _ in ours.samples] == [
-        path.removeprefix(str(local)) for path, _ in theirs.samples
-    ]
-    for index in (*range(SIZE), -1):
-        assert (ours[index][0] == theirs[index][0]).all()
-        assert ours[index][1] == theirs[index][1]
-
-
 names = st.text("aB1. _-é", min_size=1, max_size=4).filter(lambda name: name.strip("."))
 trees = st.sets(
     st.lists(names, min_size=2, max_size=4).map(lambda parts: "/".join([*parts[:-1], parts[-1] + ".png"])),
@@ -87,7 +64,7 @@ trees = st.sets(
 )
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_any_tree_has_torchvisions_order(
     tree: set[str], tmp_path_factory: pytest.TempPathFactory, faulty: type[FaultyFileSystem]
@@ -113,8 +90,10 @@ def test_any_tree_has_torchvisions_order(
     assert ours.targets == theirs.targets
 
 
-@pytest.mark.parametrize("loader_of", [fastload.DataLoader, torch.utils.data.DataLoader])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("loader_of", "num_workers"),
+    [(fastload.DataLoader, 0), (fastload.DataLoader, 2), (torch.utils.data.DataLoader, 1)],
+)
 def test_a_loader_gives_the_batches_of_the_local_folder(
     local: Path, url: str, loader_of: Any, num_workers: int
 ) -> None:
@@ -249,54 +228,36 @@ def test_cached_samples_are_not_announced(url: str, faulty: type[FaultyFileSyste
     assert not folder._reader()._files  # files that nobody takes would be there, read or not
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_cache_on_disk_is_built_from_it(url: str, tmp_path: Path, num_workers: int) -> None:
-    """The samples are those of the folder."""
-    folder = fastload.ImageFolder(url)
-
-    dataset = fastload.CachedDataset(folder, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=num_workers)
-
-    assert [int(dataset[index][0][0, 0, 0]) for index in range(SIZE)] == list(range(SIZE))
-
-
 TRIED_FIRST = ("-files.jsonl.gz", "class0/00.png", "class1/00.png", "class1/11.png")
 
 
-def test_a_build_reads_the_files_of_many_tasks_at_the_same_time(
-    url: str, tmp_path: Path, faulty: type[FaultyFileSystem]
-) -> None:
-    """No read ends before all have begun, apart from those that a build tries first; a task has 3 samples."""
-    folder = fastload.ImageFolder(url)
-    together = meet(SIZE - 3, alone=0)
-    faulty.gate = staticmethod(lambda path: path.endswith(TRIED_FIRST) or together())
-
-    fastload.CachedDataset(folder, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
-
-    assert faulty.reads.total() == SIZE + 2 + 1  # two are tried twice, and the list of files is looked for
-
-
+@pytest.mark.parametrize("cache", ["ram", "lmdb"])
 def test_filling_a_cache_reads_the_files_of_many_tasks_at_the_same_time(
-    url: str, faulty: type[FaultyFileSystem]
+    cache: str, url: str, tmp_path: Path, faulty: type[FaultyFileSystem]
 ) -> None:
-    """No read ends before all have begun, apart from those that were tried first."""
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
+    """No read ends before all have begun, apart from those that are tried first; a task has 3 samples."""
     together = meet(SIZE - 3, alone=0)
     faulty.gate = staticmethod(lambda path: path.endswith(TRIED_FIRST) or together())
+    place = "ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}"
+    dataset = fastload.CachedDataset(fastload.ImageFolder(url), cache=place, num_workers=0)
+    if cache == "lmdb":
+        assert (
+            faulty.reads.total() == SIZE + 2 + 1
+        )  # two are tried twice, and the list of files is looked for
+    info = dataset.fill(num_workers=0, progress=False)
 
-    dataset.fill(num_workers=0, progress=False)
-
+    assert info.num_cached == SIZE
     assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_fill_reads_all(url: str, num_workers: int) -> None:
-    """A RAM cache holds every sample afterwards."""
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url))
+@pytest.mark.parametrize("cache", ["ram", "lmdb"])
+def test_workers_fill_a_cache_from_it(cache: str, url: str, tmp_path: Path) -> None:
+    """The samples are those of the folder."""
+    place = "ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}"
+    dataset = fastload.CachedDataset(fastload.ImageFolder(url), cache=place, num_workers=2)
 
-    info = dataset.fill(num_workers)
-
-    assert info.num_cached == SIZE
-    assert [int(dataset[index][0][0, 0, 0]) for index in range(SIZE)] == list(range(SIZE))
+    assert dataset.fill(2).num_cached == SIZE
+    assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -317,19 +278,8 @@ def test_a_file_that_is_gone_is_an_error_at_its_batch(
     assert values([next(iterator)]) == [[8, 9, 10, 11]]
 
 
-def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
-    """Reading such a sample raises the error, at its place."""
-    folder = fastload.ImageFolder(url)
-
-    folder.read_ahead([SIZE, "x", None, 0])  # type: ignore[list-item]
-
-    assert folder[0][1] == 0
-    with pytest.raises(IndexError, match="sample 24 is out of range"):
-        folder[SIZE]
-
-
-def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str) -> None:
-    """Batches are made through its `__getitem__`."""
+def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str, local: Path) -> None:
+    """Batches are made through its `__getitem__`; a folder on disk has no bulk reads at all."""
 
     class Half(fastload.ImageFolder):
         def __getitem__(self, index: int) -> Any:
@@ -339,6 +289,21 @@ def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str) -> None:
     loader: Any = torch.utils.data.DataLoader(Half(url), SIZE)
 
     assert values(loader) == [[number // 2 for number in range(SIZE)]]
+    on_disk = fastload.ImageFolder(local)
+    on_disk.read_ahead([0])
+    assert (on_disk.__getitems__, on_disk.reads_ahead, on_disk._ahead) == (None, False, None)
+
+
+def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
+    """Reading such a sample raises the error, at its place; a pickle begins anew."""
+    folder = fastload.ImageFolder(url)
+    folder.read_ahead([SIZE, "x", None, *range(SIZE)])  # type: ignore[list-item]
+    copy = pickle.loads(pickle.dumps(folder))
+
+    assert copy._ahead is None
+    assert copy[3][1] == folder[0][1] == 0
+    with pytest.raises(IndexError, match="sample 24 is out of range"):
+        folder[SIZE]
 
 
 @pytest.mark.parametrize("is_subset", [False, True])
@@ -352,28 +317,6 @@ def test_rng_sample_takes_it(local: Path, url: str, *, is_subset: bool) -> None:
         return values(fastload.DataLoader(dataset, 5, shuffle=True, generator=generator, rng="sample"))
 
     assert batches(url) == batches(local)
-
-
-def test_a_folder_on_disk_has_no_bulk_reads(local: Path) -> None:
-    """Torch's loader reads it as before, and `read_ahead` does nothing."""
-    folder = fastload.ImageFolder(local)
-
-    folder.read_ahead([0])
-
-    assert folder.__getitems__ is None
-    assert folder.reads_ahead is False
-    assert folder._ahead is None
-
-
-def test_it_pickles_while_files_are_being_read(url: str) -> None:
-    """The copy begins anew."""
-    folder = fastload.ImageFolder(url)
-    folder.read_ahead(range(SIZE))
-
-    copy = pickle.loads(pickle.dumps(folder))
-
-    assert copy._ahead is None
-    assert copy[3][1] == 0
 
 
 def test_a_forked_process_reads_by_itself(url: str, faulty: type[FaultyFileSystem]) -> None:
@@ -448,80 +391,53 @@ def test_without_versions_there_is_no_fingerprint(
 
 
 def test_a_saved_list_is_used(
-    url: str, faulty: type[FaultyFileSystem], caplog: pytest.LogCaptureFixture
+    url: str, faulty: type[FaultyFileSystem], pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file that was added later is not seen, the fingerprint is the same, and the log says so."""
+    fs = fsspec.filesystem("faulty")
+    fs.pipe_file(f"{url}/class0/99.xyz", png(99))
     saved = fastload.ImageFolder(url, listing="save")
-    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/99.png", png(99))
+    fs.pipe_file(f"{url}/class0/99.png", png(99))
+    fs.pipe_file(f"{url}/class0/00.png", png(0) + b"more")
     caplog.set_level(logging.INFO)
 
     used = fastload.ImageFolder(url)
 
+    assert fs.exists(f"{url}/{SAVED_NAME}")
     assert len(used) == len(saved) == SIZE
     assert used.fingerprint() == saved.fingerprint()
     assert "from the list that was saved there on" in caplog.text
-    assert len(fastload.ImageFolder(url, listing="ignore")) == SIZE + 1
-    assert len(fastload.ImageFolder(url, listing="save")) == SIZE + 1
-    assert len(fastload.ImageFolder(url)) == SIZE + 1
-
-
-def test_a_saved_list_serves_other_extensions(url: str) -> None:
-    """It has every file."""
-    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/99.xyz", png(99))
-    fastload.ImageFolder(url, listing="save")
-
+    with pytest.raises(fastload.ImageReadError, match="when the folder was listed"):  # its length is another
+        used[0]
     assert len(fastload.ImageFolder(url, extensions=[".xyz"], allow_empty=True)) == 1
-
-
-def test_a_list_that_is_too_old_is_seen_at_the_changed_file(
-    url: str, faulty: type[FaultyFileSystem], pauses: list[float]
-) -> None:
-    """The file has another length now."""
-    fastload.ImageFolder(url, listing="save")
-    fsspec.filesystem("faulty").pipe_file(f"{url}/class0/00.png", png(0) + b"more")
-
-    with pytest.raises(fastload.ImageReadError, match="when the folder was listed"):
-        fastload.ImageFolder(url)[0]
-
-
-def test_the_list_is_in_the_folder(url: str) -> None:
-    """One compressed file."""
-    fastload.ImageFolder(url, listing="save")
-
-    assert fsspec.filesystem("faulty").exists(f"{url}/{SAVED_NAME}")
+    for listing in ("ignore", "save", "use"):
+        assert len(fastload.ImageFolder(url, listing=listing)) == SIZE + 1
 
 
 # --- bad input -------------------------------------------------------------------------------------------
 
 
-def test_options_of_urls_are_errors_for_paths(local: Path) -> None:
-    """They would have no effect."""
-    with pytest.raises(ValueError, match="are for URLs, but root is the path"):
-        fastload.ImageFolder(local, listing="save")
-    with pytest.raises(ValueError, match="are for URLs, but root is the path"):
-        fastload.ImageFolder(local, storage_options={})
-
-
-def test_a_file_system_and_options_are_an_error(url: str) -> None:
-    """The file system has its options already."""
-    with pytest.raises(ValueError, match="either storage_options= or filesystem="):
-        fastload.ImageFolder(url, filesystem=fsspec.filesystem("memory"), storage_options={})
-
-
-def test_an_object_that_is_no_file_system_is_an_error(url: str) -> None:
-    """Such as the name of a protocol."""
-    with pytest.raises(TypeError, match="should be a file system of fsspec, but got 's3'"):
-        fastload.ImageFolder(url, filesystem="s3")
-
-
-def test_another_listing_is_an_error(url: str) -> None:
-    """The message has the values."""
-    with pytest.raises(ValueError, match='"use", "save" or "ignore", but got \'auto\''):
-        fastload.ImageFolder(url, listing="auto")  # type: ignore[arg-type]
-
-
-def test_a_folder_that_does_not_exist_is_an_error(faulty: type[FaultyFileSystem]) -> None:
-    """It is not an empty dataset."""
+@pytest.mark.parametrize(
+    ("is_url", "options", "kind", "said"),
+    [
+        (False, {"listing": "save"}, ValueError, "are for URLs, but root is the path"),
+        (False, {"storage_options": {}}, ValueError, "are for URLs, but root is the path"),
+        (
+            True,
+            {"filesystem": fsspec.filesystem("memory"), "storage_options": {}},
+            ValueError,
+            "either storage_options= or filesystem=",
+        ),
+        (True, {"filesystem": "s3"}, TypeError, "should be a file system of fsspec, but got 's3'"),
+        (True, {"listing": "auto"}, ValueError, '"use", "save" or "ignore", but got \'auto\''),
+    ],
+)
+def test_options_that_mean_nothing(
+    is_url: bool, options: dict[str, Any], kind: type[Exception], said: str, local: Path, url: str
+) -> None:
+    """The error says what is expected; a folder that does not exist is one, and not an empty dataset."""
+    with pytest.raises(kind, match=said):
+        fastload.ImageFolder(url if is_url else local, **options)
     with pytest.raises(FileNotFoundError, match="there is no folder at faulty://nowhere"):
         fastload.ImageFolder("faulty://nowhere")
 
