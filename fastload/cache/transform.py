@@ -191,6 +191,13 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
         TypeError: The sample has none of these forms, is a tuple whose mask would not be transformed, or is a
             dict without a target of the transform.
     """
+    if (
+        type(sample) is tuple
+        and len(sample) == 2
+        and type(sample[1]) is int
+        and isinstance(sample[0], _IMAGES)
+    ):
+        return transform(image=sample[0])["image"], sample[1]  # most samples: faster than the checks below
     if isinstance(sample, dict):
         targets = getattr(transform, "available_keys", None)
         if targets and sample.keys().isdisjoint(targets):

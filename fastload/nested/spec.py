@@ -69,6 +69,11 @@ class Spec:
             raise CacheCorruptError(f"a record's description cannot be read: {error}") from error
         return spec
 
+    @property
+    def builder(self) -> Callable[[list[Any]], Any]:
+        """`build`, or a type that does the same."""
+        return self._flat_type or self.build
+
     def build(self, values: Iterable[Any]) -> Any:
         """The sample with these values, one per leaf, in order.
 
