@@ -36,6 +36,7 @@ from fastload.errors import (
     short_repr,
 )
 from fastload.memory.ring import Ring
+from fastload.rng.pipelines import Search
 from fastload.system.budget import parse_ring_bytes
 from fastload.workers.core import AT_START
 from fastload.workers.job import Job
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from fastload.epochs.stats import Size
     from fastload.workers.messages import Answer
     from fastload.workers.settings import LoaderSettings
+
+
+_searched: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
 
 
 class WorkerIterator(HostIterator):
@@ -87,6 +91,9 @@ class WorkerIterator(HostIterator):
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
+        if loader.seed_pipelines and context.get_start_method() == "fork" and loader not in _searched:
+            _searched.add(loader)
+            Search(job.dataset, job.collate_fn)  # forked workers, which search too, inherit what it learns
         # Before anything is started: whatever interrupts the rest, processes and threads end.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
@@ -155,6 +162,8 @@ class WorkerIterator(HostIterator):
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
+            for worker in range(self._num_workers):
+                self._finish(worker)
             return None
         except Exception as error:  # noqa: BLE001  # the caller raises it
             if _is_finished_generator(self._sampler_iter):
@@ -171,6 +180,11 @@ class WorkerIterator(HostIterator):
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
         return None
+
+    def _finish(self, worker: int) -> None:
+        """The worker gets no more tasks in this epoch."""
+        if not self._persistent_workers:
+            self._pool.finish(worker)
 
     def _close_after(self, error: BaseException) -> None:
         """Close the iterator, because its bookkeeping did not complete."""
@@ -234,6 +248,7 @@ class WorkerIterator(HostIterator):
             self._epoch.fetched(task.index, worker, task.answer.dataset_state)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
+            self._finish(worker)
         else:
             return None
         return self._put_index()

@@ -190,8 +190,13 @@ class Channel:
     def is_hung_up(self) -> bool:
         """Whether the other end has closed; earlier messages may still be waiting here."""
         poller = select.poll()
-        poller.register(self._socket, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
+        poller.register(self._socket, 0)  # POLLHUP and POLLERR are always reported
         return bool(poller.poll(0))
+
+    def finish(self) -> None:
+        """Tell the other end that no message follows those that were sent; idempotent."""
+        with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Hang up; idempotent."""

@@ -82,11 +82,17 @@ class _WorkerHandle:
         # What a new worker in its place begins with: the state is that of the last answer.
         self.begin = Begin(None, None)
         self.loaded_at = 0  # answers to tasks with lower serial numbers come before that state
+        self.gets_no_more = False  # tasks; the worker ends on its own
 
     @property
     def has_answer(self) -> bool:
         """Whether the first task is answered."""
         return bool(self.sent) and self.sent[0].answer is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is expected of the worker any more, so that it may have ended."""
+        return self.gets_no_more and not self.waiting and all(task.answer is not None for task in self.sent)
 
 
 class Pool:
@@ -163,6 +169,17 @@ class Pool:
             self.expect_open()
             worker = self._workers[worker_id]
             worker.waiting.append(task)
+            self._feed(worker)
+
+    def finish(self, worker_id: int) -> None:
+        """Let a worker end when it has done its tasks: there are no more.
+
+        So it leaves while the caller computes: to end a process that has mapped gigabytes takes a tenth of a
+        second, for which `close` would wait.
+        """
+        with self.lock:
+            worker = self._workers[worker_id]
+            worker.gets_no_more = True
             self._feed(worker)
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
@@ -298,6 +315,8 @@ class Pool:
         if not worker.channel.is_flushed:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() notices and reports it
                 worker.channel.flush()
+        if worker.gets_no_more and not worker.waiting and worker.channel.is_flushed:
+            worker.channel.finish()
 
     def _send(self, worker: _WorkerHandle, message: Any, serial: int) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
@@ -316,8 +335,9 @@ class Pool:
                     events |= select.POLLOUT
                 if events:
                     poller.register(other.channel, events)
-                poller.register(other.process, select.POLLIN)
-                by_fd[other.process.fileno()] = other
+                if not other.is_done:
+                    poller.register(other.process, select.POLLIN)
+                    by_fd[other.process.fileno()] = other
         wait_s = _WATCH_INTERVAL_S
         if deadline is not None:
             wait_s = min(wait_s, deadline - time.monotonic())
@@ -338,7 +358,8 @@ class Pool:
             for worker in {self._workers[worker_id], *dead}:
                 while (received := worker.channel.receive()) is not None:
                     self._accept(worker, received)
-            if self._workers[worker_id].has_answer:
+            dead = [worker for worker in dead if not worker.is_done]
+            if self._workers[worker_id].has_answer or not dead:
                 return
             if len(dead) <= self._restarts_left:
                 for worker in dead:
@@ -389,6 +410,7 @@ class Pool:
         new = self._start(worker.id)
         self._note_work(Work(num_restarts=1))
         self._begin(new, worker.begin)
+        new.gets_no_more = worker.gets_no_more
         for task in [*worker.sent, *worker.waiting]:
             if task.answer is not None:
                 new.sent.append(task)

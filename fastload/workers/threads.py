@@ -111,6 +111,9 @@ class ThreadPool:
         worker.sent.append(task)
         worker.tasks.put(task)
 
+    def finish(self, worker_id: int) -> None:
+        """Do nothing: threads end at once."""
+
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:

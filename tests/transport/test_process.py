@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 from pathlib import Path
@@ -289,3 +289,24 @@ def test_a_forked_worker_keeps_no_end_of_a_pipe_but_its_own() -> None:
     found = list(fastload.DataLoader(datasets.Made(_num_sockets, 3), None, num_workers=3))
 
     assert found == [before + 1] * 3
+
+
+# --- the end of an epoch ---------------------------------------------------------------------------------
+
+
+def test_workers_end_with_their_last_batch() -> None:
+    """They do not wait for the caller to take it, who gets all batches nevertheless."""
+    loader = fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=2)
+    iterator: Any = iter(loader)
+    batches = [next(iterator), next(iterator)]
+
+    sentinels = {process.sentinel for process in iterator._workers}
+    ended: set[Any] = set()
+    while sentinels - ended:
+        found = multiprocessing.connection.wait(list(sentinels - ended), 60)
+        assert found, "a worker waits for tasks that never come"
+        ended |= set(found)
+    batches += iterator
+
+    expected = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2))
+    assert str(batches) == str(expected)
