@@ -145,7 +145,7 @@ def headline() -> str:
     memory = json.loads((RESULTS / "throughput.json").read_text())
     later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
     torch_rates, *others = (row["figures"] for row in later.values())
-    imported, cached = ([a / b for a, b in zip(some, torch_rates, strict=True)] for some in others)
+    imported, *_, cached = ([a / b for a, b in zip(some, torch_rates, strict=True)] for some in others)
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
     bare, ours = (best(in_memory, prefix) for prefix in ("torch, ", "fastload, import only"))
     moved = [a / b for a, b in zip(sorted(ours), sorted(bare), strict=True)]
