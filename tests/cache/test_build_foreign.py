@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import socket
 from pathlib import Path
@@ -14,7 +13,7 @@ from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheError
+from fastload.errors import CacheError
 from tests.cache.build_zoo import BrokenImages, building
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
@@ -75,17 +74,6 @@ def look(directory: Path) -> dict[str, Any]:
 # --- the lock --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["link to a file", "text", "directory"])
-def test_a_file_with_the_name_of_a_lock_is_nobody_s_business(kind: str, tmp_path: Path) -> None:
-    """DEST.lock, which another program may use, is not touched, and keeps nobody from a build."""
-    FOREIGN[kind](tmp_path / "cache.lock")
-    before = look(tmp_path)
-
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0).close()
-    inventory.remove(str(tmp_path / "cache"))
-    assert look(tmp_path) == before
-
-
 @pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "directory", "socket"])
 def test_what_cannot_be_a_lock_is_an_error(kind: str, tmp_path: Path) -> None:
     """The error names the destination, and nothing is written or removed."""
@@ -95,20 +83,6 @@ def test_what_cannot_be_a_lock_is_an_error(kind: str, tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="cannot write the cache"):
         build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
     assert look(tmp_path) == before
-
-
-def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
-    """The second builder gets CacheBusyError, and may build when the first one has finished."""
-    path = str(tmp_path / "cache")
-    with (
-        only_builder(path),
-        concurrent.futures.ThreadPoolExecutor(1) as threads,
-        pytest.raises(CacheBusyError, match="by another thread: wait until"),
-    ):
-        threads.submit(only_builder(path).__enter__).result()
-
-    with only_builder(path):
-        pass
 
 
 @pytest.mark.parametrize("content", ["", "1", "4194304"])

@@ -30,7 +30,6 @@ from tests.cache.zoo import (
     Images,
     MixedImages,
     OneAtATime,
-    RaggedImages,
     as_array,
 )
 from tests.kit.batches import assert_same_samples, stop_workers
@@ -100,29 +99,6 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
     assert sum(dataset.reads) == 202 + first
     assert ds.cache_info().num_cached == 200 - (refusals.stat().st_size - first)
     assert (first == 0) == (kind is Images)  # rows of one size need no lock
-
-
-def test_each_sample_is_decoded_once_for_lmdb(tmp_path: Any) -> None:
-    """An LMDB build reads each sample once and two of them twice, and epochs after it read none."""
-    dataset = Images(100)
-    ds = CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'cache'}", num_workers=0)
-    for _ in range(2):
-        list(DataLoader(ds, batch_size=8, shuffle=True))
-
-    assert sum(dataset.reads) == 102
-
-
-def test_small_budget_falls_through() -> None:
-    """Samples that do not fit are read from the dataset at every access, and are right."""
-    dataset = RaggedImages(40)
-    ds = CachedDataset(dataset, budget=28_000)
-    for _ in range(2):
-        for index in range(40):
-            assert_same_samples(ds[index], dataset.sample(index))
-
-    assert 0 < ds.cache_info().num_cached < 40
-    assert min(dataset.reads) == 1
-    assert max(dataset.reads) >= 2
 
 
 # --- private memory --------------------------------------------------------------------------------------

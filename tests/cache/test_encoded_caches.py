@@ -135,23 +135,6 @@ def test_torchs_loader(photos: Path, tmp_path: Path) -> None:
     del loader
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("none", None), ("ram-encoded", None), ("part of both", lambda sample: sample), ("lmdb", None)],
-    ids=str,
-)
-def test_whole_images(name: str, function: Any, photos: Path, tmp_path: Path) -> None:
-    """Without a pipeline of albumentations, samples hold the decoded images; they are writable."""
-    folder = ImageFolder(photos)
-    ds = opened(name, folder, function, tmp_path)
-    for _ in range(2):
-        for index in range(NUM_IMAGES):
-            found = ds[index]
-
-            assert_same_samples(found, folder[index])
-            found[0][:] = 0
-
-
 # --- datasets of users -----------------------------------------------------------------------------------
 
 

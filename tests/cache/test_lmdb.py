@@ -1,30 +1,40 @@
-"""LMDBCache: the contract for a file, for shards and for encoded images, and what opening refuses."""
+"""LMDBCache: the contract, what opening refuses, files that change while they are open, places of records."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import shutil
+import threading
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+import fastload
+from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.lmdb import description as lmdb_description
+from fastload.cache.lmdb.description import runs_of
+from fastload.cache.lmdb.format import VALUE_HEADER_BYTES, pack_key
+from fastload.cache.lmdb.indices import StoredIndices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.contract import CacheContract, SharedContract
+from tests.cache.forge import Forgery
 from tests.cache.zoo import Collatable, Images, RaggedImages, Triples
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -101,14 +111,6 @@ def test_foreign_lmdb_file(tmp_path: Path) -> None:
 
     with pytest.raises(CacheCorruptError, match="not a cache"):
         LMDBCache(tmp_path / "cache")
-
-
-def test_other_format_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of another format version raises, with both versions."""
-    monkeypatch.setattr(lmdb_description, "FORMAT_VERSION", 2)
-
-    with pytest.raises(CacheMismatchError, match="format 1, but this release reads 2"):
-        LMDBCache(path)
 
 
 # --- what it says of itself ------------------------------------------------------------------------------
@@ -248,3 +250,336 @@ def test_a_spawned_worker_knows_the_namedtuples_of_its_parent(tmp_path: Path) ->
 
     assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
     assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# --- files that are changed while they are open --------------------------------------------------------
+
+
+OLD_NS = 10**18  # long ago: no change in a test has this time
+
+
+class OtherImages(Images):
+    """Images of the same shapes that are all different."""
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return 255 - image, label
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A finished cache of 20 images."""
+    return built(tmp_path / "cache", Images(20))
+
+
+def built(path: Path, dataset: Images, **options: Any) -> Path:
+    build_lmdb(dataset, path, num_workers=0, **options).close()
+    for file in [path] if path.is_file() else path.iterdir():
+        os.utime(file, ns=(OLD_NS, OLD_NS))
+    return path
+
+
+def gather(cache: LMDBCache) -> Any:
+    return cache.gather(np.arange(20), np.empty)
+
+
+READS: dict[str, Callable[[LMDBCache], Any]] = {
+    "get": lambda cache: cache.get(3),
+    "gather": gather,
+    "verify": lambda cache: cache.verify(),
+}
+CHANGED = "was changed while it was open.* open the cache again"
+
+
+@pytest.mark.parametrize(("read", "was_read"), [("get", True), ("gather", False), ("verify", True)])
+def test_overwritten_in_place(read: str, was_read: bool, path: Path, tmp_path: Path) -> None:
+    """`cp OTHER PATH`: each way to read raises, says that the file was changed and names it."""
+    cache = LMDBCache(path)
+    if was_read:
+        READS[read](cache)
+    shutil.copyfile(built(tmp_path / "other", OtherImages(20)), path)
+
+    for _ in range(2):
+        with pytest.raises(CacheMismatchError, match=f"{path} {CHANGED}"):
+            READS[read](cache)
+
+
+@pytest.mark.parametrize("is_set_back", [False, True])
+def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
+    """A record that is changed in place is compared with its checksum again, also if the time is set back."""
+    cache = LMDBCache(path)
+    opened_ns = path.stat().st_ctime_ns
+    gather(cache)
+    content = path.read_bytes()
+    # LMDB may leave older copies of a value in pages that it has used again.
+    start = int(OpenFile(os.open(path, os.O_RDONLY), str(path))._table.starts[5])
+    at = content.index(Images(20).sample(5)[0].tobytes(), start)
+    with open(path, "r+b") as file:
+        file.seek(at + 100)
+        file.write(bytes([content[at + 100] ^ 1]))
+    while is_set_back:  # the time of that change itself may be some milliseconds coarse
+        os.utime(path, ns=(OLD_NS, OLD_NS))
+        is_set_back = path.stat().st_ctime_ns == opened_ns
+
+    with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
+        cache.get(5)
+    with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
+        gather(cache)
+    assert_same_samples(cache.get(4), Images(20).sample(4))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "read"), [(0, "get"), (8192, "gather"), (50_000, "verify"), (8192, "get")]
+)
+def test_cut_short_in_place(nbytes: int, read: str, path: Path) -> None:
+    """A file that is truncated raises, and does not end the process."""
+    cache = LMDBCache(path)
+    READS[read](cache)
+    os.truncate(path, nbytes)
+
+    with pytest.raises(CacheMismatchError, match=CHANGED):
+        READS[read](cache)
+
+
+def test_cut_short_in_the_middle_of_a_first_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record whose file is truncated while it is read for the first time raises and says so."""
+    cache = LMDBCache(path)
+    real = os.pread
+
+    def cut_and_read(fd: int, nbytes: int, at: int) -> bytes:
+        os.truncate(path, 8192)
+        return real(fd, nbytes, at)
+
+    monkeypatch.setattr(os, "pread", cut_and_read)
+    with pytest.raises(CacheMismatchError, match=CHANGED):
+        cache.get(3)
+
+
+@pytest.mark.parametrize("is_longer", [True, False])
+def test_another_file_in_place(is_longer: bool, path: Path) -> None:
+    """A file that something was appended to, and one of the same size with another description, raise."""
+    cache = LMDBCache(path)
+    forgery = Forgery(path.read_bytes())
+    forgery.fields["plan"]["build_id"] = forgery.fields["plan"]["build_id"][::-1]
+    with open(path, "ab" if is_longer else "r+b") as file:
+        file.write(b"more" if is_longer else forgery.sealed())
+
+    with pytest.raises(CacheMismatchError, match=CHANGED):
+        cache.get(3)
+
+
+def test_touched(path: Path) -> None:
+    """A file that is touched, or written anew with the same bytes, is read on."""
+    cache = LMDBCache(path)
+    gather(cache)
+    os.utime(path)
+    assert_same_samples(cache.get(3), Images(20).sample(3))
+    path.write_bytes(path.read_bytes())
+    for index in range(20):
+        assert_same_samples(cache.get(index), Images(20).sample(index))
+
+
+def test_moved_over(path: Path, tmp_path: Path) -> None:
+    """`mv OTHER PATH`, or `rm PATH`: what is open is read on; whoever opens it later reads the new file."""
+    cache = LMDBCache(path)
+    os.replace(built(tmp_path / "other", OtherImages(20)), path)
+
+    assert_same_samples(cache.get(3), Images(20).sample(3))
+    assert_same_samples(LMDBCache(path).get(3), OtherImages(20).sample(3))
+    path.unlink()
+    assert_same_samples(cache.get(4), Images(20).sample(4))
+    assert gather(cache)[0][5].numpy().tobytes() == Images(20).sample(5)[0].tobytes()
+
+
+def test_opened_again(path: Path, tmp_path: Path) -> None:
+    """A path that is opened again gives the new content, though the old one is still open."""
+    cache = LMDBCache(path)
+    shutil.copyfile(built(tmp_path / "other", OtherImages(20)), path)
+    again = LMDBCache(path)
+
+    assert_same_samples(again.get(3), OtherImages(20).sample(3))
+    assert_same_samples(LMDBCache(path).get(3), OtherImages(20).sample(3))
+    with pytest.raises(CacheMismatchError, match=CHANGED):
+        cache.get(3)
+    assert_same_samples(again.get(4), OtherImages(20).sample(4))
+
+
+def test_one_shard_of_several(tmp_path: Path) -> None:
+    """Only reads of the shard that was changed raise."""
+    path = built(tmp_path / "cache", Images(20), shards=2)
+    other = built(tmp_path / "other", OtherImages(20), shards=2)
+    cache = LMDBCache(path)
+    shutil.copyfile(other / "00001-of-00002.lmdb", path / "00001-of-00002.lmdb")
+
+    assert_same_samples(cache.get(9), Images(20).sample(9))
+    with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
+        cache.get(10)
+    with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
+        gather(cache)
+
+
+def test_threads_that_read_a_touched_file(path: Path) -> None:
+    """Threads that notice a touched file together read the right samples."""
+    cache = LMDBCache(path)
+    expected = [Images(20).sample(index) for index in range(20)]
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for index in list(range(20)) * 20:
+                assert_same_samples(cache.get(index), expected[index])
+        except BaseException as error:  # noqa: BLE001 - told in the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(50):
+        os.utime(path, ns=(OLD_NS, OLD_NS + number))
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_notice_too(method: str, path: Path, tmp_path: Path) -> None:
+    """A worker's batch from a file that was overwritten is an error in the parent."""
+    dataset = fastload.CachedDataset.from_cache(path)
+    loader = fastload.DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
+    assert len(list(loader)) == 5
+    shutil.copyfile(built(tmp_path / "other", OtherImages(20)), path)
+
+    with pytest.raises(CacheMismatchError, match=r"was changed while|was replaced"):
+        list(loader)
+
+
+def test_a_forked_worker_reads_what_its_parent_opened(path: Path, tmp_path: Path) -> None:
+    """A worker that is forked after `mv OTHER PATH` reads the file that its parent has open."""
+    dataset = fastload.CachedDataset.from_cache(path)
+    os.replace(built(tmp_path / "other", OtherImages(20)), path)
+    loader = fastload.DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork")
+
+    images = next(iter(loader))[0]
+    assert_same_samples(images[3].numpy(), Images(20).sample(3)[0])
+
+
+# --- where records lie ---------------------------------------------------------------------------------
+
+
+class Texts:
+    """bytes of given sizes; -1 for a sample that cannot be read."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> bytes:
+        if self.sizes[index] < 0:
+            raise OSError(f"no sample {index}")
+        return index.to_bytes(2, "little") * (self.sizes[index] // 2)
+
+
+def check_as_lmdb(path: Path, num_samples: int) -> None:
+    """Every record is what LMDB finds under its key."""
+    cache = LMDBCache(path)
+    with (
+        lmdb.open(str(path), subdir=False, readonly=True, lock=False) as environment,
+        environment.begin() as transaction,
+    ):
+        for index in range(num_samples):
+            value = transaction.get(pack_key(index))
+            assert (index in cache) == (value is not None)
+            if value is not None:
+                record = cache._file_of(index).record(index)
+                assert record is not None
+                assert bytes(record) == value[VALUE_HEADER_BYTES:]
+
+
+@given(
+    st.lists(
+        st.integers(-1, 200) | st.integers(1800, 2100) | st.integers(3900, 4200) | st.integers(0, 30_000),
+        max_size=60,
+    ),
+    st.integers(1, 30_000),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+def test_records_lie_where_lmdb_finds_them(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], commit_bytes: int
+) -> None:
+    """Values in leaf pages and in overflow pages of any length, after any number of commits."""
+    path = tmp_path_factory.mktemp("places") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+        build_lmdb(Texts(sizes), path, num_workers=0, on_error="skip").close()
+
+    check_as_lmdb(path, len(sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_samples", "size"), [(30_000, 20), (50, -1)])
+def test_trees_of_many_levels(num_samples: int, size: int, tmp_path: Path) -> None:
+    """Trees with branches over branches, and more leaves than are looked at together."""
+    build_lmdb(Texts([size] * num_samples), tmp_path / "cache", num_workers=0, on_error="skip").close()
+
+    check_as_lmdb(tmp_path / "cache", num_samples)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_stored_indices(data: st.DataObject) -> None:
+    """Positions and indices are those in the list of all indices that are stored."""
+    start = data.draw(st.integers(0, 10**12))
+    count = data.draw(st.integers(0, 30))
+    offsets = data.draw(st.sets(st.integers(0, count - 1))) if count else set()
+    missing = sorted(start + offset for offset in offsets)
+    runs: list[Any] = runs_of(missing)
+    if data.draw(st.booleans()):  # runs may touch each other
+        runs = [(first + at, 1) for first, length in runs for at in range(length)]
+    model = [index for index in range(start, start + count) if index not in missing]
+    stored = StoredIndices(range(start, start + count), runs)
+
+    assert (len(stored), list(stored), stored.is_complete) == (len(model), model, len(model) == count)
+    for index in range(start, start + count):
+        assert stored.position(index) == (model.index(index) if index in model else None)
+    first, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(model))] * 2)))
+    assert stored.between(first, stop).tolist() == model[first:stop]
+    if count:
+        wanted = data.draw(st.lists(st.integers(start, start + count - 1), max_size=5))
+        found = stored.positions(np.array(wanted, np.intp))
+        if set(wanted) <= set(model):
+            assert found is not None
+            assert found.tolist() == [model.index(index) for index in wanted]
+        else:
+            assert found is None
+
+
+def test_long_records_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of which the system gives only a part at once is read to its end."""
+    build_lmdb(Texts([9_000] * 3), tmp_path / "cache", num_workers=0).close()
+    cache = LMDBCache(tmp_path / "cache")
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 1000), at))
+
+    assert [cache.get(index) for index in range(3)] == [Texts([9_000] * 3)[index] for index in range(3)]
+
+
+def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
+    """An open file takes two; a file that is refused is closed at once, also while its error is held."""
+    build_lmdb(Texts([9] * 9), tmp_path / "cache", num_workers=0).close()
+    lmdb.open(str(tmp_path / "other"), subdir=False, lock=False).close()
+    before = len(os.listdir("/proc/self/fd"))
+    cache = LMDBCache(tmp_path / "cache")
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    cache.close()
+    with open(tmp_path / "cache", "r+b") as file:
+        file.write(b"\xff" * 5000)
+    errors = []
+    for name in ("cache", "other"):
+        with pytest.raises(OSError, match=name) as caught:
+            LMDBCache(tmp_path / name)
+        errors.append(caught.value)
+
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -311,6 +311,21 @@ def test_the_old_memory_is_freed_once_all_processes_have_followed(start: Callabl
     assert not child(holds, old)
 
 
+def test_a_generation_that_went_with_its_maker_is_told(start: Callable[..., Child], caplog: Any) -> None:
+    """If nobody else holds it, all go on with the old one."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    child = start(cache, dataset)
+    made = child(retain, [1, 2])
+    child.process.kill()
+    child.process.join()
+    with caplog.at_level(logging.INFO, "fastload"):
+        after = state(cache, dataset)
+
+    assert (made, after) == (2, (1, list(range(30))))
+    assert "the new one is gone" in caplog.text
+
+
 def holds(cache: SharedMemoryCache, dataset: Images, number: int) -> bool:
     """Run in a child: whether it holds memory with this inode."""
     return is_held(number)
@@ -484,32 +499,23 @@ def test_processes_that_store_at_once_stay_within_the_budget(
 # --- through datasets and loaders -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "indices",
-    [
-        [5, 3, 3, 4],
-        (3, 4, 5),
-        range(3, 6),
-        np.array([3, 4, 5], np.uint8),
-        torch.tensor([3, 4, 5]),
-        [np.int64(5), 4, 3],
-    ],
-)
-def test_indices_come_in_many_forms(indices: Any) -> None:
+def test_indices_come_in_many_forms() -> None:
     """Lists, tuples, ranges, arrays and tensors of ints, in any order; duplicates count once."""
-    dataset = Images(20)
-    ds = CachedDataset(dataset, budget=MB)
+    ds = CachedDataset(Images(20), budget=MB)
+    same = (3, 4, 5), range(3, 6), np.array([3, 4, 5], np.uint8), torch.tensor([3, 4, 5]), [np.int64(5), 4, 3]
+    for indices in ([5, 3, 3, 4], *same):
+        ds.retain(None)
+        ds.fill(num_workers=0)
+        ds.retain(indices)
+        ds.fill(num_workers=0)
+        assert cached(ds.cache) == [3, 4, 5]
+
+
+def test_what_is_no_list_of_indices_is_refused() -> None:
+    """A TypeError, or an IndexError that names the index, and nothing changes."""
+    ds = CachedDataset(Images(20), budget=MB)
     ds.fill(num_workers=0)
-    ds.retain(indices)
-    ds.fill(num_workers=0)
-
-    assert cached(ds.cache) == [3, 4, 5]
-    assert ds.cache_info().num_cached == 3
-
-
-@pytest.mark.parametrize(
-    "indices",
-    [
+    odd = (
         [0.5],
         np.zeros(3),
         torch.zeros(3),
@@ -520,26 +526,13 @@ def test_indices_come_in_many_forms(indices: Any) -> None:
         [[1], [2]],
         [[1], [2, 3]],
         [1 << 80],
-    ],
-)
-def test_what_is_no_list_of_ints_is_refused(indices: Any) -> None:
-    """A TypeError, and nothing changes."""
-    ds = CachedDataset(Images(20), budget=MB)
-    ds.fill(num_workers=0)
-
-    with pytest.raises(TypeError, match=r"retain\(\) needs a one-dimensional.*but got "):
-        ds.retain(indices)
-    assert ds.cache_info().num_cached == 20
-
-
-@pytest.mark.parametrize("index", [-1, 20, 1 << 62])
-def test_an_index_outside_is_refused(index: int) -> None:
-    """An IndexError names the index, and nothing changes."""
-    ds = CachedDataset(Images(20), budget=MB)
-    ds.fill(num_workers=0)
-
-    with pytest.raises(IndexError, match=f"index {index}, but the dataset has 20 samples"):
-        ds.retain([3, index])
+    )
+    for indices in odd:
+        with pytest.raises(TypeError, match=r"retain\(\) needs a one-dimensional.*but got "):
+            ds.retain(indices)
+    for index in (-1, 20, 1 << 62):
+        with pytest.raises(IndexError, match=f"index {index}, but the dataset has 20 samples"):
+            ds.retain([3, index])
     assert ds.cache_info().num_cached == 20
 
 

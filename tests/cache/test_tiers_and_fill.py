@@ -8,6 +8,8 @@ import logging
 import os
 import pickle
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import albumentations as A
@@ -16,9 +18,10 @@ import pytest
 import rich.console
 
 import fastload
-from fastload.cache import locks
+from fastload.cache import locks, progress
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.progress import BuildProgress
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.stack import Stack
 from fastload.errors import CacheMismatchError
@@ -71,20 +74,6 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -
     ds = CachedDataset(RaggedImages(100), budget=1 << 20)
 
     assert ds.fill(0, progress=False).num_cached == 100
-
-
-@pytest.mark.parametrize(
-    ("kind", "budget"),
-    [(Images, "10kB"), (RaggedImages, "50kB"), (MixedImages, "50kB"), (Everything, "200kB")],
-)
-def test_a_budget_in_words_is_kept(kind: type[Images], budget: str) -> None:
-    """Headers, tables and partly used pages count, too."""
-    ds = CachedDataset(kind(480), budget=budget)
-    info = ds.fill(0, progress=False)
-
-    assert info.budget_bytes is not None
-    assert info.nbytes <= info.budget_bytes
-    assert info.num_cached > 0 or budget != "200kB"
 
 
 @pytest.mark.parametrize(
@@ -310,3 +299,47 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
         CachedDataset(KnownImages(40, version="2"), cache=f"lmdb:{path}")
     with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there"):
         CachedDataset(KnownImages(40), cache=f"lmdb:{path}", prepare=A.Resize(8, 8))
+
+
+# --- the bar -------------------------------------------------------------------------------------------
+
+
+LONG_TITLE = "building /home/someone/projects/photographs-of-animals/caches/2026/train-256.lmdb"
+Draw = Callable[..., str]
+
+
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Draws one bar on a terminal of some columns, and gives its last line."""
+    real = rich.console.Console
+    seconds = itertools.count(0, 10)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # or standard error, which is no terminal, is asked
+
+    def draw_bar(columns: int, title: str, total: int, done: int, nbytes: int = 0) -> str:
+        file = io.StringIO()
+        console = real(file=file, width=columns, force_terminal=True, color_system=None, legacy_windows=False)
+        monkeypatch.setattr(rich.console, "Console", lambda **_: console)
+        with BuildProgress(title, total, shown=True) as progress:
+            progress.advance(nbytes, done)
+        lines = file.getvalue().replace("\r", "\n").splitlines()
+        return [line.split("\x1b[2K")[-1].rstrip() for line in lines if f"/{total:,} " in line][-1]
+
+    return draw_bar
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_counter_the_rate_and_the_time_are_whole(columns: int, draw: Draw) -> None:
+    """A long path takes no place from the counter, the rate and the time left."""
+    line = draw(columns, LONG_TITLE, 1_281_167, 640_000, nbytes=10 << 30)
+
+    assert len(line) <= columns
+    assert " 640,000/1,281,167 " in line
+    assert " samples/s, 10.7 GB" in line
+    assert ":" in line.split()[-1]
+    assert line.startswith("building ")
+
+
+def test_a_path_is_no_markup(draw: Draw) -> None:
+    """Brackets in a path are drawn as they are."""
+    assert draw(100, "building /data/[bold]/x.lmdb", 10, 5).startswith("building /data/[bold]/x.lmdb ")

@@ -51,9 +51,11 @@ def test_it_has_the_classes_and_the_images(url: str, num_workers: int) -> None:
 def test_it_has_no_fingerprint(url: str) -> None:
     """A web server's page states neither lengths nor versions, so a cache is private without a key."""
     folder = fastload.ImageFolder(url)
+    shared = fastload.CachedDataset(folder, key=f"photos of {url}")
 
     assert folder.fingerprint() is None
     assert "neither a fingerprint() nor a key" in fastload.CachedDataset(folder).cache.explain()
+    assert "every process that opens it shares it" in shared.cache.explain()
 
 
 def test_a_page_that_is_not_there_is_an_error(url: str) -> None:

@@ -360,36 +360,6 @@ def test_the_fingerprint_changes_with_any_file(url: str) -> None:
     assert len({str(parts) for parts in found}) == 4
 
 
-def test_without_versions_there_is_no_fingerprint(
-    url: str,
-    faulty: type[FaultyFileSystem],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The cache is private, and the log says to pass a key."""
-    original = faulty.find
-
-    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return {
-            path: {"name": path, "size": None, "type": "file"}
-            for path in original(self, *args, **{**kwargs, "detail": False})
-        }
-
-    monkeypatch.setattr(faulty, "find", find)
-    folder = fastload.ImageFolder(url)
-    caplog.set_level(logging.INFO)
-
-    dataset = fastload.CachedDataset(folder)
-    shared = fastload.CachedDataset(folder, key="photos of today")
-
-    assert folder.fingerprint() is None
-    assert "neither a fingerprint() nor a key" in dataset.cache.explain()
-    assert "neither a fingerprint() nor a key: add" in caplog.text
-    assert "or pass key=" in caplog.text
-    assert "every process that opens it shares it" in shared.cache.explain()
-    assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
-
-
 def test_a_saved_list_is_used(
     url: str, faulty: type[FaultyFileSystem], pauses: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:

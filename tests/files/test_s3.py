@@ -125,20 +125,6 @@ def test_a_cache_in_ram_is_shared_by_the_objects_versions(endpoint: str) -> None
     assert other.cache_info().num_cached == SIZE
 
 
-def test_the_list_is_saved_in_the_bucket(endpoint: str) -> None:
-    """The second ImageFolder sends no request for a listing."""
-    options = {"endpoint_url": endpoint}
-    fs = fsspec.filesystem("s3", **options, skip_instance_cache=True)
-    fs.pipe({f"photos/saved/{name}/1.png": png(1) for name in ("a", "b")})
-    first = fastload.ImageFolder("s3://photos/saved", storage_options=options, listing="save")
-    fs.pipe_file("photos/saved/c/1.png", png(1))
-
-    second = fastload.ImageFolder("s3://photos/saved", storage_options=options)
-
-    assert second.classes == first.classes == ["a", "b"]
-    assert second.fingerprint() == first.fingerprint()
-
-
 def test_an_object_that_is_gone_is_an_error_with_its_url(endpoint: str) -> None:
     """It was deleted after the listing."""
     fs = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
