@@ -72,6 +72,13 @@ class TestBusy:
 
         assert CpuTimes.now().busy_s == pytest.approx(2.0)
 
+        def fail(percpu: bool) -> None:
+            raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
+
+        monkeypatch.setattr(cpu_times.psutil, "cpu_times", fail)  # without /proc, the share is unknown
+        reading = CpuTimes.now()
+        assert (reading.busy_s, others_share(reading, reading)) == (None, None)
+
     def test_children_are_ours_while_they_live(self) -> None:
         """Workers of a loader may live on after the last reading."""
         burn = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); sys.stdin.read()"
@@ -85,15 +92,3 @@ class TestBusy:
 
         assert during.own_s - before.own_s >= 0.15
         assert CpuTimes.now().own_s >= during.own_s
-
-    def test_without_proc_the_share_is_unknown(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It is no error."""
-
-        def fail(percpu: bool) -> None:
-            raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
-
-        monkeypatch.setattr(cpu_times.psutil, "cpu_times", fail)
-        reading = CpuTimes.now()
-
-        assert reading.busy_s is None
-        assert others_share(reading, reading) is None

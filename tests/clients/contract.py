@@ -39,12 +39,7 @@ class Client:
     def run(self, folder: Path, way: str, **options: Any) -> Run:
         """Run the script to its end."""
         return run(
-            self.script,
-            folder,
-            way,
-            replacements=self.replacements,
-            environment=self.environment,
-            **options,
+            self.script, folder, way, replacements=self.replacements, environment=self.environment, **options
         )
 
 

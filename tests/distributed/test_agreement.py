@@ -241,21 +241,22 @@ def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
     assert isinstance(loader.sampler, SetsUpLate)
 
 
-def test_without_a_process_group_nothing_is_asked() -> None:
-    """A loader that is read before the group exists is compared when it does."""
-    loader = make(40, 0)
-    iter(loader)
-
-    assert loader in agreement._ledger.keys
-
-
-def test_each_loader_is_compared_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later epochs ask the store nothing."""
+def test_a_loader_is_compared_once_when_there_is_a_group(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is read before the group exists is compared when it does; later epochs ask nothing."""
     ranks.become(0)
     loader = make(40, 0)
-    iter(loader)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: pytest.fail("asked again"))
-    iter(loader)
+    asked: list[int] = []
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: asked.append(1) or store)
+    numbers = []
+    for is_initialized in (False, True, True):
+        monkeypatch.setattr(dist, "is_initialized", lambda is_initialized=is_initialized: is_initialized)
+        iter(loader)
+        numbers.append(len(asked))
+
+    assert numbers[0] == 0 < numbers[1] == numbers[2]
 
 
 def test_a_forked_process_leaves_the_connection_of_its_rank_alone(ranks: Ranks) -> None:

@@ -192,7 +192,7 @@ EVERY = pytest.param(1, marks=pytest.mark.thorough)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("step", [7, EVERY])
+@pytest.mark.parametrize("step", [11, EVERY])
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
@@ -274,7 +274,7 @@ def test_an_exception_while_a_message_is_received_or_closed_leaves_no_descriptor
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # sockets that Python closes on the way out
-@pytest.mark.parametrize("step", [7, EVERY])
+@pytest.mark.parametrize("step", [11, EVERY])
 @pytest.mark.parametrize("kind", ["one process", "threads", "pinned"])
 def test_an_exception_from_a_signal_handler_in_iter_leaves_nothing_behind(
     kind: str, step: int, pretend_accelerator: Any

@@ -75,7 +75,7 @@ def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] 
 
 
 DEATHS = {
-    "exits": "exited with code 3",
+    "exits": "exited with code 3 (user code called sys.exit()",
     "exits at once": "exited with code 4",
     "raises a BaseException": "exited with code 1",
     "SIGKILL": "was killed by SIGKILL",
@@ -139,7 +139,7 @@ def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -
 
     assert isinstance(error, fastload.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
-    task = "It was working on batch 4"
+    task = "It was working on batch 4, index [16, 17"
     if stage == "replied":
         assert firsts in (ALL[:3], ALL[:5], ALL[:6])
         task = "It had no unfinished batch" if firsts == ALL[:3] else "It was working on batch 6"

@@ -201,9 +201,7 @@ ROWS = {
         "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable")
     ),
     "one process for this user": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ,
-        [],
-        ("BlockingIOError", "temporarily unavailable"),
+        "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], ("BlockingIOError", "temporarily unavailable")
     ),
     "no processes for the fork server": Row(
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"

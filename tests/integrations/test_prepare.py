@@ -9,7 +9,6 @@ import copy
 import importlib
 import pickle
 import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -95,12 +94,22 @@ def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, rank: int, num_
 
 
 def test_accelerate_keeps_all_arguments(hf: Any) -> None:
-    """Those of torch's loader and those that only fastload has, and no warning."""
-    loader = DataLoader(IMAGES, 4, **OWN, **TORCH)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        prepared = hf.prepare(Accelerator(), loader)
+    """Those of torch's loader and those that only fastload has; `device="auto"` is the accelerator's.
+
+    `num_workers="auto"` goes on choosing, and does not measure a second time. `use_stateful_dataloader` is
+    fulfilled by fastload's state, without torchdata's loader.
+    """
+    loader = DataLoader(IMAGES, 4, **OWN | {"device": "auto"}, **TORCH)
+    loader._auto_workers = auto = type("Auto", (), {})()
+    accelerator = Accelerator()
+    accelerator.dataloader_config.use_stateful_dataloader = True
+    prepared = hf.prepare(accelerator, loader)
     kept = prepared.base_dataloader
+
+    assert kept._auto_workers is auto
+    assert prepared.use_stateful_dataloader
+    assert accelerator.dataloader_config.use_stateful_dataloader
+    assert prepared.state_dict()["_num_yielded"] == 0
 
     assert type(kept) is DataLoader
     assert {name: getattr(kept, name) for name in OWN} == {**OWN, "device": torch.device("cpu")}
@@ -108,14 +117,6 @@ def test_accelerate_keeps_all_arguments(hf: Any) -> None:
         assert getattr(kept, name) == getattr(loader, name)
     assert isinstance(prepared, fastload.DataLoader)
     assert kept.batch_sampler.batch_sampler is loader.batch_sampler
-
-
-def test_a_measured_number_of_workers_is_kept(hf: Any) -> None:
-    """`num_workers="auto"` goes on choosing, and does not measure a second time."""
-    loader = DataLoader(IMAGES, 4)
-    loader._auto_workers = auto = type("Auto", (), {})()
-
-    assert hf.prepare(Accelerator(), loader).base_dataloader._auto_workers is auto
 
 
 @pytest.mark.parametrize(
@@ -193,13 +194,6 @@ def test_two_devices_are_refused(hf: Any, device: Any) -> None:
     assert hf.prepare(Accelerator(device_placement=False), loader).base_dataloader.device == "cuda:1"
 
 
-def test_the_accelerator_s_device_is_taken(hf: Any) -> None:
-    """Also where "auto" would choose another one."""
-    prepared = hf.prepare(Accelerator(), DataLoader(IMAGES, 4, device="auto"))
-
-    assert prepared.base_dataloader.device == torch.device("cpu")
-
-
 def test_loaders_that_cannot_be_prepared(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own, one with a state that the rank's samplers do not fit, and any loader for a TPU."""
     loader = DataLoader(IMAGES, 4)
@@ -211,17 +205,6 @@ def test_loaders_that_cannot_be_prepared(hf: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Accelerator, "distributed_type", accelerate_like.DistributedType.XLA)
     with pytest.raises(NotImplementedError, match="TPU"):
         hf.prepare(Accelerator(), DataLoader(IMAGES, 4))
-
-
-def test_accelerate_may_ask_for_a_state(hf: Any) -> None:
-    """`use_stateful_dataloader` is fulfilled by fastload's state, without torchdata's loader."""
-    accelerator = Accelerator()
-    accelerator.dataloader_config.use_stateful_dataloader = True
-    prepared = hf.prepare(accelerator, DataLoader(IMAGES, 4))
-
-    assert prepared.use_stateful_dataloader
-    assert accelerator.dataloader_config.use_stateful_dataloader
-    assert prepared.state_dict()["_num_yielded"] == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

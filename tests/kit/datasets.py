@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import signal
-import sys
 from typing import Any
 
 import numpy as np
@@ -166,12 +165,6 @@ def promoted(index: int) -> Any:
 def killed(index: int) -> Any:
     if index == 13:
         os.kill(os.getpid(), signal.SIGKILL)
-    return image(index)
-
-
-def left(index: int) -> Any:
-    if index == 13:
-        sys.exit(3)
     return image(index)
 
 

@@ -176,9 +176,8 @@ def test_worker_processes(interpreter: Interpreter, tmp_path: Path, method: str)
     assert "default_collate" in [stage["name"] for stage in loader["stages"]]
 
 
-@pytest.mark.parametrize("leaving", ["raise ValueError('child')", "pass"])
-def test_a_forked_child_prints_no_report(interpreter: Interpreter, tmp_path: Path, leaving: str) -> None:
-    """Whichever way the child leaves; the batches that it loads are not counted."""
+def test_a_forked_child_prints_no_report(interpreter: Interpreter, tmp_path: Path) -> None:
+    """Not even after an error; the batches that it loads are not counted."""
     text = (
         f"{DATASET}"
         "train_loader = DataLoader(Numbers(), batch_size=4)\n"
@@ -186,7 +185,7 @@ def test_a_forked_child_prints_no_report(interpreter: Interpreter, tmp_path: Pat
         "for batch in train_loader:\n"
         "    pass\n"
         "if pid == 0:\n"
-        f"    {leaving}\n"
+        "    raise ValueError('child')\n"
         "else:\n"
         "    os.waitpid(pid, 0)\n"
     )

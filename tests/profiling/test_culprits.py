@@ -165,11 +165,7 @@ def test_one_slow_worker_is_named(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [
-        ("torch", "fork"),
-        ("fastload", "fork"),
-        pytest.param("fastload", "spawn", marks=pytest.mark.thorough),
-    ],
+    [("torch", "fork"), ("fastload", "fork"), pytest.param("fastload", "spawn", marks=pytest.mark.thorough)],
 )
 def test_a_lock_that_workers_share_is_named(kind: str, method: str) -> None:
     """Each waits for the others; more workers are not suggested."""

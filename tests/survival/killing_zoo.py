@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import os
 import signal
-import sys
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_collate
 
 FATAL = 13  # the index whose sample kills; with batches of 4 it is the second row of batch 3
 
@@ -32,21 +30,6 @@ def plain(index: int) -> Any:
 
 def fatal_to_write(index: int) -> Any:
     return Pair(plain(index), index)
-
-
-def collate_and_die(samples: list[Any]) -> Any:
-    batch = default_collate(
-        [(plain, int(plain[0, 0, 0])) for plain in samples]
-    )  # the rows are written into the slot
-    if FATAL in batch[1].tolist():
-        os.kill(os.getpid(), signal.SIGKILL)
-    return batch
-
-
-def left(index: int) -> Any:
-    if index == FATAL:
-        sys.exit(3)
-    return plain(index), index
 
 
 def hangs(index: int) -> Any:
