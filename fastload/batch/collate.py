@@ -5,10 +5,10 @@ its row of the batch. Rules:
 
 1. The result equals that of torch.utils.data.default_collate for the same samples in the same kind of
    process: values, types, dtypes, strides, and errors.
-2. Where copies run on one thread, as in workers, arrays and tensors of at least ROW_TENSOR_BYTES are written
-   to rows. Where torch copies with several threads, arrays below THREADS_PAY_BYTES are written to rows. Every
-   other leaf is kept until the end and stacked by torch in one call; a sample without a leaf for rows is kept
-   whole.
+2. Where copies run on one thread, as in workers, arrays of at least ROW_ARRAY_BYTES and tensors of at least
+   ROW_TENSOR_BYTES are written to rows. Where torch copies with several threads, arrays from ROW_ARRAY_BYTES
+   to THREADS_PAY_BYTES are written to rows. Every other leaf is kept until the end and stacked in one call; a
+   sample without a leaf for rows is kept whole.
 3. A sample is released as soon as it is written, so that its memory is warm for the next sample.
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
 5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
@@ -31,7 +31,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
-from fastload.batch.stacking import rows_for
+from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
 from fastload.images.layout import image_layout
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from fastload.images.layout import Layout
     from fastload.memory.lease import Arena
 
-# benchmarks/NOTES.md has the measurements behind the next three sizes ("Collating").
+# benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
 # With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
 # the end with torch.stack. Writing the row of a smaller tensor takes up to ten times as long.
 ROW_TENSOR_BYTES = 32 * 1024
+# As above for arrays, which NumPy stacks.
+ROW_ARRAY_BYTES = 16 * 1024
 # Several threads stack leaves of at least this size at the end faster than one thread writes rows.
 THREADS_PAY_BYTES = 128 * 1024
 # A batch of at least this size is stacked in reused memory: malloc may map fresh pages for it, and the first
@@ -70,15 +72,18 @@ class _Batch:
         self.is_lent = False
         self._channels_last = channels_last
         self._stack = functools.partial(_stack, arena)
+        self._stack_arrays = functools.partial(_stack_arrays, arena)
 
     def collate(self, values: Any) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
         if self.is_lent:
             values = private_copy(values)
         rules = torch_collate.default_collate_fn_map
-        if self.in_worker or rules.get(torch.Tensor) is not torch_collate.collate_tensor_fn:
+        is_torchs = rules.get(torch.Tensor) is torch_collate.collate_tensor_fn
+        if self.in_worker or not is_torchs or rules.get(np.ndarray) is not ARRAY_RULE:
             return default_collate(values)  # in a worker, torch's own table contains a rule of fastload's
-        return torch_collate.collate(values, collate_fn_map={**rules, torch.Tensor: self._stack})
+        own: dict[Any, Any] = {torch.Tensor: self._stack, np.ndarray: self._stack_arrays}
+        return torch_collate.collate(values, collate_fn_map={**rules, **own})
 
     def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> Layout | None:
         """The layout of a leaf of a sample whose batch gets channels-last strides; None for other leaves."""
@@ -96,6 +101,12 @@ def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
         with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+
+
+def _stack_arrays(arena: Arena, arrays: Any, *, collate_fn_map: Any) -> Any:
+    """Torch's rule for arrays, except that small arrays that are alike are stacked by NumPy."""
+    stacked = stacked_arrays(arena, arrays)
+    return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
 def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:
@@ -371,6 +382,8 @@ def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool =
 def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
     if not 0 < array.nbytes < (THREADS_PAY_BYTES if batch.has_threads else sys.maxsize):
         return False
+    if array.nbytes < ROW_ARRAY_BYTES and batch.layout(array) is None:
+        return False
     if array.dtype.hasobject or array.dtype.names is not None:
         return False
     if not array.flags.c_contiguous:
@@ -378,16 +391,7 @@ def _is_row_array(array: np.ndarray[Any, Any], batch: _Batch) -> bool:
             return False
         if not (batch.in_worker or batch.layout(array)):
             return False
-    return _torch_takes(array.dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _torch_takes(dtype: np.dtype[Any]) -> bool:
-    try:
-        torch.from_numpy(np.empty(0, dtype))
-    except (TypeError, ValueError):
-        return False  # torch does not support this dtype or byte order; its own error will say so
-    return True
+    return torch_takes(array.dtype)
 
 
 def _is_row_tensor(tensor: torch.Tensor, batch: _Batch) -> bool:

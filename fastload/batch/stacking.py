@@ -8,8 +8,10 @@ still in use.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from fastload.memory.lease import Arena
 
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
+ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
 # torch documents that users may change its map in place; default_collate then follows the user's rules.
 _known_rules = tuple(torch_collate.default_collate_fn_map.items())
 
@@ -37,18 +40,18 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
     )
 
 
-def install_slot_rule() -> None:
-    """Let default_collate stack tensors into a slot within a `WritingInto` block.
+def install_slot_rules() -> None:
+    """Let default_collate stack tensors and arrays into a slot within a `WritingInto` block.
 
     Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
     """
     global _known_rules
     rules = torch_collate.default_collate_fn_map
-    if rules[torch.Tensor] is _TENSOR_RULE:
-        rules[torch.Tensor] = _slot_rule
-        _known_rules = tuple(
-            (kind, _slot_rule if kind is torch.Tensor else rule) for kind, rule in _known_rules
-        )
+    ours = {torch.Tensor: (_TENSOR_RULE, _slot_rule), np.ndarray: (ARRAY_RULE, _array_slot_rule)}
+    for kind, (theirs, our_rule) in ours.items():
+        if rules[kind] is theirs:
+            rules[kind] = our_rule
+            _known_rules = tuple((known, our_rule if known is kind else rule) for known, rule in _known_rules)
 
 
 def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
@@ -70,3 +73,40 @@ def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         with contextlib.suppress(Exception):  # torch's own rule below raises the error
             return torch.stack(tuple(batch), 0, out=rows)
     return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+
+
+def stacked_arrays(arena: Arena, arrays: Any) -> torch.Tensor | None:
+    """Small arrays, `(len(arrays), *shape)`, in memory of ``arena``; None if torch's rule has to stack them.
+
+    NumPy copies all of them in one call, in a third of the time of a loop over rows or of torch's rule.
+    """
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    if not shape or not arrays[0].nbytes or not torch_takes(dtype):
+        return None
+    for array in arrays:
+        if type(array) is not np.ndarray or array.shape != shape or not array.flags.c_contiguous:
+            return None
+        if array.dtype is not dtype and array.dtype != dtype:
+            return None
+    rows = arena.array((len(arrays) * shape[0], *shape[1:]), dtype)
+    np.concatenate(arrays, out=rows)
+    return torch.from_numpy(rows).view(len(arrays), *shape)
+
+
+def _array_slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    """Torch's rule for arrays in a worker, with the slot instead of new shared memory."""
+    arena = current_arena()
+    stacked = None if arena is None else stacked_arrays(arena, batch)
+    if stacked is None:
+        return ARRAY_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
+    return stacked
+
+
+@functools.lru_cache(maxsize=64)
+def torch_takes(dtype: np.dtype[Any]) -> bool:
+    """Whether torch has tensors of this dtype and byte order; otherwise its own error says so."""
+    try:
+        torch.from_numpy(np.empty(0, dtype))
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -23,7 +23,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.fetch import Fetcher
 from fastload.batch.iterable_state import IterableState
-from fastload.batch.stacking import install_slot_rule
+from fastload.batch.stacking import install_slot_rules
 from fastload.cache.counts import counts
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
@@ -134,7 +134,7 @@ class WorkerCore:
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
         )
-        install_slot_rule()
+        install_slot_rules()
 
     def begin_epoch(self, epoch: int | None, dataset_state: IterableState | None) -> None:
         """Begin an epoch: iterable datasets start over, or resume from the state.

@@ -79,10 +79,10 @@ def tagged(index: int) -> Any:
 
 
 class OneBuffer(Dataset):
-    """Gives the same array each time, with other values."""
+    """Gives the same large array each time, with other values."""
 
     def __init__(self) -> None:
-        self.buffer = np.zeros((4, 4, 3), np.uint8)
+        self.buffer = np.zeros((80, 80, 3), np.uint8)
 
     def __len__(self) -> int:
         return 8

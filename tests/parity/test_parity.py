@@ -289,7 +289,7 @@ def test_errors_from_workers_say_where_in_a_note() -> None:
     assert error.__notes__ == ["fastload: batch 1, worker 1, dataset index 5"]
 
 
-def test_one_buffer_for_all_samples_gives_the_rows_that_were_meant() -> None:
+def test_one_large_buffer_for_all_samples_gives_the_rows_that_were_meant() -> None:
     """A documented difference: torch gives the last sample N times."""
     for num_workers in (0, 1):
         (batch,) = fastload.DataLoader(datasets.OneBuffer(), batch_size=8, num_workers=num_workers)
