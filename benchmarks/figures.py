@@ -52,6 +52,9 @@ SHOWN = {
         "the accuracy of a training. Its header says what is counted."
     ),
     "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
+    "worker_memory": (
+        "Own memory is the USS of a forked worker, pages that no other process maps; times are CPU time."
+    ),
     "lmdb": "LMDB through the page cache, every record read once before.",
     "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
     "workers_free_threaded": (
@@ -422,6 +425,21 @@ def latencies() -> str:
     )
 
 
+def metadata() -> str:
+    """The memory of workers that read a list, and that read a SharedList; and what an access costs."""
+    results = json.loads((RESULTS / "worker_memory.json").read_text())
+    memory, access = results["questions"]
+    own = {label: digits(row["median"]) for label, row in memory["rows"].items()}
+    costs_us = {label: digits(row["median"]) for label, row in access["rows"].items()}
+    return (
+        f"With {memory['title'].split(', ', 1)[1]}, each worker had {own['torch, list']} MB of its own with "
+        f"torch's loader and {own['fastload, list']} MB with fastload's. With a `SharedList`, it had "
+        f"{own['torch, SharedList']} MB and {own['fastload, SharedList']} MB. Reading one of the dicts took "
+        f"{costs_us['SharedList']} us instead of {costs_us['list']} us "
+        "([details](../../benchmarks/README.md#worker_memory))."
+    )
+
+
 def blocks() -> dict[Path, dict[str, str]]:
     """The parts of the documents that lie between comments with their names: page -> name -> text."""
     return {
@@ -432,6 +450,7 @@ def blocks() -> dict[Path, dict[str, str]]:
             "sizing": will_it_fit(),
         },
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
+        ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "howto" / "sizing.md": {
             "best": best_designs(),
             "largest": largest_sets(),

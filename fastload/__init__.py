@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fastload.images.folder import ImageFolder as ImageFolder
     from fastload.integrations.install import install as install, uninstall as uninstall
     from fastload.loader import DataLoader as DataLoader
+    from fastload.memory.shared_list import SharedList as SharedList
     from fastload.profiling.report import (
         LoaderReport as LoaderReport,
         ProfileReport as ProfileReport,
@@ -104,6 +105,7 @@ _NAMES = {
     "images.folder": ("ImageFolder",),
     "integrations.install": ("install", "uninstall"),
     "loader": ("DataLoader",),
+    "memory.shared_list": ("SharedList",),
     "profiling.report": ("LoaderReport", "ProfileReport"),
     "profiling.session": ("Profile", "profile"),
     "rng.sample_rng": ("sample_generator",),

@@ -28,6 +28,7 @@ import torch
 from fastload.cache.fingerprint import prepare_parts, qualified_name
 from fastload.cache.record import FORMAT_VERSION, encode
 from fastload.cache.sample_cache import BaseCache
+from fastload.memory.shared_list import SharedList
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,6 +134,8 @@ class _Pickler(pickle.Pickler):
         """How an object is pickled; of one that cannot be, such as an open file, its class and attributes."""
         if type(value) in copyreg.dispatch_table:
             return NotImplemented
+        if isinstance(value, SharedList):  # its own pickle says where the items are, not what they are
+            return list, (), None, iter(value)
         try:
             return value.__reduce_ex__(5)
         except Exception:  # noqa: BLE001  # as above

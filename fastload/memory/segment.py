@@ -92,7 +92,7 @@ class Segment:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise SegmentError(
-                f"cannot create a shared segment of {nbytes:,} bytes: {_refusal(error)}"
+                f"cannot create a shared segment of {nbytes:,} bytes: {refusal(error)}"
             ) from error
         try:
             os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor may open a memfd
@@ -102,7 +102,7 @@ class Segment:
         except OSError as error:
             os.close(fd)
             raise SegmentError(
-                f"cannot size a shared segment to {nbytes:,} bytes: {_refusal(error)}"
+                f"cannot size a shared segment to {nbytes:,} bytes: {refusal(error)}"
             ) from error
         return cls(fd, nbytes)
 
@@ -137,7 +137,7 @@ class Segment:
             return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
             raise SegmentError(
-                f"cannot map a shared segment of {self.nbytes:,} bytes: {_refusal(error)}"
+                f"cannot map a shared segment of {self.nbytes:,} bytes: {refusal(error)}"
             ) from error
 
     def write(self, data: bytes | memoryview, offset: int = 0) -> None:
@@ -177,7 +177,7 @@ class Segment:
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
 
 
-def _refusal(error: OSError) -> str:
+def refusal(error: OSError) -> str:
     """The system's message, and the limit of this process that may have caused it, if that limit is set."""
     name = _LIMITS.get(error.errno or 0)
     if name is None:

@@ -23,6 +23,7 @@ from fastload.cache import launch
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.ram import owners
+from fastload.memory.shared_list import SharedList
 from fastload.nested.tree import first_difference
 from fastload.system import logs
 from tests.cache.build_zoo import exit_codes
@@ -109,6 +110,7 @@ EQUAL: dict[str, Any] = {
     "a file": lambda rank: Holding(open(f"/proc/{os.getpid()}/stat")),  # noqa: SIM115  # ends with the rank
     "tensors": lambda rank: Holding([torch.arange(9.0), torch.ones(3, dtype=torch.bfloat16)[::2]]),
     "an array of objects": lambda rank: Holding(np.array(["a", None, {1}], dtype=object)),
+    "a shared list": lambda rank: Holding(SharedList([{"label": 1}, {"label": 2}])),
     "a list twice or two equal lists": lambda rank: Holding([[1, 2]] * 2 if rank else [[1, 2], [1, 2]]),
     "a list that contains itself": lambda rank: Holding(endless()),
 }
@@ -338,6 +340,17 @@ def test_the_order_of_a_set_does_not_count(wrap: Callable[[Any], Any]) -> None:
 
     assert list(one) != list(other)
     assert likeness(Holding(wrap(one)), None, samples) == likeness(Holding(wrap(other)), None, samples)
+
+
+def test_shared_lists_are_compared_by_their_items() -> None:
+    """Each rank makes its own; a slice is as good as a list of its items, and beginnings count."""
+    samples = {0: Images().sample(0)}
+    lists = [[{"label": 1}, {"label": 2}], [{"label": 0}, {"label": 1}, {"label": 2}], [{"label": 2}]]
+    one, longer, other = map(SharedList, lists)
+
+    found = [likeness(Holding(held), None, samples) for held in (one, longer[1:], other)]
+
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,176 @@
+"""SharedList: picklable records in one segment of shared memory, instead of a list of Python objects.
+
+Reading an object of a list changes its reference count, and so its page. A forked worker therefore ends up
+with a copy of every page of the list that it reads; a spawned worker gets a copy of the whole list at once.
+Bytes in shared memory have no reference counts, and all processes map the same pages.
+
+Rules:
+
+1. The memory holds the pickled items one after another, then the offsets where they begin and end, then the
+   number of items, both int64. It is never written again.
+2. A list and its slices share one `_Records`. It pickles as a handle of its segment (see `segment`), never as
+   the items; only on systems without shared memory, it pickles as a copy.
+3. The memory is freed with the last list, in any process, that holds the segment.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import weakref
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+from fastload.errors import SegmentError, short_repr
+from fastload.memory.segment import Segment, refusal, why_unsupported
+from fastload.system.logs import say_once
+from fastload.system.sizes import readable_size
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 1 << 20  # what is written at once
+_OFFSET_BYTES = 8
+_PROTOCOL = 5
+
+
+class SharedList(Sequence[T]):
+    """A read-only list of picklable records that all processes share: paths, labels, annotations, captions.
+
+    Forked and spawned workers read it without a copy. Each access unpickles one item, in a microsecond or
+    two for a small dict, and returns a new object: changing that object does not change the list. A slice is
+    a `SharedList` that shares the memory; `SharedList(records[:10])` copies ten items into new memory.
+
+    The list holds anonymous shared memory, which is freed with the last list or slice in any process. When
+    pickled, it is a handle: for a process that is being started, a descriptor; otherwise, a reference that
+    processes of the same user can read while the process that pickled it holds the list. `list(records)` is
+    what to save in a file or to send to another host. Systems without anonymous shared memory keep a copy in
+    each process, with a warning.
+
+    Args:
+        items: The records, read once and one at a time.
+
+    Raises:
+        TypeError: An item cannot be pickled; the message has its index.
+        SegmentError: The system refused the memory.
+    """
+
+    __slots__ = ("__weakref__", "_numbers", "_records")
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._records = _Records(_stored(items))
+        self._numbers = range(self._records.num_items)  # of the records that are the items of this list
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory, which a list and its slices share."""
+        return self._records.nbytes
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> SharedList[T]: ...
+    def __getitem__(self, index: int | slice) -> T | SharedList[T]:
+        if isinstance(index, slice):
+            return _view(self._records, self._numbers[index])
+        try:
+            number = self._numbers[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {len(self):,} items") from None
+        item: T = self._records.read(number)
+        return item
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self._records.read, self._numbers)
+
+    def __repr__(self) -> str:
+        return f"<SharedList of {len(self):,} items in {readable_size(self.nbytes)} of memory>"
+
+    def __deepcopy__(self, memo: Any) -> SharedList[T]:
+        return self  # it never changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _view, (self._records, self._numbers)
+
+
+def _view(records: _Records, numbers: range) -> SharedList[Any]:
+    made: SharedList[Any] = SharedList.__new__(SharedList)
+    made._records, made._numbers = records, numbers
+    return made
+
+
+class _Records:
+    """The memory of a list, mapped in this process.
+
+    Args:
+        memory: The segment, which this object owns from here on; or the bytes, if they are not shared.
+    """
+
+    def __init__(self, memory: Segment | bytearray) -> None:
+        self._memory = memory
+        if isinstance(memory, Segment):
+            weakref.finalize(self, memory.close).atexit = False
+            self._bytes = memoryview(memory.map(writable=False))
+        else:
+            self._bytes = memoryview(memory)
+        self.nbytes = len(self._bytes)
+        self.num_items: int = self._bytes[-_OFFSET_BYTES:].cast("q")[0]
+        self._offsets = self._bytes[-_OFFSET_BYTES * (self.num_items + 2) : -_OFFSET_BYTES].cast("q")
+
+    def read(self, number: int) -> Any:
+        """A new copy of a record."""
+        return pickle.loads(self._bytes[self._offsets[number] : self._offsets[number + 1]])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Records, (self._memory,)
+
+
+def _stored(items: Iterable[Any]) -> Segment | bytearray:
+    """New memory with these items."""
+    reason = why_unsupported()
+    if reason is not None:
+        say_once(f"SharedList: each process keeps a copy of its own, because {reason}")
+        private = bytearray()
+        for chunk in _chunks(items):
+            private += chunk
+        return private
+    segment = Segment.create(0, name="fastload-list")
+    nbytes = 0
+    try:
+        for chunk in _chunks(items):
+            try:
+                segment.write(chunk, nbytes)
+            except OSError as error:
+                raise SegmentError(
+                    f"cannot grow a SharedList beyond {nbytes:,} bytes: {refusal(error)}"
+                ) from error
+            nbytes += len(chunk)
+        os.ftruncate(segment.fd, nbytes)  # the number of items comes last
+    except BaseException:
+        segment.close()
+        raise
+    segment.nbytes = nbytes
+    return segment
+
+
+def _chunks(items: Iterable[Any]) -> Iterator[bytes]:
+    """The bytes of a list's memory, in pieces."""
+    offsets, chunk = array("q", [0]), bytearray()
+    for index, item in enumerate(items):
+        try:
+            record = pickle.dumps(item, _PROTOCOL)
+        except Exception as error:
+            raise TypeError(
+                f"a SharedList holds picklable items, but item {index:,} cannot be pickled "
+                f"({type(error).__name__}: {error}): {short_repr(item)}"
+            ) from error
+        offsets.append(offsets[-1] + len(record))
+        chunk += record
+        if len(chunk) >= _CHUNK_BYTES:
+            yield bytes(chunk)
+            chunk.clear()
+    offsets.append(len(offsets) - 1)
+    yield from (bytes(chunk), offsets.tobytes())

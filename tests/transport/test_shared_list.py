@@ -1,0 +1,372 @@
+"""SharedList: a sequence like a list, whose memory all processes share and the last one frees."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import resource
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import pytest
+import torch.utils.data
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fastload
+from fastload import SharedList
+from fastload.errors import SegmentError
+from fastload.memory import segment, shared_list
+from fastload.memory.segment import Segment
+from fastload.system.logs import say_once
+from tests.kit.faults import limited
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RECORDS = [{"path": f"train/{number}.jpg", "label": number % 7} for number in range(100)]
+LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
+
+leaves = st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+nests = st.recursive(
+    leaves, lambda part: st.lists(part) | st.tuples(part) | st.dictionaries(st.text(), part), max_leaves=4
+)
+bounds = st.none() | st.integers(-12, 12)
+slices = st.builds(slice, bounds, bounds, bounds.filter(lambda step: step != 0))
+
+
+def inode_of(shared: Any) -> int:
+    """The segment of a list."""
+    return os.fstat(shared._records._memory.fd).st_ino
+
+
+def count_maps(inode: int) -> int:
+    """How often this process maps a segment."""
+    with open("/proc/self/maps") as maps:
+        return len(re.findall(rf" {inode} +/memfd:fastload-list", maps.read()))
+
+
+# --- a sequence -------------------------------------------------------------------------------------------
+
+
+@given(st.lists(nests, max_size=6))
+def test_it_holds_what_a_list_holds(items: list[Any]) -> None:
+    """Length, items by position from both ends, order both ways, `in`, `index` and `count`."""
+    shared = SharedList(items)
+
+    assert len(shared) == len(items)
+    assert list(shared) == items
+    assert list(reversed(shared)) == items[::-1]
+    assert [shared[i] for i in range(-len(items), len(items))] == items * 2
+    for item in items:
+        assert item in shared
+        assert shared.index(item) == items.index(item)
+        assert shared.count(item) == items.count(item)
+    for index in (len(items), -len(items) - 1):
+        with pytest.raises(IndexError, match=rf"index {index} is out of range for {len(items)} items"):
+            shared[index]
+
+
+@given(st.lists(st.integers(), max_size=12), slices, slices)
+def test_slices_are_those_of_a_list(items: list[int], one: slice, other: slice) -> None:
+    """Slices of slices, too; each is a SharedList."""
+    part = SharedList(items)[one]
+
+    assert isinstance(part, SharedList)
+    assert isinstance(part, Sequence)
+    assert list(part) == items[one]
+    assert list(part[other]) == items[one][other]
+    assert list(pickle.loads(pickle.dumps(part))) == items[one]
+
+
+def test_positions_may_be_numpy_and_torch_integers() -> None:
+    """Samplers give both."""
+    shared = SharedList(RECORDS)
+
+    assert shared[np.int64(3)] == shared[torch.tensor(3)] == RECORDS[3]  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("index", ["a", 1.0, None, [1]])
+def test_other_positions_are_a_type_error(index: Any) -> None:
+    """As for a list."""
+    with pytest.raises(TypeError, match="must be integers or slices"):
+        SharedList(RECORDS)[index]
+
+
+def test_it_cannot_be_written() -> None:
+    """No item is assigned or deleted, and what is changed in a returned item stays there."""
+    shared: Any = SharedList([{"boxes": [1]}])
+    with pytest.raises(TypeError, match="'SharedList' object does not support item assignment"):
+        shared[0] = 1
+    with pytest.raises(TypeError, match="'SharedList' object doesn't support item deletion"):
+        del shared[0]
+    shared[0]["boxes"].append(2)
+
+    assert list(shared) == [{"boxes": [1]}]
+
+
+@pytest.mark.parametrize("size", [shared_list._CHUNK_BYTES - 1, 3 * shared_list._CHUNK_BYTES + 1])
+def test_large_and_small_records_follow_each_other(size: int) -> None:
+    """What is written at once ends anywhere."""
+    items = [b"", os.urandom(size), None, os.urandom(size), "", np.arange(size // 8)]
+    shared = SharedList(items)
+
+    assert list(shared[:5]) == items[:5]
+    assert np.array_equal(shared[5], items[5])
+    assert shared.nbytes > 3 * size
+    assert repr(shared).startswith("<SharedList of 6 items in ")
+
+
+def test_records_may_lie_beyond_4_gib() -> None:
+    """Offsets have 64 bits; this memory is sparse."""
+    at, record = 5 << 30, pickle.dumps("far")
+    memory = Segment.create(0, name="fastload-list")
+    numbers = array("q", [at, at + len(record), 1])
+    memory.write(record + numbers.tobytes(), at)
+    memory.nbytes = at + len(record) + len(numbers) * numbers.itemsize
+
+    assert shared_list._Records(memory).read(0) == "far"
+
+
+# --- making it --------------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Knows how many of its kind there are."""
+
+    alive: ClassVar[weakref.WeakSet[Counted]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    def __reduce__(self) -> Any:
+        return str, ()
+
+
+def test_items_are_read_one_at_a_time() -> None:
+    """A million records need not be in memory together."""
+
+    def read() -> Iterator[Counted]:
+        for _ in range(50):
+            yield Counted()
+            assert len(Counted.alive) <= 2
+
+    assert list(SharedList(read())) == [""] * 50
+
+
+def test_an_item_that_cannot_be_pickled_is_named() -> None:
+    """Its position, what it is, and pickle's reason."""
+    with pytest.raises(
+        TypeError, match=r"item 1,234 cannot be pickled \(\w+: .*lambda.*\): \{'f': <function"
+    ):
+        SharedList([None] * 1234 + [{"f": lambda: None}])
+
+
+def test_an_error_of_the_iterable_is_its_own() -> None:
+    """An OSError too, which is no refusal of memory."""
+
+    def read() -> Iterator[bytes]:
+        yield b"x" * (2 << 20)
+        raise FileNotFoundError(errno.ENOENT, "labels.json")
+
+    with pytest.raises(FileNotFoundError, match=r"labels\.json"):
+        SharedList(read())
+
+
+def test_refused_memory_names_the_limit() -> None:
+    """As other segments do."""
+    with (
+        limited(resource.RLIMIT_FSIZE, 3 << 20),
+        pytest.raises(
+            SegmentError,
+            match=r"cannot grow a SharedList beyond 2,[\d,]+ bytes: .*RLIMIT_FSIZE is 3,145,728",
+        ),
+    ):
+        SharedList(b"x" * (1 << 20) for _ in range(9))
+
+
+# --- sharing it -------------------------------------------------------------------------------------------
+
+
+class Records(torch.utils.data.Dataset[Any]):
+    """Labels from two slices of one list, its segment, and how often the process maps it."""
+
+    def __init__(self) -> None:
+        self.train = SharedList(RECORDS)[20:]
+        self.reverse = self.train[::-1]
+
+    def __len__(self) -> int:
+        return len(self.train)
+
+    def __getitem__(self, index: int) -> Any:
+        inode = inode_of(self.train)
+        return self.train[index]["label"], self.reverse[index]["label"], inode, count_maps(inode)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_workers_map_the_memory_of_the_parent(kind: str, start_method: str) -> None:
+    """A list and its slices are one mapping in each worker, of one inode, with either loader."""
+    dataset = Records()
+    loader = LOADERS[kind](dataset, 20, num_workers=2, multiprocessing_context=start_method)
+    labels = [record["label"] for record in RECORDS[20:]]
+
+    batches = [torch.stack(batch).tolist() for batch in loader]
+
+    assert [label for batch in batches for label in batch[0]] == labels
+    assert [label for batch in batches for label in batch[1]] == labels[::-1]
+    assert {inode for batch in batches for inode in batch[2]} == {inode_of(dataset.train)}
+    assert {count for batch in batches for count in batch[3]} == {1}
+
+
+def answer(pipe: Any) -> None:
+    """Read the first item of each list that comes in pickled, until nothing does."""
+    while (handle := pipe.recv()) is not None:
+        try:
+            pipe.send(pickle.loads(handle)[0])
+        except SegmentError as error:
+            pipe.send(str(error))
+
+
+def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
+    """A process that runs already attaches through /proc; later the handle is an error that says why."""
+    pipe, other = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=answer, args=(other,))
+    process.start()
+    shared = SharedList(RECORDS)
+    handle = pickle.dumps(shared)
+    pipe.send(handle)
+    first = pipe.recv()
+    del shared
+    pipe.send(handle)
+    later = pipe.recv()
+    pipe.send(None)
+    process.join()
+    process.close()
+    pipe.close()
+    other.close()
+
+    assert len(handle) < 500
+    assert first == RECORDS[0]
+    assert re.search("cannot attach the shared segment|no longer the segment", later)
+
+
+def read_after(shared: Any, pipe: Any) -> None:
+    """Read the list when the parent has let it go."""
+    pipe.recv()
+    pipe.send((list(shared), inode_of(shared)))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_a_process_keeps_the_memory_that_its_parent_gives_up(start_method: str) -> None:
+    """The last holder frees it, whichever that is."""
+    context = multiprocessing.get_context(start_method)
+    pipe, other = context.Pipe()
+    shared = SharedList(RECORDS)
+    inode = inode_of(shared)
+    process = context.Process(target=read_after, args=(shared, other))
+    process.start()
+    del shared
+    kept = count_maps(inode)
+    pipe.send(None)
+    found = pipe.recv()
+    process.join()
+    process.close()
+    pipe.close()
+    other.close()
+
+    assert kept == 0
+    assert found == (RECORDS, inode)
+
+
+def test_the_last_slice_frees_the_memory() -> None:
+    """Mapping and descriptor go with it, without a collection of garbage; items hold nothing."""
+    shared = SharedList(RECORDS)
+    part, item, inode = shared[5:][::2], shared[5], inode_of(shared)
+    fd = part._records._memory.fd  # type: ignore[union-attr]
+    del shared
+    first, still = part[0], count_maps(inode)
+    del part
+
+    assert still == 1
+    assert first == item == RECORDS[5]
+    assert count_maps(inode) == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_copies_share_the_memory() -> None:
+    """Copies of a dataset, such as those that training frameworks make, cost nothing."""
+    shared = SharedList(RECORDS)
+    copies = [copy.copy(shared), copy.deepcopy({"dataset": shared})["dataset"]]
+
+    assert [list(one) for one in copies] == [RECORDS] * 2
+    assert count_maps(inode_of(shared)) == 1
+
+
+# --- beside the caches ------------------------------------------------------------------------------------
+
+
+class Images:
+    """Small images whose values are labels."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((4, 4, 3), self.items[index]["label"], np.uint8)
+
+
+def test_a_cached_dataset_may_hold_one() -> None:
+    """Workers read the list where the cache has no sample yet."""
+    dataset = fastload.CachedDataset(Images(SharedList(RECORDS)))
+    loader = fastload.DataLoader(dataset, 50, num_workers=1, multiprocessing_context="fork")
+
+    for _ in range(2):
+        labels = [label for batch in loader for label in batch[:, 0, 0, 0].tolist()]
+        assert labels == [record["label"] for record in RECORDS]
+    dataset.cache.close()
+
+
+# --- systems that refuse ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A system whose memfd_create is refused."""
+
+    def refuse(*_: Any) -> Any:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    segment.why_unsupported.cache_clear()
+    say_once.cache_clear()
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    yield
+    segment.why_unsupported.cache_clear()
+
+
+@pytest.mark.usefixtures("without_segments")
+@pytest.mark.parametrize("items", [RECORDS, []])
+def test_without_shared_memory_each_process_keeps_a_copy(
+    items: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All else is the same; the log has one line with the reason."""
+    with caplog.at_level(logging.WARNING, logger="fastload"):
+        shared, other = SharedList(items), SharedList(items)
+    moved = pickle.loads(pickle.dumps(shared[1::2]))
+
+    assert list(shared) == list(other) == items
+    assert list(moved) == items[1::2]
+    (line,) = caplog.messages
+    assert re.match(r"SharedList: each process keeps a copy of its own, because this system refuses .*", line)
