@@ -23,6 +23,7 @@ from fastload.cache.pushdown import Pushdown
 from fastload.cache.random_check import probe
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
+from fastload.nested.small_objects import CURE, find_small_objects
 from fastload.nested.tree import leaves
 from fastload.system.budget import available_bytes
 from fastload.system.cpus import usable_cpus
@@ -68,8 +69,8 @@ class Sizing:
         num_cpus: The usable CPUs.
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.
-        notes: What is decoded of an undecoded image, why no cache can hold the samples, and what the rates
-            lack.
+        notes: What is decoded of an undecoded image, why no cache can hold the samples, what the rates lack,
+            and what workers copy of the dataset.
         options: The ways, fastest first.
     """
 
@@ -136,6 +137,7 @@ def size_up(dataset: Any, source: str) -> Sizing:
         ways.clear()
     if reads_ahead(dataset):
         notes.append("the source is remote: without a cache, requests to it take more time than is shown")
+    notes += [f"each worker copies what it reads of {one}: {CURE}" for one in find_small_objects(dataset)]
     ways.append(("no cache", "cache=None", "", 0, read_s + crop_s))
     num_cpus = usable_cpus()
     free_bytes = {"RAM": available_bytes(), "disk": shutil.disk_usage(os.getcwd()).free}

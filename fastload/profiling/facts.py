@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
+from fastload.nested.small_objects import find_small_objects
 from fastload.nested.tree import leaves
 from fastload.profiling.hot_lines import is_own_code
 
@@ -26,6 +27,9 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     if not is_iterable:
         with contextlib.suppress(Exception):  # whatever it raises, the loop may never ask for it
             num_samples = len(dataset)
+    small_objects: list[str] = []
+    with contextlib.suppress(Exception):  # the same for containers of the user's own classes
+        small_objects += map(str, find_small_objects(dataset))
     ours = sys.modules.get("fastload.loader")
     return {
         "name": _name_of(loader, frame),
@@ -42,6 +46,8 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,
+        "small_objects": small_objects,
+        "own_bytes": 0,
     }
 
 

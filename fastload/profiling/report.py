@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastload.nested.small_objects import CURE, MIN_BYTES
 from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_culprit, suggest
 from fastload.profiling.timeline import Timeline, mean, median
+from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -147,7 +149,7 @@ class ProfileReport:
         loaders: The reports.
         num_cpus: The CPUs that the process may use.
         busy_share: How busy the CPUs were that the process may use; None if the system does not say.
-        notes: What makes the figures uncertain.
+        notes: What makes the figures uncertain, and what workers copy of a dataset.
     """
 
     loaders: list[LoaderReport]
@@ -188,8 +190,20 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
             "times of single stages contain waits for a CPU, and a change that spares CPU time can gain more "
             "than the waits"
         )
+    notes += [note for timeline in timelines if (note := _on_copies(timeline.facts))]
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)
+
+
+def _on_copies(facts: dict[str, Any]) -> str:
+    """A note on the small objects of which each worker has a copy; "" if there are none."""
+    held, own_bytes = " and ".join(facts["small_objects"]), facts["own_bytes"]
+    if not held or own_bytes < MIN_BYTES:
+        return ""
+    copies = f"each worker has a copy of {held}"
+    if facts["start_method"] == "fork":
+        copies = f"workers copy the pages that they read of {held}"
+    return f"{facts['name']}: {copies}; one worker has {readable_size(own_bytes)} of its own. {CURE}"
 
 
 def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:

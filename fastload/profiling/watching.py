@@ -20,6 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import psutil
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
@@ -252,6 +253,10 @@ class _Watched:
             watched.facts |= facts_of_batch(batch)
         if len(watched.held) < replay:
             watched.held.append(copy.deepcopy(batch))
+        if watched.facts["small_objects"] and self._num_steps.bit_count() == 1:  # after 1, 2, 4, 8, ... steps
+            with contextlib.suppress(AttributeError, IndexError, psutil.Error):  # there is no worker process
+                own_bytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
+                watched.facts["own_bytes"] = max(watched.facts["own_bytes"], own_bytes)
         return batch
 
 
