@@ -245,7 +245,7 @@ def main() -> None:
         found: dict[str, Any] = {"runs": 0, "differences": []}
         for number, (title, plain, with_boxes) in enumerate(pipelines(name, cls)):
             for kind, sample in SAMPLES.items():
-                if number and not IS_THOROUGH and kind not in ("colour", "gray floats", "targets", "volume"):
+                if number and not IS_THOROUGH and kind not in ("colour", "targets", "volume"):
                     continue
                 pipeline = with_boxes if kind == "targets" else plain
                 if pipeline is not None:

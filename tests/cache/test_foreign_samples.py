@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import datetime as dt
-import decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +11,6 @@ from PIL import Image
 
 import fastload
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
-from fastload.nested.spec import flatten
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -64,16 +60,6 @@ class Pictures:
 
     def __getitem__(self, index: int) -> Any:
         return picture(index), index % 2
-
-
-def test_a_pil_image_is_refused_with_the_way_to_convert_it() -> None:
-    """The error names the image's place in the sample, the conversion, and `prepare`."""
-    with pytest.raises(UnsupportedSampleError) as caught:
-        fastload.CachedDataset(Pictures())
-
-    assert str(caught.value).startswith("$[0]: PIL.Image.Image cannot be cached")
-    assert 'numpy.asarray(image.convert("RGB"))' in str(caught.value)
-    assert "CachedDataset(prepare=function)" in str(caught.value)
 
 
 def test_pil_images_are_converted_by_prepare(cached: Callable[..., fastload.CachedDataset]) -> None:
@@ -215,34 +201,3 @@ def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
 
 def _shape_and_draw(sample: Any) -> Any:
     return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
-
-
-def test_the_fingerprint_of_rows_in_a_key(rows: Any) -> None:
-    """`_fingerprint`, which the documentation puts into `key`, follows rows, format and transform."""
-    assert rows.select(range(3))._fingerprint != rows._fingerprint
-    assert rows.with_transform(_crop)._fingerprint != rows._fingerprint
-    assert rows.with_format("numpy")._fingerprint == rows.with_format("numpy")._fingerprint
-
-
-# --- what to return instead ------------------------------------------------------------------------------
-
-
-class _MetaTensor(torch.Tensor):
-    """A stand-in for MONAI's class of this name."""
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (torch.zeros(2).as_subclass(_MetaTensor), r"return a plain tensor, for instance tensor\.as_subclass"),
-        (dt.date(2026, 1, 2), r"return str\(value\)"),
-        (decimal.Decimal(1), r"return str\(value\)"),
-        (collections.UserDict(a=1), "return a plain dict"),
-        (collections.UserList([1]), "return a plain list"),
-        ({("a", "to", "b"): 1}, r"is a tuple: use plain str keys"),
-    ],
-)
-def test_the_error_says_what_to_return(value: Any, text: str) -> None:
-    """Each error says what to return in place of the value, and where to convert it."""
-    with pytest.raises(UnsupportedSampleError, match=rf"{text}.*CachedDataset\(prepare=function\)$"):
-        flatten(value)

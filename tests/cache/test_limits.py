@@ -159,23 +159,6 @@ def test_a_limit_below_the_examples_makes_a_private_cache(
     assert "RLIMIT_FSIZE" in ds.cache.explain()
 
 
-def test_a_segment_with_less_room_than_the_examples_take_is_asked_for_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where a small budget makes it so small the refusal is final."""
-    refused: list[Layout] = []
-
-    def refuse(layout: Layout, _: Any) -> Any:
-        refused.append(layout)
-        raise SegmentError("no")
-
-    monkeypatch.setattr(Layout, "create_segment", refuse)
-    with pytest.raises(SegmentError, match="no"):
-        SharedMemoryCache(1, [np.zeros(100_000)], budget=4096)
-
-    assert len(refused) == 1
-
-
 def test_without_descriptors_left_the_cache_is_private(caplog: Any) -> None:
     """RLIMIT_NOFILE is named, and samples come from the process's own memory."""
     dataset = KnownImages(4)

@@ -1,4 +1,4 @@
-"""Every cache in front of every kind of source: the right batches, and no read of the source too many."""
+"""Every cache in front of every kind of source, and batches in one go: right, with no read too many."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from torch.utils.data import Subset
+from torch.utils.data import Subset, default_collate
 
 import fastload
 from fastload.cache.build.build import build_lmdb
@@ -17,7 +18,15 @@ from fastload.cache.encoded import decode_images, encoded_source
 from fastload.files.read_ahead import ReadAhead
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
-from tests.cache.zoo import Everything, Images, MixedImages, RaggedImages
+from tests.cache.zoo import (
+    COLLATES_NUMPY_BOOLS,
+    Everything,
+    Images,
+    MixedImages,
+    Pair,
+    RaggedImages,
+    Triple,
+)
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, register, upload
@@ -25,6 +34,7 @@ from tests.kit.remote import FaultyFileSystem, register, upload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -209,3 +219,174 @@ def test_epochs_read_a_sample_once(opened: Callable[[], Case]) -> None:
     else:
         assert (reads.take(), reads.announced) == (Counter(), set())
     assert name == "none" or dataset.cache_info().num_cached == SIZE
+
+
+# --- batches in one go ---------------------------------------------------------------------------------
+
+
+class Made(Images):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(20)
+        self.make = make
+
+    def sample(self, index: int) -> Any:
+        return self.make(index)
+
+
+def warmed(dataset: Images) -> CachedDataset:
+    ds = CachedDataset(dataset)
+    for index in range(len(dataset)):
+        ds.view(index)
+    return ds
+
+
+SAMPLES = {
+    "array": lambda i: np.full((2, 3), i, np.uint8),
+    "zero-dim array": lambda i: np.array(i),
+    "empty array": lambda i: np.zeros((0, 2)),
+    "float16": lambda i: np.full(3, i, np.float16),
+    "uint16": lambda i: np.full(3, i, np.uint16),
+    "complex": lambda i: np.full(3, i, np.complex64),
+    "bool array": lambda i: np.array([i % 2 == 0]),
+    "tensor": lambda i: torch.full((2, 3), i),
+    "zero-dim tensor": lambda i: torch.tensor(i),
+    "bfloat16": lambda i: torch.full((2,), i, dtype=torch.bfloat16),
+    "float8": lambda i: torch.full((2,), i).to(torch.float8_e4m3fn),
+    "int": lambda i: i,
+    "float": lambda i: i / 3,
+    "bool": lambda i: i % 3 == 0,
+    "str": lambda i: f"name {i}",
+    "bytes": lambda i: b"x" * i,
+    "np.str_": lambda i: np.str_(i),
+    "np.float64": lambda i: np.float64(i / 3),
+    "np.float32": lambda i: np.float32(i / 3),
+    "np.int8": lambda i: np.int8(i),
+    "np.int64": lambda i: np.int64(i),
+    "np.uint8": lambda i: np.uint8(i),
+    "np.bool": lambda i: np.bool_(i % 2),
+    "np.complex64": lambda i: np.complex64(i),
+    "tuple": lambda i: (np.full(2, i), i),
+    "list": lambda i: [np.full(2, i), i],
+    "dict": lambda i: {"b": np.full(2, i), "a": {"c": i}},
+    "namedtuple": lambda i: Pair(i, [float(i)]),
+    "untyped namedtuple": lambda i: Triple(i, (i,), {"x": i}),
+    "deep": lambda i: ({"x": [(i, (np.ones(2), "s"))]},),
+    "empty tuple": lambda i: (i, ()),
+    "empty dict": lambda i: {"x": i, "y": {}},
+}
+needs_numpy_bools = pytest.mark.skipif(
+    not COLLATES_NUMPY_BOOLS, reason="this torch's default_collate refuses np.bool scalars of this NumPy"
+)
+refuses_numpy_bools = pytest.mark.skipif(
+    COLLATES_NUMPY_BOOLS, reason="this torch's default_collate accepts np.bool scalars"
+)
+NAMES = [pytest.param(name, marks=needs_numpy_bools) if name == "np.bool" else name for name in SAMPLES]
+
+
+@pytest.mark.parametrize("cache", ["ram", "lmdb"])
+@pytest.mark.parametrize("name", NAMES)
+def test_same_as_default_collate(name: str, cache: str, tmp_path: Any) -> None:
+    """For every kind of leaf and nest the batch has default_collate's types, dtypes, shapes and values."""
+    dataset = Made(SAMPLES[name])
+    ds = (
+        warmed(dataset)
+        if cache == "ram"
+        else CachedDataset(dataset, cache=f"lmdb:{tmp_path}/x", num_workers=0)
+    )
+    indices = [3, 0, 19, 7, 7]
+
+    assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: None,
+        lambda i: (i, None),
+        lambda i: np.array([f"{i}"]),
+        lambda i: np.array(i, "datetime64[s]"),
+        lambda i: np.datetime64(i, "s"),
+        lambda i: np.full(2, i, ">f4"),
+        lambda i: np.longdouble(i),
+        lambda i: np.zeros(2, [("a", "i4")]),
+        pytest.param(np.bool_, marks=refuses_numpy_bools),
+    ],
+)
+def test_what_torch_refuses_is_left_to_torch(make: Any, tmp_path: Any) -> None:
+    """Leaves that default_collate raises on give None, so that it can raise."""
+    ds = warmed(Made(make))
+    on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/x", num_workers=0)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        default_collate([ds[0], ds[1]])
+
+    assert ds.gather([0, 1], np.empty) is None
+    assert on_disk.gather([0, 1], np.empty) is None
+
+
+def test_batch_lies_where_it_was_told() -> None:
+    """Numbers and arrays are written into the memory that `allocate` gives, which is not the cache's."""
+    given: list[np.ndarray[Any, Any]] = []
+
+    def allocate(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    ds = warmed(Images(20))
+    images, labels = ds.gather([1, 2, 3], allocate)  # type: ignore[misc]
+
+    assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
+    assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
+    images.fill_(0)
+    assert_same_samples(ds[1], Images(20).sample(1))
+
+
+def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
+    """Odd indices, a transform, missing and ragged samples, and numbers beyond 64 bits make no batch."""
+    ds, part = warmed(Images(20)), CachedDataset(Images(20))
+    for odd in ([], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]):
+        assert ds.gather(odd, np.empty) is None
+    for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.uint8)):
+        assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
+    assert part.gather([0, 10, 19], np.empty) is not None
+    assert part.gather([0, 1], np.empty) is None
+    ds.transform = lambda sample: sample
+    assert ds.gather([0, 1], np.empty) is None
+    for kind in (RaggedImages, MixedImages):
+        assert warmed(kind(20)).gather([1, 4], np.empty) is None
+    for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
+        on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/{number}", num_workers=0)
+        assert on_disk.gather([0, 5, 1], np.empty) is None
+
+
+def odd_number(index: int) -> Any:
+    """A number beyond 64 bits makes a batch ragged that torch can collate."""
+    return np.full((4, 4), index, np.uint8), np.zeros((0, 2)), float(index) if index % 3 else index
+
+
+@pytest.mark.parametrize(
+    ("make", "is_refused"),
+    [
+        (odd_number, False),
+        (lambda i: {"large": np.full((400, 400), i, np.uint8), "text": "x" * (i * 20)}, False),
+        (RaggedImages(20).sample, True),
+    ],
+)
+@pytest.mark.parametrize("cached", [True, False])
+def test_torch_is_not_given_read_only_arrays(make: Any, *, is_refused: bool, cached: bool) -> None:
+    """It would warn that they are not writable, which the user cannot change; hits and misses alike."""
+    dataset = Made(make)
+    ds = warmed(dataset) if cached else CachedDataset(dataset, budget=1)
+    loader = fastload.DataLoader(ds, 5)
+    torch.set_warn_always(True)
+    try:
+        if is_refused:
+            with pytest.raises(RuntimeError, match="equal size"):
+                list(loader)
+        else:
+            assert_same_samples(
+                list(loader), [default_collate([make(i) for i in range(k, k + 5)]) for k in (0, 5, 10, 15)]
+            )
+    finally:
+        torch.set_warn_always(False)

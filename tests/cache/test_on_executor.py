@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import logging
 import multiprocessing
 import os
 import pickle
-import re
 import threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache import progress
-from fastload.cache.build.build import build_shard
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
 from fastload.errors import (
     CacheError,
@@ -235,21 +229,3 @@ def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_pat
         build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
 
     assert os.listdir(tmp_path) == []
-
-
-def test_progress_counts_finished_shards(
-    executors: Callable[..., OneByOne],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Samples of an earlier build are counted."""
-    build_shard(Images(400), tmp_path / "cache", 1, 4, num_workers=0)
-    clock = itertools.count(0, 20)
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with caplog.at_level(logging.INFO, "fastload"):
-        build_on(executors(), images(400), tmp_path / "cache", num_cpus=2)
-
-    lines = [line for line in caplog.messages if line.startswith(f"building {tmp_path}/cache: ")]
-    done = [re.split("[:, ]", line.removeprefix(f"building {tmp_path}/cache: "))[0] for line in lines]
-    assert done == [*(f"{number}/400" for number in (200, 300, 400)), "finished"]

@@ -20,6 +20,7 @@ from fastload.errors import ImageReadError
 from fastload.images import regions
 from fastload.images.encoded import EncodedImage
 from tests.images.test_encoded import image_file
+from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,23 +74,6 @@ def compose(first: list[Any], **options: Any) -> Any:
     )
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    """Nested outputs are equal, with their types."""
-    assert type(found) is type(expected)
-    if isinstance(expected, dict):
-        assert list(found) == list(expected)
-        found, expected = list(found.values()), list(expected.values())
-    if isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_equal(one, other)
-    elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-    else:
-        assert found == expected or found is expected
-
-
 def states(pipeline: Any) -> Any:
     """The states of a pipeline's generators, and of its transforms'."""
     parts = [pipeline, *getattr(pipeline, "transforms", ())]
@@ -108,7 +92,7 @@ def assert_same_calls(make: Callable[[], Any], data: Callable[[Any], dict[str, A
         expected = plain(**data(whole.copy()))
         found = pushdown(**data(EncodedImage(content)))
 
-        assert_equal(found, expected)
+        assert_same_samples(found, expected)
         assert found["image"].flags.writeable
     assert states(pushed) == states(plain)
     return pushdown
@@ -274,7 +258,7 @@ def test_fast_decoding_is_close(first: Any) -> None:
         assert found["image"].shape == expected["image"].shape
         assert psnr_db(found["image"], expected["image"]) > 30
         del found["image"], expected["image"]
-        assert_equal(found, expected)
+        assert_same_samples(found, expected)
 
 
 def test_fast_decoding_of_small_images_is_exact() -> None:

@@ -82,14 +82,6 @@ def test_no_epoch_takes_much_longer_than_without_a_cache(
             assert elapsed_s <= most_s + 1e-9
 
 
-def test_the_first_epoch_pays_a_fifth_and_a_fifth_of_a_second(clock: Clock) -> None:
-    """Storing takes what the account begins with, a fifth of the time of reading, and one sample more."""
-    cache = SlowCache(clock, [0.03])
-    elapsed_s = run_epoch(RateLimit(), cache, read_s=0.01)
-    assert elapsed_s <= 1.2 * NUM_SAMPLES * 0.01 + 0.2 + 0.03
-    assert 0 < len(cache.stored) < NUM_SAMPLES
-
-
 def test_hits_pay_for_what_is_left(clock: Clock) -> None:
     """Storing that takes as long as reading is done after three epochs, not a fifth of it in each."""
     keeper, cache = RateLimit(), SlowCache(clock, [0.05])

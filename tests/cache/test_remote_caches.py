@@ -854,34 +854,18 @@ def test_unfinished_downloads_make_room(three: list[str], monkeypatch: pytest.Mo
     assert [has_copy(url) for url in three] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("1000", 1000), ("2kB", 2000), ("1MiB", 1 << 20), ("auto", None), ("", None)]
-)
-def test_the_limit_has_the_forms_of_sizes(
-    text: str, nbytes: int | None, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By default it is 80% of what is free and what copies take."""
-    os.makedirs(copies.copies_directory())
-    monkeypatch.setenv(copies.BYTES_VARIABLE, text)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
-
-    assert copies.allowed_bytes(100) == (800 if nbytes is None else nbytes)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "many", "5 parsecs"])
-def test_a_limit_that_is_not_a_size_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the variable."""
+def test_the_limit_has_the_forms_of_sizes(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default it is 80% of what is free and what copies take; what is no size names the variable."""
     build()
-    monkeypatch.setenv(copies.BYTES_VARIABLE, text)
-
-    with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
-        LMDBCache(URL)
+    os.makedirs(copies.copies_directory())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
+    for text, nbytes in {"1000": 1000, "2kB": 2000, "1MiB": 1 << 20, "auto": 800, "": 800}.items():
+        monkeypatch.setenv(copies.BYTES_VARIABLE, text)
+        assert copies.allowed_bytes(100) == nbytes
+    for text in ("0", "-1", "many", "5 parsecs"):
+        monkeypatch.setenv(copies.BYTES_VARIABLE, text)
+        with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
+            LMDBCache(URL)
 
 
 # --- files -----------------------------------------------------------------------------------------------
-
-
-def test_an_unknown_protocol_is_an_error() -> None:
-    """Of opening the cache, and of building one."""
-    with pytest.raises(ValueError, match=r"cannot open s9://x: Protocol not known: s9"):
-        LMDBCache("s9://x")

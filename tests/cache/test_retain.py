@@ -26,7 +26,7 @@ from fastload.cache.locks import try_lock
 from fastload.cache.ram import layout, owners, registry, shared
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from tests.cache.test_shared import OVERHEAD
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
@@ -279,18 +279,6 @@ def test_a_closed_cache_retains_nothing() -> None:
 
     assert (cache.generation, cache.fd, cache.get(1)) == (0, -1, None)
     assert not cache.put(1, Images(30).sample(1))
-
-
-def test_caches_of_the_format_before_are_refused() -> None:
-    """A release without generations would not follow, so its caches and ours are not shared."""
-    cache = filled(Images(3))
-    os.pwrite(cache._now.segment.fd, (2).to_bytes(4, "little"), 8)
-
-    segment = Segment.attach(os.dup(cache.fd))
-
-    with pytest.raises(CacheMismatchError, match="not a shared cache of format 4"):
-        SharedMemoryCache.attach(segment)
-    segment.close()
 
 
 # --- other processes --------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
-from fastload.errors import CacheMismatchError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
@@ -64,14 +63,6 @@ class TestPrivateCache(CacheContract):
         for index in range(len(dataset)):
             assert cache.put(index, dataset.sample(index))
         return cache
-
-
-def test_columns_lie_in_one_piece() -> None:
-    """Uniform rows are neighbours: a row starts where the one before ends."""
-    cache = filled(Images(12))
-    starts = [cache.get(index)[0].__array_interface__["data"][0] for index in range(12)]
-
-    assert set(np.diff(starts)) == {32 * 24 * 3}
 
 
 def test_odd_samples_go_to_the_ragged_area() -> None:
@@ -313,20 +304,6 @@ def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
     assert cache.num_cached == 0
 
 
-@pytest.mark.parametrize("name", ["is_sealed", "is_own"])
-def test_a_segment_that_could_change_its_size_or_is_another_users_is_no_cache(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of the two is enough for a refusal."""
-    cache = filled(Images(3))
-    segment = Segment.attach(os.dup(cache.fd))
-    monkeypatch.setattr(Segment, name, False)
-
-    with pytest.raises(CacheMismatchError, match="its size could change, or it belongs to another user"):
-        SharedMemoryCache.attach(segment)
-    segment.close()
-
-
 def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     """At least what was stored, in whole pages; none after close()."""
     cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], budget=1000 * MB)
@@ -353,15 +330,6 @@ def test_missing_samples_are_those_that_are_not_stored_and_have_room() -> None:
 
     assert found == ([1, 2, 4, 5, 6, 7, 8], [0, 1, 3, 4])
     assert small.missing().tolist() == []
-
-
-def test_entries_of_thousands_of_samples_do_not_meet() -> None:
-    """The table takes several pages here."""
-    cache = SharedMemoryCache(3000, [0], budget=MB)
-    for index in range(0, 3000, 2):
-        assert cache.put(index, index)
-
-    assert [cache.get(index) for index in range(3000)] == [n if n % 2 == 0 else None for n in range(3000)]
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000])

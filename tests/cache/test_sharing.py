@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.ram import owners, registry
-from fastload.cache.ram.layout import DESCRIPTION_AT, SEGMENT_NAME
+from fastload.cache.ram.layout import DESCRIPTION_AT
 from fastload.cache.ram.owners import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
@@ -212,7 +212,9 @@ def test_memory_is_for_its_user_alone() -> None:
         os.ftruncate(ds.cache.fd, 0)
 
 
-@pytest.mark.parametrize("fault", ["foreign", "unsealed", "open to others", "damaged", "of another name"])
+@pytest.mark.parametrize(
+    "fault", ["foreign", "unsealed", "open to others", "damaged", "of another format", "of another name"]
+)
 def test_what_is_no_cache_is_passed_over(fault: str) -> None:
     """An entry that leads to anything but a sound cache of that name is passed over for a new cache."""
     dataset = KnownImages(3)
@@ -230,6 +232,8 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
         os.fchmod(segment.fd, 0o644)
     elif fault == "damaged":
         os.pwrite(segment.fd, b"?", DESCRIPTION_AT + 5)
+    elif fault == "of another format":
+        os.pwrite(segment.fd, (2).to_bytes(4, "little"), 8)
     else:
         name = "0" * 32
         fingerprint = type(fingerprint)({"any": "thing"}, None)
@@ -408,17 +412,6 @@ def test_other_files_are_no_entries(name: str) -> None:
     assert entry is None or entry.name == name.split(".")[0]
 
 
-def test_entries_are_found_by_name() -> None:
-    """A process that registered is found under that name alone, until it takes the entry back."""
-    entry = registered("a", 7)
-    registered("b", 8)
-
-    assert owners.entries("a") == [entry]
-    assert len(owners.entries()) == 2
-    owners.unregister(entry)
-    assert owners.entries("a") == []
-
-
 def test_entries_are_of_living_processes(registry: Path) -> None:
     """A dead owner's is removed; one of a later process with its number is none; a fork takes none back."""
     assert exit_codes(lambda: owners.register("a", 7)) == [0]
@@ -451,15 +444,6 @@ def test_a_directory_that_is_not_private_is_not_used(fault: str, registry: Path,
     assert "is not a directory of this user alone" in caplog.text
 
 
-def test_one_creator_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one creates, another is told that it may not, and after that it may."""
-    monkeypatch.setattr(owners, "_CREATION_WAIT_S", 0.01)
-    with owners.creating() as first, owners.creating() as second:
-        assert (first, second) == (True, False)
-    with owners.creating() as third:
-        assert third
-
-
 def test_an_owner_elsewhere_cannot_be_reached() -> None:
     """An owner in another PID namespace counts as alive, and asking it for memory says why that fails."""
     entry = registered("a", 7)
@@ -485,14 +469,6 @@ def test_an_owner_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SegmentError, match=rf"process {os.getpid()} .*Permission denied"):
         entry.attach()
-
-
-def test_the_memory_of_a_cache_is_attached() -> None:
-    """The segment that the owner holds, through a descriptor of one's own."""
-    memory = Segment.create(1, name=SEGMENT_NAME)
-    with contextlib.closing(memory), contextlib.closing(registered("a", memory.fd).attach()) as attached:
-        assert attached.fd != memory.fd
-        assert os.path.samestat(os.fstat(attached.fd), os.fstat(memory.fd))
 
 
 def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> None:

@@ -1,12 +1,15 @@
-"""The transform: private copies, aliases, albumentations' conventions, errors, and several threads."""
+"""The transform: private copies, albumentations' conventions, errors, threads, read-only memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import random
+import json
+import subprocess
+import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -14,60 +17,17 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from albumentations.pytorch import ToTensorV2
+from albumentations.pytorch import ToTensor3D, ToTensorV2
 
 from fastload import DataLoader
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.transform import TransformCaller
+from fastload.cache.zero_copy import keeps_read_only
 from tests.cache.zoo import BareImages, FloatImages, Images, Pair
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
-
-
-COMMON = [
-    A.HorizontalFlip(p=1),
-    A.RandomRotate90(p=1),
-    A.RandomResizedCrop((16, 16)),
-    A.RandomCrop(16, 16),
-    A.Resize(20, 20),
-    A.PadIfNeeded(40, 40),
-    A.Affine(rotate=(-20, 20), p=1),
-    A.ColorJitter(p=1),
-    A.RandomBrightnessContrast(p=1),
-    A.GaussNoise(p=1),
-    A.CoarseDropout(p=1),
-    A.Normalize(),
-    A.ImageCompression(p=1),
-    A.ElasticTransform(p=1),
-    A.NoOp(),
-    ToTensorV2(),
-]
-
-
-def seed(transform: Any) -> None:
-    transform.set_random_state(np.random.default_rng(7), random.Random(7))
-
-
-@pytest.mark.parametrize("transform", COMMON, ids=lambda transform: type(transform).__name__)
-def test_common_transforms_give_the_same_on_cached_input(transform: Any) -> None:
-    """A common transform gives on cached samples what it gives on plain arrays, again and again."""
-    dataset = Images(3)
-    pipeline = A.Compose([transform])
-    ds = CachedDataset(dataset, pipeline)
-    for index in [0, 1, 2] * 3:
-        image, label = dataset.sample(index)
-        seed(pipeline)
-        expected = pipeline(image=image)["image"]
-        seed(pipeline)
-        found = ds[index]
-
-        assert_same_samples(found, (expected, label))
-        if isinstance(found[0], np.ndarray):
-            assert found[0].flags.writeable
-        found[0][:] = 0  # whatever the caller does
-    for index in range(3):
-        assert_same_samples(ds.view(index), dataset.sample(index))
 
 
 def test_a_function_gets_private_copies() -> None:
@@ -511,3 +471,150 @@ def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
     for _ in range(2):
         for index, image in enumerate(loader):
             assert_same_samples(np.asarray(image), pipeline(image=dataset.sample(index))["image"])
+
+
+# --- cached memory that a transform is given -----------------------------------------------------------
+
+
+ROOT = Path(__file__).parents[2]
+
+
+class OwnFlip(A.HorizontalFlip):
+    """A user's subclass; what it overrides may run any code."""
+
+
+class OwnCompose(A.Compose):
+    """A user's subclass."""
+
+
+class OwnParams(A.BboxParams):
+    """A user's subclass."""
+
+
+def own_function(image: Any, **params: Any) -> Any:
+    return image
+
+
+def with_attribute(**values: Any) -> Any:
+    transform = A.HorizontalFlip()
+    vars(transform).update(values)
+    return transform
+
+
+KNOWN = {
+    "single": A.HorizontalFlip(),
+    "nested": A.Compose([A.OneOf([A.Sequential([A.SomeOf([A.Blur()])]), A.NoOp()])]),
+    "replay": A.ReplayCompose([A.RandomCrop(8, 8)]),
+    "functions of albumentations": A.Compose(
+        [A.ColorJitter(), A.HistogramMatching(metadata_key="references")]
+    ),
+    "boxes": A.Compose([A.HorizontalFlip()], bbox_params=A.BboxParams("coco", label_fields=["labels"])),
+}
+UNKNOWN = {
+    "function": own_function,
+    "function of albumentations": A.to_dict,
+    "subclass": OwnFlip(),
+    "subclass inside": A.Compose([A.OneOf([A.NoOp(), OwnFlip()])]),
+    "compose subclass": OwnCompose([A.HorizontalFlip()]),
+    "params subclass": A.Compose([A.HorizontalFlip()], bbox_params=OwnParams("coco")),
+    "lambda": A.Compose([A.Lambda(image=own_function)]),
+    "reader": A.Compose([A.HistogramMatching(metadata_key="references", read_fn=own_function)]),
+    "replaced method": with_attribute(apply=own_function),
+    "partial": with_attribute(hook=functools.partial(own_function)),
+    "callable class": with_attribute(hook=OwnFlip),
+    "method": with_attribute(hook=OwnFlip().apply),
+    "torch": A.Compose([A.HorizontalFlip(), ToTensorV2()]),
+    "torch, 3D": ToTensor3D(),
+    "stringzilla": A.Compose([A.OneOf([A.Equalize(), A.AutoContrast()])]),
+}
+
+
+@pytest.mark.parametrize(("name", "is_known"), [*((n, True) for n in KNOWN), *((n, False) for n in UNKNOWN)])
+def test_albumentations_own_pipelines_need_no_copy(name: str, is_known: bool) -> None:
+    """They are given the cached arrays; one in which code of the user's or of torch could run gets copies."""
+    assert keeps_read_only({**KNOWN, **UNKNOWN}[name]) == is_known
+
+
+def test_a_pipeline_that_was_used_is_still_known() -> None:
+    """What a pipeline remembers of its last call, such as the labels' types, changes nothing."""
+    pipeline = A.Compose(
+        [A.HorizontalFlip(p=1)],
+        bbox_params=A.BboxParams("pascal_voc", label_fields=["labels", "numbers"]),
+        save_applied_params=True,
+    )
+    pipeline(
+        image=np.zeros((8, 8, 3), np.uint8),
+        bboxes=np.array([[1, 1, 5, 5]], np.float32),
+        labels=["cat"],
+        numbers=np.array([3]),
+    )
+
+    assert keeps_read_only(pipeline)
+
+
+def test_a_circle_of_parts_is_walked_once() -> None:
+    """Parts that hold each other end the search like any others."""
+    parts: list[Any] = []
+    parts.append(parts)
+
+    assert keeps_read_only(with_attribute(parts=parts))
+
+
+def test_another_release_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of a release that the tests did not run is not trusted with the cache's memory."""
+    monkeypatch.setattr(A, "__version__", "2.0.9")
+
+    assert not keeps_read_only(A.HorizontalFlip())
+
+
+def test_known_pipelines_are_given_the_cached_memory() -> None:
+    """The transforms of such a pipeline run on the cache's own array, and not on a copy."""
+    ds = CachedDataset(BareImages(4), A.Compose([A.HorizontalFlip(p=1)]))
+    caller = TransformCaller(ds.transform)
+    image = ds.view(1)
+    seen: list[Any] = []
+    caller._call = lambda sample, given, index: seen.append(given)
+    caller(lambda _: image, 1)
+
+    assert seen[0] is image
+
+
+@pytest.fixture(scope="module")
+def sealed_runs(request: pytest.FixtureRequest) -> Any:
+    """What `sealed_transforms` found, in a process of its own."""
+    words = ["thorough"] if request.config.getoption("--thorough") else []
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cache.sealed_transforms", *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    last_lines = done.stderr[-2000:]
+    assert done.returncode == 0, f"ended with {done.returncode} in the last of\n{last_lines}"
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # seconds of computation, which take minutes where other processes have the cores
+def test_known_transforms_do_no_harm_on_sealed_memory(sealed_runs: Any) -> None:
+    """Each transform gives on sealed memory what it gives on a private copy, and writes to none of it."""
+    assert {name: found["differences"] for name, found in sealed_runs.items() if found["differences"]} == {}
+
+
+@pytest.mark.slow
+def test_every_transform_of_albumentations_was_run(sealed_runs: Any) -> None:
+    """Those that were not run on sealed memory are exactly those that are never given any."""
+    assert len(sealed_runs) > 100
+    assert {name for name, found in sealed_runs.items() if not found["runs"]} <= {
+        *("AutoContrast", "Equalize", "ToTensor3D", "ToTensorV2"),
+        "TextImage",  # where no font is found
+    }
+
+
+def test_images_of_other_numbers_are_copied() -> None:
+    """Normalize divides float32 images in place, which read-only memory refuses."""
+    dataset = FloatImages(4)
+    normalize = A.Normalize(normalization="min_max_per_channel")
+    ds = CachedDataset(dataset, normalize)
+    for index in (0, 1, 0):
+        assert_same_samples(ds[index], normalize(image=dataset.sample(index))["image"])
