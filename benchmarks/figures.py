@@ -37,6 +37,10 @@ SHOWN = {
     "import_only": (
         "A user's own dataset that decodes JPEGs at each access, two workers; only the import differs."
     ),
+    "small_images": (
+        "Images of an array, augmented by albumentations one by one, or by a `batch_transform` all at once."
+    ),
+    "many_workers": "A dataset that waits and computes nothing; the consumer's CPU sets the limit.",
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
     "augment": (
         "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
@@ -143,31 +147,28 @@ def section(question: dict[str, Any]) -> list[str]:
 
 
 def headline() -> str:
-    """What a changed import and a cache bring, with the spread over the runs."""
-    demo = json.loads((RESULTS / "demo.json").read_text())
-    memory = json.loads((RESULTS / "throughput.json").read_text())
+    """What a changed import, a cache and batch transforms bring, with the spread over the runs."""
+    demo, memory, small = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("demo", "throughput", "small_images")
+    )
     later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
-    torch_rates, *others = (row["figures"] for row in later.values())
-    imported, *_, cached = ([a / b for a, b in zip(some, torch_rates, strict=True)] for some in others)
+    torch_rates, imported, *_, cached = (row["figures"] for row in later.values())
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
-    bare, ours = (best(in_memory, prefix) for prefix in ("torch, ", "fastload, import only"))
-    moved = [a / b for a, b in zip(sorted(ours), sorted(bare), strict=True)]
-    matrix = json.loads((RESULTS / "never_slower.json").read_text())["questions"][0]
-    ratios = {name: ratio["value"] for name, ratio in matrix["ratios"].items()}
-    name, least = next((n, r) for n, r in ratios.items() if n.startswith("0 workers, the slowest kind: "))
-    by_size = json.loads((RESULTS / "import_only.json").read_text())["questions"]
-    larger = [r["value"] for q in by_size if "500 x 375" not in q["title"] for r in q["ratios"].values()]
+    bare, ours = (sorted(best(in_memory, prefix)) for prefix in ("torch, ", "fastload, import only"))
+    one_by_one, *_, together = (row["figures"] for row in small["questions"][0]["rows"].values())
+    jpegs, moved, kept, batches = (
+        times([a / b for a, b in zip(some, others, strict=True)])
+        for some, others in (
+            *((imported, torch_rates), (ours, bare), (cached, torch_rates), (together, one_by_one)),
+        )
+    )
     machine = demo["machine"]
     where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
     return (
-        f"Change only the import: **{times(imported)}** torch's rate where each epoch decodes small JPEGs, "
-        f"{min(larger):.1f}x to {max(larger):.1f}x for JPEGs of 1024 x 768 to 4000 x 3000, and "
-        f"**{times(moved)}** where decoded 224 x 224 images are in memory. Add the cache: "
-        f"**{times(cached)}** from the second epoch on. Over {matrix['title']} that cost nothing to make, "
-        f"the median is {ratios['2 workers, the median kind']:.2g}x torch's rate with two workers and "
-        f"{ratios['0 workers, the median kind']:.2g}x without; the slowest, without workers, is {least:.2g}x "
-        f"({name.partition('kind: ')[2].replace('start: ', 'epochs of ')}). ({where}; nothing is trained. "
-        "[All figures](benchmarks/README.md).)"
+        f"Change only the import: **{jpegs}** torch's rate where each epoch decodes small JPEGs, and "
+        f"**{moved}** where decoded 224 x 224 images are in memory. Add the cache: **{kept}** from the "
+        f"second epoch on. Transform batches of cached 32 x 32 images: **{batches}**. ({where}; nothing is trained. "
+        "[All figures](benchmarks/README.md), those where torch's loader is faster among them.)"
     )
 
 

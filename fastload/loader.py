@@ -234,15 +234,13 @@ class DataLoader(LoaderSettings):
             own: Callable[[list[Any]], Any] = self.__dict__["collate_fn"]
         except KeyError:
             raise AttributeError("this loader has no collate_fn yet") from None
-        known = self.__dict__.get
-        if all(known(name, default) is default for name, default in default_options().items()):
-            return own  # each epoch asks for it
-        names = ['rng="sample"'] if known("rng") == "sample" else []
-        transforms = ("device", "batch_transform", "device_transform")
-        names += [name for name in transforms if known(name) is not None]
-        settings = {name: known(name, default) for name, default in default_options().items()}
-        if settings == default_options():
+        known, defaults = self.__dict__.get, default_options()
+        settings = {name: known(name, default) for name, default in defaults.items()}
+        if settings == defaults:
             return own
+        names = ['rng="sample"'] if settings["rng"] == "sample" else []
+        transforms = ("device", "batch_transform", "device_transform")
+        names += [name for name in transforms if settings[name] is not None]
         channels_last = settings["memory_format"] is torch.channels_last
         return LoaderCollate(
             own, tuple(names), channels_last=channels_last, settings=settings, dataset=known("dataset")

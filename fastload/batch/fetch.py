@@ -130,10 +130,9 @@ class Fetcher:
         self._collate_fn = settings.collate_fn
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
-        self._scratch = Buffers(_SCRATCH_BYTES)
-        self._results = WritingInto(arena)
-        if self._transform is not None:
-            arena = self._scratch.arena  # the transform's results alone go to the batch's memory
+        if self._transform is not None:  # its results alone go to the memory of the batch
+            self._results, self._scratch = WritingInto(arena), Buffers(_SCRATCH_BYTES)
+            arena = self._scratch.arena
         self._arena = arena
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
