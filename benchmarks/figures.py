@@ -167,8 +167,8 @@ def headline() -> str:
     return (
         f"Change only the import: **{jpegs}** torch's rate where each epoch decodes small JPEGs, and "
         f"**{moved}** where decoded 224 x 224 images are in memory. Add the cache: **{kept}** from the "
-        f"second epoch on. Transform batches of cached 32 x 32 images: **{batches}**. ({where}; nothing is trained. "
-        "[All figures](benchmarks/README.md), those where torch's loader is faster among them.)"
+        f"second epoch on. Transform batches of cached 32 x 32 images: **{batches}**. ({where}; nothing is "
+        "trained. [All figures](benchmarks/README.md), those where torch's loader is faster among them.)"
     )
 
 

@@ -181,6 +181,8 @@ class Fetcher:
         """
         self._indices = ()
         self.gathered_bytes = 0
+        if self._transform is not None:
+            self._scratch.begin()
         if self.replacer is not None and batch_id is not None:
             if self._auto_collation and not hasattr(index, "__getitem__"):
                 index = list(index)
@@ -228,9 +230,7 @@ class Fetcher:
         except Exception as error:
             add_note(error, "fastload: raised by batch_transform, which gets whole batches in the worker")
             raise
-        finally:
-            self.gathered_bytes = 0  # the size of the batch is another one now
-            self._scratch.begin()
+        self.gathered_bytes = 0  # the size of the batch is another one now
         return batch
 
     def announce(self, index: Any) -> None:

@@ -178,6 +178,7 @@ class Pool:
         second, for which `close` would wait.
         """
         with self.lock:
+            self.expect_open()
             worker = self._workers[worker_id]
             worker.gets_no_more = True
             self._feed(worker)

@@ -187,6 +187,33 @@ def test_an_error_names_the_transform_and_costs_one_batch(workers: dict[str, Any
         assert [label for batch in labels for label in batch] == [*range(8), *range(12, 22)]
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_a_sample_leaves_the_other_batches_as_they_are(num_workers: int) -> None:
+    """The batches after one that could not be read are transformed like all others."""
+
+    class Broken(Images):
+        def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
+            if index == 6:
+                raise ValueError("six")
+            return super().__getitem__(index)
+
+    expected = epoch_of(batch_transform=AUGMENT)
+    with DataLoader(
+        Broken(),
+        4,
+        batch_transform=AUGMENT,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(3),
+    ) as loader:
+        batches = iter(loader)
+        found = [next(batches)]
+        with pytest.raises(ValueError, match="six"):
+            next(batches)
+        found += batches
+
+    assert equal(found, [expected[0], *expected[2:]])
+
+
 def test_it_gets_the_memory_format_of_the_loader() -> None:
     """The transform gets `(B, C, H, W)` images if the caller would."""
     shapes = epoch_of(
