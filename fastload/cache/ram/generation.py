@@ -3,8 +3,10 @@
 Rules:
 
 1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
-   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. This
-   relies on x86, where stores are seen in order; each read also checks the frame of a ragged record.
+   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. The
+   order holds on processors that reorder memory accesses, too: each pwrite takes and releases the lock of the
+   file, and the address of what is read depends on the entry. Each read also checks the frame of a ragged
+   record.
 2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
    bytes. All other space is claimed by increasing a number under a try-lock: ragged space, and rows of a
    cache that cannot hold all samples. A process that does not get the lock returns the sample uncached.
@@ -197,7 +199,7 @@ class Generation:
         entries = self.table.take(indices)
         if not (entries & 1).all():
             return None
-        return self.columns.gather(entries >> 1 if self.plan.is_packed else indices, allocate)
+        return self.columns.gather(entries >> 1, allocate)  # not `indices`: see rule 1
 
     # --- writing ------------------------------------------------------------------------------------------
 
