@@ -1,4 +1,4 @@
-"""benchmarks/README.md, parts of README.md and of docs/howto/sizing.md, from the results files.
+"""benchmarks/README.md, and parts of README.md and of pages below docs/, from the results files.
 
 No figure is typed by hand.
 
@@ -73,7 +73,7 @@ SHOWN = {
     "stats": "Microseconds of a batch before `loader.stats()` counted anything, and now.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
-MOST_FAILURES = 5  # that the README names
+MOST_FAILURES = 5  # that docs/support.md names
 MOST_ROWS = 20  # a question with more has its ratios alone in the table
 
 INTRODUCTION = """# Benchmarks
@@ -123,7 +123,11 @@ def tables() -> str:
             lines += section(question)
     lines.append(computed())
     return "\n".join(
-        [*lines, "## compatibility\n", f"`make test-matrix`; the README has the table.\n\n{tested()[1]}"]
+        [
+            *lines,
+            "## compatibility\n",
+            f"`make test-matrix`; [What runs where](../docs/support.md) has the table.\n\n{tested()[1]}",
+        ]
     )
 
 
@@ -223,7 +227,7 @@ def tested() -> tuple[str, str]:
     dates = sorted({row["date"] for row in results["rows"]})
     introduction = (
         "`make test-matrix` runs the tests of `make test-fast` on these releases "
-        f"({dates[-1]}, Linux on x86-64, no GPU; [what failed](benchmarks/README.md#compatibility)):"
+        f"({dates[-1]}, Linux on x86-64, no GPU; [what failed](../benchmarks/README.md#compatibility)):"
     )
     return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 
@@ -291,28 +295,6 @@ def cell_text(cell: dict[str, Any]) -> str:
 def nodes(count: str) -> str:
     """So many nodes, in words."""
     return "1 node" if count == "1" else f"{count} nodes"
-
-
-def will_it_fit() -> str:
-    """How much data fits on one node and on many: three sentences of the README."""
-    results = scale()
-    question = results["questions"][0]
-    fits = {}
-    for count in ("1", "64"):
-        for kept in ("decoded, RAM", "encoded, RAM"):
-            sizes = question["largest_bytes"][count]
-            name = kept if count == "1" else f"{kept}, a part per node"
-            fits[count, kept] = nbytes(sizes[name])
-    ram_gib = results["parameters"]["ram_bytes"]["value"] / 2**30
-    return (
-        f"A node with {ram_gib:,.0f} GiB of RAM keeps the decoded images of {fits['1', 'decoded, RAM']} of "
-        f"{question['title']}, or the files of {fits['1', 'encoded, RAM']}; 64 nodes that each keep a part "
-        f"of the set keep the decoded images of {fits['64', 'decoded, RAM']}, or the files of "
-        f"{fits['64', 'encoded, RAM']}. The chart shows how fast each design is, up to the largest set that "
-        "fits. It is computed from rates that were measured on two cores and from assumed hardware: no "
-        "cluster was measured. [Sizing](docs/howto/sizing.md) has the tables, the assumptions, and the "
-        "command for your own cluster."
-    )
 
 
 def best_designs() -> str:
@@ -446,10 +428,9 @@ def blocks() -> dict[Path, dict[str, str]]:
     return {
         ROOT / "README.md": {
             "headline": headline(),
-            "tested": tested()[0],
             "peers": peers(),
-            "sizing": will_it_fit(),
         },
+        ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "howto" / "sizing.md": {

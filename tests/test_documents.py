@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from PIL import Image
 
 from tests.kit.processes import AS_A_SCRIPT
 
@@ -56,9 +57,13 @@ PACKAGES = {
 def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
     tmp_path: Path, ready_interpreter: Interpreter
 ) -> None:
-    """All Python blocks of the README, in order, are one program whose output is the README's."""
+    """All Python blocks, in order, are one program over a folder of images; its output is the README's."""
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
+    for number in range(64):
+        path = tmp_path / "photos" / "train" / f"class {number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (96, 72), (number, 0, 0)).save(path)
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
 
