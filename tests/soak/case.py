@@ -58,6 +58,7 @@ class Case:
     # The consumer.
     epochs: int = 1
     handles_sigterm: bool = False
+    is_transformed: bool = False  # by a batch_transform that returns what it gets
     garbage: str = "usual"  # the garbage collector runs as "usual", is "off", or "eager"
 
     @property
@@ -195,6 +196,7 @@ def draw(seed: int) -> Case:
         epochs=pick({1: 2, 2: 2, 3: 1}),
         handles_sigterm=rng.random() < 0.3,
         garbage=pick({"usual": 6, "off": 1, "eager": 1}),
+        is_transformed=rng.random() < 0.2,
     )
     return settled(case)
 

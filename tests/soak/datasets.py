@@ -297,6 +297,13 @@ COLLATES = {
 # --- on the device ---------------------------------------------------------------------------------------
 
 
+def passed_on(batch: Any) -> Any:
+    """A batch_transform; without gradients, as the loader promises."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a batch_transform runs with gradients")
+    return batch
+
+
 def on_device(batch: Any) -> Any:
     """A device_transform that puts the batch into a dict."""
     return {"on device": batch}

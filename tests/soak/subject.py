@@ -117,6 +117,7 @@ class Subject:
             rng=case.rng,  # type: ignore[arg-type]
             worker_method="thread" if is_thread else "process",
             device=case.device,
+            batch_transform=datasets.passed_on if case.is_transformed else None,
             device_transform=datasets.on_device if case.device else None,
             **order.sampling(case, generator),
         )
