@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler
 
 import fastload
 from fastload.cache import rate_limit
@@ -88,18 +87,10 @@ def killed(folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def disagree(folder: Path) -> None:
-    """Rank 1 has a batch less than rank 0, which would wait for it in the last all-reduce."""
-    dataset = Numbers(LENGTH - 2 * BATCH_SIZE * dist.get_rank())
-    sampler: Any = DistributedSampler(dataset)  # type: ignore[arg-type]
-    for batch in fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler):
-        dist.all_reduce(torch.tensor(len(batch)))
-
-
 if __name__ in ("__main__", "__mp_main__"):
     rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py; in the workers too
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    {"epochs": epochs, "killed": killed, "disagree": disagree}[sys.argv[1]](Path(sys.argv[2]))
+    {"epochs": epochs, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))
     dist.destroy_process_group()

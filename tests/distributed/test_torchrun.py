@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tests.kit.processes import Interpreter
 
+pytestmark = pytest.mark.timeout(300)  # each rank imports torch, which takes long on a busy machine
+
 # Each node has an agent of its own, in a fork, and a registry of caches of its own. If ranks hang, the agents
 # get SIGTERM, and end them.
 TORCHRUN = """
@@ -37,7 +39,7 @@ for node in range(num_nodes):
         sys.stderr.flush()
         os._exit(0)
 signal.signal(signal.SIGALRM, lambda *_: [os.kill(child, signal.SIGTERM) for child in children])
-signal.alarm(60)
+signal.alarm(200)
 codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 sys.exit(max(codes))
 """
@@ -81,7 +83,7 @@ def torchrun(
             # Else the agent keeps its store, and gloo finds the addresses of ranks that have ended.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         },
-        limit_s=90,
+        limit_s=250,
     )
 
 
@@ -122,14 +124,3 @@ def test_ranks_go_on_with_the_same_samples_after_one_was_killed(
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)
-
-
-@pytest.mark.thorough  # test_agreement.py has the comparison itself
-def test_ranks_that_disagree_end_with_an_error(interpreter: Interpreter, tmp_path: Path) -> None:
-    """The agent ends all ranks, and its output has both lengths."""
-    done = torchrun(interpreter, tmp_path, "disagree")
-
-    assert done.returncode != 0
-    assert "RanksDisagreeError: the length of the dataset is" in done.stderr
-    assert "61 on rank 0" in done.stderr
-    assert "53 on rank 1" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import itertools
 import logging
@@ -20,6 +21,7 @@ import fastload
 from fastload.files import attempts
 from fastload.system.logs import log
 from fastload.workers.channel import Channel
+from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,36 +52,19 @@ def _kill(number: int) -> None:
 
 
 def _no_memory() -> None:
-    limit = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, limit[1]))
-    try:
+    with limited(resource.RLIMIT_AS, 1 << 20):
         bytearray(1 << 30)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
 def _no_files() -> None:
-    files = []
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (80, limit[1]))
-    try:
+    with contextlib.ExitStack() as opened, limited(resource.RLIMIT_NOFILE, 80):
         while True:
-            files.append(os.open(os.devnull, os.O_RDONLY))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        for fd in files:
-            os.close(fd)
+            opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
 
 
 def _no_room_in_a_file() -> None:
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    fd = os.memfd_create("too-long")
-    try:
-        os.ftruncate(fd, 1 << 20)
-    finally:
-        os.close(fd)
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with open(os.memfd_create("too-long"), "wb") as file, limited(resource.RLIMIT_FSIZE, 4096):
+        file.truncate(1 << 20)
 
 
 def _fork_and_forget() -> None:

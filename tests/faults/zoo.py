@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from tests.kit.faults import limited
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -54,18 +56,11 @@ class KeepsBatches:
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
     """Nothing can be opened in this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
-    taken: list[int] = []
-    try:
+    with contextlib.ExitStack() as opened, limited(resource.RLIMIT_NOFILE, 256):
         with contextlib.suppress(OSError):
             while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
         yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 class EatsDescriptors:

@@ -6,13 +6,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.kit.processes import Interpreter
+
 ROOT = Path(__file__).parents[2]
-METHODS = ["fork", "spawn", "forkserver"]
-pytestmark = pytest.mark.slow  # an interpreter each
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # an interpreter each
 
 # Under each start method from the same seed: the digest of all batches, and the random state after them.
 TRAIN = """
@@ -83,35 +87,67 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run `fastload run ...`, or plain python."""
+COMMAND = """
+import sys
+sys.path.insert(0, "")  # for the script's folder
+sys.argv[0] = "fastload"
+from fastload.cli.main import main
+main()
+"""
+PLAIN = """
+import sys
+sys.path.insert(0, "")
+from fastload.cli.script import run_script
+run_script(sys.argv[1], sys.argv[2:])
+"""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(interpreter: Interpreter, folder: Path) -> Run:
+    """Runs `fastload run ...`, or plain python, in processes that have imported torch already."""
+    places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(folder)]
+
+    def run(*words: str, plain: bool = False) -> subprocess.CompletedProcess[str]:
+        program, before = (PLAIN, []) if plain else (COMMAND, ["run"])
+        variables = {"PYTHONPATH": os.pathsep.join(places)}
+        return interpreter.run(program, *before, *words, cwd=folder, environment=variables, limit_s=250)
+
+    return run
+
+
+def from_shell(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(folder)])
     return subprocess.run(
-        [sys.executable, *([] if plain else ["-m", "fastload", "run"]), *words],
+        [sys.executable, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
 
 
-def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(folder: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(
+    folder: Path, run: Run, method: str
+) -> None:
     """Bit by bit, with the same random state after it; by any name, in worker processes and in children.
 
     Each process of the script's own says how many loaders were replaced; no worker process adds a line.
     """
-    plain = run(folder, "train.py", "--methods", "fork", plain=True)
-    ours = run(folder, "train.py", "--child", "--methods", *METHODS)
+    plain = run("train.py", "--methods", "fork", plain=True)
+    ours = from_shell(folder, "-m", "fastload", "run", "train.py", "--child", "--methods", method)
     assert (plain.returncode, ours.returncode) == (0, 0), plain.stderr + ours.stderr
     assert "None in this process: torch in the dataset: torch\n" in plain.stderr
-    for method in ("None", *METHODS):
-        expected = re.findall(rf"^{'None' if method == 'None' else 'fork'} (.*)", plain.stdout, re.MULTILINE)
-        assert re.findall(rf"^{method} (.*)", ours.stdout, re.MULTILINE) == expected
+    for name, name_in_plain in (("None", "None"), (method, "fork")):
+        expected = re.findall(rf"^{name_in_plain} (.*)", plain.stdout, re.MULTILINE)
+        assert re.findall(rf"^{name} (.*)", ours.stdout, re.MULTILINE) == expected
         assert len(expected) == 1
-        assert f"{method} in this process: fastload in the dataset: fastload\n" in ours.stderr
+        assert f"{name} in this process: fastload in the dataset: fastload\n" in ours.stderr
     # A loop makes two loaders and `kind()` one; each sample that is read in this process makes one more.
-    number = (3 + 2 * 11) + len(METHODS) * (3 + 11)
+    number = (3 + 2 * 11) + (3 + 11)
     child, last = [line for line in ours.stderr.splitlines() if line.startswith("fastload: ")]
 
     assert "in a child: fastload" in ours.stderr
@@ -119,11 +155,11 @@ def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(folder: Path)
     assert last.startswith(f"fastload: {number} loaders of torch were replaced in process ")
 
 
-def test_words_after_the_script_are_the_script_s(folder: Path) -> None:
+def test_words_after_the_script_are_the_script_s(folder: Path, run: Run) -> None:
     """Those that look like ours, too; --quiet prints no line of ours. A wrong value is wrong usage."""
     (folder / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
     words = ["--rng", "x", "--help", "--", "-m", "--json", "-q"]
-    done, wrong = run(folder, "-q", "-m", "show", *words), run(folder, "--cache", "disk", "show.py")
+    done, wrong = run("-q", "-m", "show", *words), run("--cache", "disk", "show.py")
 
     assert (done.stdout, done.stderr) == (f"{words}\n", "")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
@@ -132,13 +168,13 @@ def test_words_after_the_script_are_the_script_s(folder: Path) -> None:
 def test_without_torch_nothing_is_imported(folder: Path) -> None:
     """A script that makes no loader pays nothing, and the line at the end says so."""
     (folder / "light.py").write_text("import sys\nprint('torch' in sys.modules, 'numpy' in sys.modules)\n")
-    done = run(folder, "light.py")
+    done = from_shell(folder, "-m", "fastload", "run", "light.py")
 
     assert done.stdout == "False False\n"
     assert done.stderr.startswith("fastload: no loader of torch was replaced in process ")
 
 
-def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path) -> None:
+def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path, run: Run) -> None:
     """`--rng sample` is the default of every loader, and install() in the script changes nothing of it."""
     (folder / "show.py").write_text(
         "import subprocess, sys\n"
@@ -150,7 +186,7 @@ def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path) -
         "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).rng)'\n"
         "subprocess.run([sys.executable, '-c', code])\n"
     )
-    done = run(folder, "--rng", "sample", "show.py")
+    done = run("--rng", "sample", "show.py")
 
     assert done.stdout == "sample 2\nsample\n"
     assert done.stderr.count("1 loader of torch was replaced in process") == 2
@@ -188,20 +224,20 @@ print([int(batch[0, 0, 0, 0]) for batch in loader])
     ],
 )
 def test_seeded_pipelines_are_told_in_one_line(
-    folder: Path, has_pipeline: bool, words: list[str], is_said: bool
+    folder: Path, run: Run, has_pipeline: bool, words: list[str], is_said: bool
 ) -> None:
     """Only if there was one; with --no-seed-pipelines the draws are those of torch's loader."""
     (folder / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
 
-    plain, done = run(folder, "flips.py", plain=True), run(folder, *words, "flips.py")
+    plain, done = run("flips.py", plain=True), run(*words, "flips.py")
 
     assert (done.stdout != plain.stdout) == is_said
     assert done.stderr.count("albumentations pipelines were seeded") == is_said
 
 
-def test_datasets_that_are_not_cached_are_named_once(folder: Path) -> None:
+def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
     """`--cache ram` says why not, and the script works."""
-    done = run(folder, "--cache", "ram", "train.py", "--methods")
+    done = run("--cache", "ram", "train.py", "--methods")
 
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
