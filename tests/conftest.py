@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 if hypothesis.settings.get_current_profile_name() == "default":  # the mutants have a profile of their own
-    # By default an example that takes more than 200 ms fails its test: on a busy machine, any does at times.
-    hypothesis.settings.register_profile("without deadline", deadline=None)
+    # By default a test fails if an example takes more than 200 ms, or long to make: on a busy machine, any
+    # does at times.
+    hypothesis.settings.register_profile(
+        "without deadline", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
     hypothesis.settings.load_profile("without deadline")
 
 TESTS = Path(__file__).parent

@@ -85,7 +85,6 @@ def test_unpickled_cache_opens_late(path: Path) -> None:
         handle.get(0)
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
@@ -508,7 +507,7 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
     ),
     st.integers(1, 30_000),
 )
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_records_lie_where_lmdb_finds_them(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], commit_bytes: int
 ) -> None:
@@ -531,7 +530,7 @@ def test_trees_of_many_levels(num_samples: int, size: int, tmp_path: Path) -> No
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_stored_indices(data: st.DataObject) -> None:
     """Positions and indices are those in the list of all indices that are stored."""
     start = data.draw(st.integers(0, 10**12))

@@ -602,7 +602,7 @@ def test_the_written_samples_or_an_error(
 
         @given(st.data())
         @settings(
-            max_examples=examples, derandomize=True, database=None, deadline=None,
+            max_examples=examples, derandomize=True, database=None,
             suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         def read(data: st.DataObject) -> None:

@@ -273,5 +273,5 @@ TestRamMachine = pytest.mark.slow(RamMachine.TestCase)
 TestRamMachine.settings = settings(
     max_examples=50,
     stateful_step_count=25,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    suppress_health_check=list(HealthCheck),
 )

@@ -78,7 +78,6 @@ _SAMPLES = st.recursive(
 
 
 @given(_SAMPLES)
-@settings(deadline=None)
 def test_round_trip(sample: Any) -> None:
     """Any nest of supported leaves comes back with its exact types, dtypes, shapes and values."""
     assert_same_samples(decode(encode(sample)), sample)
@@ -159,7 +158,7 @@ def test_arrays_are_views_and_tensors_are_not(tmp_path: Path) -> None:
 
 
 @given(st.lists(_ARRAYS | st.integers(), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_payloads_are_aligned(sample: list[Any]) -> None:
     """Every array starts at a multiple of 64 bytes from the record's start."""
     record = encode(sample)
@@ -295,7 +294,7 @@ def noise(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 
 
 @given(_SHAPES, st.sampled_from([("raw", 1), ("png", 1), ("webp", 100)]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_exact_codecs_are_exact(shape: tuple[int, ...], way: tuple[str, int]) -> None:
     """raw, png, and webp of quality 100 give back every pixel, C-contiguous and read-only."""
     image = noise(shape)

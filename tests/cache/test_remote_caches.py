@@ -589,7 +589,7 @@ def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(0, 5000), st.binary(max_size=3))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_manifest_with_any_damage_is_refused_or_names_its_shards(position: int, noise: bytes) -> None:
     """Some bytes take the place of one; no other error than ValueError comes from damage."""
     if not FaultyFileSystem.store:

@@ -183,7 +183,7 @@ def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> No
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     operations=st.lists(
         st.tuples(st.sampled_from(["announce", "take", "forget"]), st.lists(st.integers(0, 9), max_size=6)),

@@ -352,14 +352,14 @@ def packed(head: Any, *lines: Any) -> bytes:
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(0, 2), st.binary(max_size=4))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=80)
 def test_damaged_bytes_are_the_same_files_or_the_error(start: int, length: int, instead: bytes) -> None:
     """Bytes of the compressed list are replaced, put in or taken out."""
     assert read(GOOD[:start] + instead + GOOD[start + length :]) in ((CLASSES, FILES), None)
 
 
 @given(st.sampled_from([*HEAD, 0, 1, 2]), st.integers(0, 2), values)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=150)
 def test_other_values_are_what_they_say_or_the_error(where: str | int, place: int, value: Any) -> None:
     """Any value in the head, or in the place of a name, a length or a version."""
     head, files = dict(HEAD), [list(line) for line in LINES]
@@ -406,7 +406,7 @@ def test_a_list_of_no_use_is_the_error(data: bytes) -> None:
     st.lists(st.text(st.characters(exclude_characters="/\\%\0", codec="utf-8"), min_size=1), max_size=4),
     st.lists(st.tuples(st.integers(0, 3), st.text("ab%é.😀", min_size=1), st.integers(-1, 2**63 - 1))),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=80)
 @example(["a"], [(0, "b" * 4000, 1), (0, "a" * 4000, 1)])
 def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str, int]]) -> None:
     """Any names below the folder, in any order."""

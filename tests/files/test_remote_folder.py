@@ -72,7 +72,7 @@ trees = st.sets(
 )
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(tree=trees)
 def test_any_tree_has_torchvisions_order(
     tree: set[str], tmp_path_factory: pytest.TempPathFactory, faulty: type[FaultyFileSystem]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "mutants",
     deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.generate],
     derandomize=True,
     database=None,
