@@ -1,4 +1,4 @@
-"""The command line: `fastload run | profile | bench | doctor`, and `fastload cache build | info | ...`.
+"""The command line: `fastload run | profile | bench | doctor`, `fastload cache ...`, `fastload images ...`.
 
 Rules:
 
@@ -17,17 +17,19 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli import bench_command, cache_commands
+from fastload.cli import bench_command, cache_commands, images_commands
 from fastload.cli.arguments import Output, output_file
 from fastload.cli.source_argument import open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandGroup, ExitCode, answers
 
 app = typer.Typer(cls=CommandGroup, add_completion=False, help="Fast data loading for PyTorch.", **APP)
 app.add_typer(cache_commands.app, name="cache")
+app.add_typer(images_commands.app, name="images")
 answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
 
 @cache_commands.app.callback()
+@images_commands.app.callback()
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)

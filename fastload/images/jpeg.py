@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     Content = bytes | bytearray | memoryview
 
 START, END = b"\xff\xd8", b"\xff\xd9"
+BLOCK_SIDE = 8  # pixels
 _TAIL_BYTES = 64  # some cameras pad files with zeros
 
 # A JPEG is a row of segments: 0xFF, kind, length. A frame's segment goes on with precision, height, width and
@@ -75,6 +76,23 @@ class JpegHeader(NamedTuple):
     is_one_scan: bool
     restart_interval: int
     scan_at: int
+
+    @property
+    def mcu_blocks(self) -> list[tuple[int, int]]:
+        """How many blocks of each component lie side by side and below each other in an MCU."""
+        return [(1, 1)] if len(self.sampling) == 1 else [(one >> 4, one & 15) for one in self.sampling]
+
+    @property
+    def mcu_sides(self) -> tuple[int, int]:
+        """Width and height of an MCU, in pixels; the first component has the highest resolution."""
+        across, down = self.mcu_blocks[0]
+        return BLOCK_SIDE * across, BLOCK_SIDE * down
+
+    @property
+    def num_mcus(self) -> tuple[int, int]:
+        """How many MCUs lie in a row, and how many rows there are."""
+        width, height = self.mcu_sides
+        return -(-self.width // width), -(-self.height // height)
 
 
 def parse_jpeg(data: Content) -> JpegHeader | None:

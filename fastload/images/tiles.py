@@ -22,7 +22,6 @@ from fastload.images.jpeg import END, markers, parse_jpeg
 if TYPE_CHECKING:
     from fastload.images.jpeg import Content, JpegHeader
 
-_BLOCK = 8  # pixels
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
@@ -58,9 +57,9 @@ def cut_jpeg(data: Content, box: tuple[int, int, int, int]) -> Cut | None:
     if header is None or not header.restart_interval or not header.is_one_scan:
         return None
     x_min, y_min, x_max, y_max = box
-    interval, factors = header.restart_interval, header.sampling[0] if len(header.sampling) > 1 else 0x11
-    mcu_width, mcu_height = _BLOCK * (factors >> 4), _BLOCK * (factors & 15)
-    columns, rows = -(-header.width // mcu_width), -(-header.height // mcu_height)
+    interval = header.restart_interval
+    mcu_width, mcu_height = header.mcu_sides
+    columns, rows = header.num_mcus
     # Where each row begins with a marker, it can be cut between any two; otherwise whole rows are cut, at
     # those that begin with one.
     is_aligned = columns % interval == 0

@@ -1,0 +1,228 @@
+"""Claims of adding restart markers: the same pixels, in files that can be cut."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from typer.testing import CliRunner
+
+from fastload.cli import main
+from fastload.errors import ImageReadError
+from fastload.images import tiled_folder
+from fastload.images.decode import decode
+from fastload.images.jpeg import parse_jpeg
+from fastload.images.restarts import INTERVALS, add_restarts
+from fastload.images.tiled_folder import files_to_tile, tile_file, tile_files
+from fastload.images.tiles import cut_jpeg
+from tests.images.test_tiles import GREY, SAMPLINGS, tiled_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def saved(**options: Any) -> bytes:
+    """A smooth picture, as Pillow saves it."""
+    y, x = np.mgrid[:96, :128]
+    waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
+    file = io.BytesIO()
+    Image.fromarray((127 + 100 * waves).astype(np.uint8)).save(file, "jpeg", **options)
+    return file.getvalue()
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    height=st.integers(1, 120),
+    width=st.integers(1, 120),
+    interval=st.sampled_from([0, 1, 5, 9, 40]),
+    sampling=st.sampled_from([*SAMPLINGS, GREY]),
+    quality=st.sampled_from([5, 75, 100]),
+    is_optimized=st.booleans(),
+)
+def test_the_pixels_stay(
+    height: int, width: int, interval: int, sampling: int, quality: int, is_optimized: bool
+) -> None:
+    """All samplings and sizes, own Huffman tables, and files with markers at other places."""
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(is_optimized)]
+    content = tiled_file(height, width, interval, sampling, *options)
+
+    new = add_restarts(content)
+
+    np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
+    header = parse_jpeg(new)
+    assert header is not None
+    assert header.restart_interval in INTERVALS
+    assert header.num_mcus[0] % header.restart_interval == 0
+
+
+def test_the_result_can_be_cut_and_stays() -> None:
+    """A region of the new file needs a part of it; a second run returns the file itself."""
+    content = saved()
+    new = add_restarts(content)
+
+    assert cut_jpeg(content, (0, 0, 8, 8)) is None
+    assert cut_jpeg(new, (0, 0, 8, 8)) is not None
+    assert len(new) < 1.1 * len(content)
+    assert add_restarts(new) is new
+
+
+def test_other_segments_stay() -> None:
+    """EXIF, an ICC profile, a comment, and bytes behind the picture are those of the original."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options: dict[str, Any] = {"exif": exif, "icc_profile": b"profile" * 50, "comment": b"a comment"}
+    content = saved(**options) + b"of the camera"
+
+    new = add_restarts(content)
+
+    assert new.endswith(b"\xff\xd9of the camera")
+    before, after = (Image.open(io.BytesIO(file)) for file in (content, new))
+    assert {
+        name: before.info[name] for name in ("exif", "icc_profile", "comment")
+    }.items() <= after.info.items()
+    np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(edits=st.lists(st.tuples(st.integers(2, 3000), st.integers(0, 255)), min_size=1, max_size=3))
+def test_a_damaged_file_is_a_value_error_or_keeps_its_size(edits: list[tuple[int, int]]) -> None:
+    """Wrong bytes raise ValueError alone; what is rewritten nevertheless has a picture of the same shape."""
+    content = bytearray(saved())
+    for place, value in edits:
+        content[place % len(content)] = value
+    try:
+        new = add_restarts(bytes(content))
+        shape = decode(bytes(content), "old").shape
+    except (ValueError, ImageReadError):
+        return
+    assert decode(new, "new").shape == shape
+
+
+@pytest.mark.parametrize("options", [{"progressive": True}, {"keep_rgb": False, "mode": "CMYK"}])
+def test_other_files_are_refused(options: dict[str, Any]) -> None:
+    """Progressive JPEGs and CMYK raise ValueError, and so does what is no JPEG."""
+    file = io.BytesIO()
+    Image.new(options.pop("mode", "RGB"), (40, 40)).save(file, "jpeg", **options)
+
+    for content in (file.getvalue(), b"", b"\xff\xd8", b"a text"):
+        with pytest.raises(ValueError, match="only JPEGs"):
+            add_restarts(content)
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with JPEGs, a progressive one, a damaged one, and a text."""
+    root = tmp_path / "photos"
+    (root / "cat").mkdir(parents=True)
+    (root / "cat" / "a.jpg").write_bytes(saved())
+    (root / "cat" / "b.JPEG").write_bytes(saved(quality=40, subsampling="4:4:4"))
+    (root / "damaged.jpg").write_bytes(saved()[:-500])
+    (root / "progressive.jpg").write_bytes(saved(progressive=True))
+    (root / "notes.txt").write_text("a text")
+    (root / "loop").symlink_to(root)
+    monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: None)
+    return root
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_folder_is_copied_with_tiles(photos: Path, tmp_path: Path, num_workers: int) -> None:
+    """JPEGs get markers, all other files are copied, and a reason names each JPEG that stays as it is."""
+    source, dest = str(photos), str(tmp_path / "new")
+    names = files_to_tile(source, dest)
+
+    found = {file.name: file for file in tile_files(source, dest, names, num_workers)}
+
+    assert list(found) == names == sorted(found)
+    assert {name for name, file in found.items() if file.is_tiled} == {"cat/a.jpg", "cat/b.JPEG"}
+    for name in names:
+        old, new = photos / name, tmp_path / "new" / name
+        assert found[name].new_nbytes == new.stat().st_size
+        assert new.stat().st_mtime_ns == old.stat().st_mtime_ns
+        if found[name].is_tiled:
+            np.testing.assert_array_equal(decode(new.read_bytes(), name), decode(old.read_bytes(), name))
+            assert cut_jpeg(new.read_bytes(), (0, 0, 8, 8)) is not None
+        else:
+            assert new.read_bytes() == old.read_bytes()
+    assert found["notes.txt"].reason is None
+    assert "progressive" in str(found["progressive.jpg"].reason)
+    assert found["damaged.jpg"].reason is not None
+
+
+def test_a_second_run_writes_what_is_missing(photos: Path, tmp_path: Path) -> None:
+    """Files that are done are left alone; new, changed and unfinished ones are written."""
+    source, dest = str(photos), str(tmp_path / "new")
+    list(tile_files(source, dest, files_to_tile(source, dest), 0))
+    assert files_to_tile(source, dest) == []
+
+    os.utime(photos / "notes.txt", ns=(0, 0))
+    (tmp_path / "new" / "cat" / "a.jpg").unlink()
+
+    assert files_to_tile(source, dest) == ["cat/a.jpg", "notes.txt"]
+
+
+def test_other_pixels_do_not_count(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rewritten file that decodes to other pixels is not kept."""
+    monkeypatch.setattr(tiled_folder, "add_restarts", lambda _: saved(quality=10))
+
+    found = tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg")
+
+    assert "other pixels" in str(found.reason)
+    assert (tmp_path / "new" / "cat" / "a.jpg").read_bytes() == saved()
+
+
+def test_nothing_is_left_after_an_error(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that cannot be finished leaves no part of it."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(tiled_folder.shutil, "copystat", fail)
+    with pytest.raises(OSError, match="full"):
+        tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg")
+
+    assert list((tmp_path / "new" / "cat").iterdir()) == []
+
+
+@pytest.mark.parametrize("dest", ["photos", "photos/new", "."])
+def test_folders_must_be_apart(photos: Path, tmp_path: Path, dest: str) -> None:
+    """Neither folder may lie in the other."""
+    with pytest.raises(ValueError, match="outside"):
+        files_to_tile(str(photos), str(tmp_path / dest))
+
+
+def test_progressive_files_need_jpegtran(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the program jpegtran, which makes them sequential, progressive JPEGs get tiles, too."""
+    program = tmp_path / "jpegtran"  # stands in for it: gives the sequential file of the same picture
+    (tmp_path / "sequential.jpg").write_bytes(saved())
+    program.write_text(f"#!/bin/sh\nexec cat '{tmp_path}/sequential.jpg'\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: str(program))
+
+    assert tile_file(str(photos), str(tmp_path / "new"), "progressive.jpg").is_tiled
+
+
+def test_the_command(photos: Path, tmp_path: Path) -> None:
+    """`fastload images tile` says how many files have tiles, and which JPEGs were copied and why."""
+    words = ["images", "tile", str(photos), str(tmp_path / "new"), "--workers", "0"]
+
+    done = CliRunner().invoke(main.app, words)
+
+    assert done.exit_code == 0, done.output
+    assert "2 JPEGs with tiles" in done.output
+    assert "3 files copied" in done.output
+    assert "progressive.jpg was copied: " in done.output
+    again = CliRunner().invoke(main.app, [*words, "--json"])
+    assert '"num_files": 0' in again.output
