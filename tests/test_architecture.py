@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,7 @@ def _part_of_layer(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
+@functools.cache
 def _imports(path: Path, *, with_types: bool) -> set[str]:
     """Modules of ours that a file imports: when it runs, or for types alone too."""
     tree = ast.parse(path.read_text())
@@ -87,12 +89,13 @@ def _imports(path: Path, *, with_types: bool) -> set[str]:
     return found & set(FILES)
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_a_file_imports_from_its_own_folder_and_lower_ones_only(name: str) -> None:
+def test_a_file_imports_from_its_own_folder_and_lower_ones_only() -> None:
     """See LAYERS."""
-    above = {other for other in _imports(FILES[name], with_types=True) if _layer(other) > _layer(name)}
+    imports = {name: _imports(path, with_types=True) for name, path in FILES.items()}
 
-    assert above == set()
+    assert {
+        (name, other) for name, others in imports.items() for other in others if _layer(other) > _layer(name)
+    } == set()
 
 
 def _circles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -211,12 +214,10 @@ def test_type_checkers_read_the_names_that_python_finds() -> None:
     assert read == found
 
 
-@pytest.mark.parametrize("name", fastload.__all__)
-def test_a_public_name_is_kept_once_it_was_used(name: str) -> None:
+def test_a_public_name_is_kept_once_it_was_used() -> None:
     """The second use is a plain look-up."""
-    value = getattr(fastload, name)
-
-    assert vars(fastload)[name] is value
+    for name in fastload.__all__:
+        assert getattr(fastload, name) is vars(fastload)[name]
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error() -> None:

@@ -134,10 +134,13 @@ class TestWhole:
         self, photos: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A table, code that runs, a chart, a file that can be read again, no cache, and few other lines."""
-        chart, saved = tmp_path / "chart.png", tmp_path / "result.json"
+        chart, saved, other = (tmp_path / name for name in ("chart.png", "result.json", "other.json"))
 
         result = run(photos, "--size", "16x16", *QUICK, "--chart", chart, "--output", saved)
+        as_json = run(photos, "--size", "16x16", *ALONE, "--samples", "8", "--json", "--output", other)
 
+        assert json.loads(as_json.stdout) == json.loads(other.read_text())
+        other.unlink()
         assert result.exit_code == 0, result.stderr
         loaded = Result.from_dict(json.loads(saved.read_text()))
         assert (loaded.length, loaded.num_samples) == (40, 32)
@@ -159,14 +162,6 @@ class TestWhole:
         loader = made_by(line.strip() for line in code.splitlines() if line.startswith("    "))
         assert loader.batch_size == 8
         assert loader.dataset[0][0].shape == (16, 16, 3)
-
-    def test_json_is_one_object_in_the_format_of_save(self, photos: Path, tmp_path: Path) -> None:
-        """Nothing else is on standard output."""
-        saved = tmp_path / "result.json"
-
-        result = run(photos, "--size", "16x16", *QUICK, "--cache", "none", "--json", "--output", saved)
-
-        assert json.loads(result.stdout) == json.loads(saved.read_text())
 
     def test_a_transform_runs_behind_every_contender(self, photos: Path) -> None:
         """It brings images of several sizes to one, and the fastest lines have it behind a cache."""
@@ -202,24 +197,6 @@ class TestWhole:
         assert len(next(iter(loader))) == (4 if named == "only_images" else 2)
         assert (loader.dataset.transform is None) == (named is None)
 
-    def test_every_contender_reads_the_transformed_samples(self) -> None:
-        """With a cache and without one, by either loader."""
-        dataset = Plain()
-        for contender in (
-            Contender("torch", "none", 0, 8),
-            Contender("fastload", "none", 0, 8),
-            Contender("fastload", "ram", 0, 8),
-        ):
-            seen: list[Any] = []
-
-            def transform(sample: Any, seen: list[Any] = seen) -> Any:
-                seen.append(sample[1])
-                return sample
-
-            measure.measure(dataset, transform, contender, None)
-
-            assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * 2)
-
     @pytest.mark.slow
     def test_without_options_all_caches_and_some_workers_take_part(self) -> None:
         """The number of samples follows from --minutes."""
@@ -237,6 +214,7 @@ class TestImpossible:
         """No test of this class is about a rate; the processes that measure inherit this."""
         monkeypatch.setattr(measure, "LATER_S", 0.01)
 
+    @pytest.mark.slow
     def test_a_random_dataset_is_measured_without_a_cache(self) -> None:
         """The rows of caches say why they have no figures."""
         result = run("tests.cli_zoo:Random", *QUICK, "--json")
@@ -246,6 +224,7 @@ class TestImpossible:
         assert all(("the dataset is random" in row["problem"]) == (row["cache"] != "none") for row in rows)
         assert all(bool(row["later"]) == (row["cache"] == "none") for row in rows)
 
+    @pytest.mark.slow
     def test_a_dataset_with_a_cache_is_measured_as_it_is(self) -> None:
         """A second cache would be of no use, and first epochs read what earlier contenders have cached."""
         result = run("tests.test_cli_bench:cached", *QUICK, "--json")
@@ -255,6 +234,7 @@ class TestImpossible:
             assert ("is a CachedDataset already" in row["problem"]) == (row["cache"] != "none")
         assert any("only later epochs compare" in text for text in found["warnings"])
 
+    @pytest.mark.slow
     def test_a_contender_that_fails_is_a_row_and_the_others_go_on(self) -> None:
         """A dataset that cannot be pickled cannot be spawned with, and is forked with all the same."""
         words = ("--rounds", "1", "--workers", "1", "--cache", "none", "--start-method", "fork,spawn")
@@ -267,6 +247,7 @@ class TestImpossible:
             assert ("local object" in row["problem"]) == (row["start_method"] == "spawn"), row
             assert bool(row["later"]) == (row["start_method"] == "fork")
 
+    @pytest.mark.slow
     def test_when_all_fail_the_command_fails(self, temporary: Path) -> None:
         """The table has the reason once."""
         result = run("tests.test_cli_bench:BreaksWithLabels", *QUICK[:2], "--workers", "0,1")
@@ -341,18 +322,6 @@ class TestImpossible:
         assert said in error["error"]
         assert result.stderr == f"fastload: error: {error['error']}\n"
 
-    def test_a_chart_without_matplotlib_names_the_extra(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Before the time is spent."""
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-        result = run("tests.cli_zoo:factory", *ALONE, "--chart", tmp_path / "chart.png")
-
-        assert result.exit_code == 2
-        assert 'pip install "fastload-torch[plot]"' in result.stderr
-        assert not (tmp_path / "chart.png").exists()
-
     def test_a_failed_write_leaves_the_earlier_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -413,15 +382,6 @@ class TestBaseline:
         ]
         assert not comparison["has_passed"]
 
-    def test_quiet_says_on_standard_error_why_it_failed(self, saved: Path, tmp_path: Path) -> None:
-        """A log of CI has the reason."""
-        fast = rescaled(saved, tmp_path / "fast.json", 1e6)
-
-        result = run("tests.cli_zoo:factory", "--baseline", fast, "--quiet")
-
-        assert (result.exit_code, result.stdout) == (4, "")
-        assert "of the baseline's contenders. torch's loader is slower, too" in result.stderr
-
     def test_relative_ignores_what_slows_torch_too(self, saved: Path, tmp_path: Path) -> None:
         """A baseline of a machine that is a million times as fast passes, where samples/s fail."""
         fast = rescaled(saved, tmp_path / "fast.json", 1e6)
@@ -448,6 +408,7 @@ class TestBaseline:
 
 
 class TestInterruption:
+    @pytest.mark.slow
     @pytest.mark.usefixtures("needs_lmdb")
     @pytest.mark.parametrize("as_json", [False, True])
     def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -197,18 +195,12 @@ def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str
 # --- the host ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_it_runs_as_a_command() -> None:
+def test_it_runs_as_a_command(interpreter: Interpreter) -> None:
     """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fastload", "doctor", "--json"],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
-    )
+    module = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
+    done = interpreter.run(module, "doctor", "--json", environment={"CUDA_VISIBLE_DEVICES": ""})
 
+    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["versions"]["python"] == sys.version.split()[0]
 
 
@@ -303,7 +295,7 @@ def test_a_source_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset of arrays has no files to keep."""
+    """A dataset of arrays has no files to keep; numbers alone have no size to compare."""
     (tmp_path / "arrays_of_mine.py").write_text(
         "import numpy as np\n"
         "class Arrays:\n"
@@ -311,6 +303,10 @@ def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.M
         "    def __getitem__(self, index): return np.full((260, 300, 3), index, np.uint8), index\n"
     )
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "numbers_of_mine.py").write_text("NUMBERS = [1, 2, 3]\n")
+    refused = run("numbers_of_mine:NUMBERS")
+    assert refused.exit_code != 0
+    assert "have no image" in refused.stderr
 
     found = json.loads(run("arrays_of_mine:Arrays", "--json").stdout)
 
@@ -333,14 +329,3 @@ def test_no_cache_is_advised_for_random_samples(tmp_path: Path, monkeypatch: pyt
     assert [option["name"] for option in found["options"]] == ["no cache"]
     assert "Noise[0] gives another sample at each access" in found["notes"][-1]
     assert "no cache can hold these samples" in run("noise_of_mine:Noise").stdout
-
-
-def test_a_source_without_images_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers alone have no size to compare."""
-    (tmp_path / "numbers_of_mine.py").write_text("NUMBERS = [1, 2, 3]\n")
-    monkeypatch.chdir(tmp_path)
-
-    result = run("numbers_of_mine:NUMBERS")
-
-    assert result.exit_code != 0
-    assert "have no image" in result.stderr

@@ -39,10 +39,9 @@ def faults(**options: Any) -> list[int]:
     return [int(batch) for batch in loader]
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_worker_faults_in_the_memory_of_an_image_once(method: str) -> None:
+def test_a_worker_faults_in_the_memory_of_an_image_once() -> None:
     """Another image of the same size finds the pages of the first one, unless the system has taken them."""
-    first, *others = faults(multiprocessing_context=method)
+    first, *others = faults(multiprocessing_context="fork")
 
     assert first >= MANY
     assert min(others) <= FEW, others

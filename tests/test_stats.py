@@ -215,9 +215,13 @@ def test_a_transform_that_fails_on_the_device_counts_no_batch(monkeypatch: pytes
 
 
 def test_threads_that_share_a_loader_lose_no_count() -> None:
-    """Several iterators of one loader, each in a thread."""
+    """Several iterators of one loader, each in a thread, and one iterator of all."""
     loader = DataLoader(ROWS, 1)
-    threads = [threading.Thread(target=lambda: list(itertools.chain(*[loader] * 20))) for _ in range(4)]
+    other = DataLoader(datasets.Made(row, 1001), 2)
+    shared = iter(other)
+    threads = [
+        threading.Thread(target=lambda: list(itertools.chain(*[loader] * 20, shared))) for _ in range(4)
+    ]
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -229,19 +233,7 @@ def test_threads_that_share_a_loader_lose_no_count() -> None:
         sys.setswitchinterval(before)
 
     assert loader.stats().num_batches == loader.stats().num_samples == 4 * 20 * 22
-
-
-def test_threads_that_share_an_iterator_lose_no_count() -> None:
-    """Batches differ in size, and the sum is right."""
-    loader = DataLoader(datasets.Made(row, 1001), 2)
-    iterator = iter(loader)
-    threads = [threading.Thread(target=lambda: list(iterator)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert (loader.stats().num_batches, loader.stats().num_samples) == (501, 1001)
+    assert (other.stats().num_batches, other.stats().num_samples) == (501, 1001)
 
 
 # --- caches -----------------------------------------------------------------------------------------------
@@ -507,9 +499,12 @@ def test_the_callback_gets_the_figures_of_each_interval(clock: list[int]) -> Non
     for _ in loader:
         clock[0] += S
 
+    loader.log_stats(None)
+    clock[0] += 100 * S
+    list(loader)
     assert [report.num_batches for report in reports] == [2] * 11
     assert [report.step_total_s for report in reports] == [1] + [2] * 10
-    assert loader.stats().num_batches == 22
+    assert loader.stats().num_batches == 44
 
 
 def test_the_log_has_one_line_for_each_interval(clock: list[int], caplog: pytest.LogCaptureFixture) -> None:
@@ -552,18 +547,6 @@ def test_a_callback_that_raises_loses_no_batch(way: dict[str, Any]) -> None:
         assert sorted(got) == expected
         assert num_raised == 3
         assert loader.stats().num_batches == 6
-
-
-def test_reports_end_when_they_are_told_to() -> None:
-    """None in place of seconds."""
-    loader = DataLoader(ROWS, 4)
-    reports: list[Any] = []
-    loader.log_stats(0, reports.append)
-    list(loader)
-    loader.log_stats(None)
-    list(loader)
-
-    assert len(reports) == 7
 
 
 def test_a_callback_may_iterate_over_the_loader(clock: list[int]) -> None:

@@ -198,17 +198,6 @@ def test_gradients_of_parts_add_up(photos: Path) -> None:
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
 
 
-def test_input_batchnorm_takes_the_place_of_normalize(photos: Path) -> None:
-    """The first layer has no weights, sees values from 0 to 1, and learns the pictures' mean."""
-    trainer, _ = _trainer(photos, "--input-batchnorm")
-    floats = trainer.to_floats(_batch()[0])
-    trainer.step(_batch(), train_step.Metrics())
-
-    assert 0 <= floats.min() < floats.max() <= 1
-    assert list(trainer.network.normalize.parameters()) == []
-    torch.testing.assert_close(trainer.network.normalize.running_mean, 0.1 * floats.mean((0, 2, 3)))
-
-
 def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
     """A model that fits eight pictures only trains on sixteen, and each counts once in the metrics."""
     trainer, _ = _trainer(photos)
@@ -275,17 +264,6 @@ def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: P
     assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
 
 
-def test_mixed_precision_names_sizes_that_are_no_multiples_of_8(
-    run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The batch, the picture's 3 channels and the 2 classes are named; widths of 8 are not."""
-    run("--mixed-precision", "--workers", "0", "--batch-size", "12")
-
-    odd = "the batch: 12, input channels of stem.0: 3, outputs of head.2: 2"
-    hint = f"mixed precision is fastest with multiples of 8; here are {odd}\n"
-    assert capsys.readouterr().err == hint
-
-
 def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     """Batches of one shape give no hint, those of a second one do."""
     trainer, options = _trainer(photos)
@@ -348,36 +326,6 @@ def test_the_table_has_a_row_for_each_habit(
             assert figures[0] == obstacle
         else:
             assert all(cell.count(">") == 1 for cell in figures[:3])
-
-
-def test_the_estimate_counts_every_step_of_the_table(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By a clock that ticks once a step, the table takes as long as the line before it says."""
-    ticks = 0
-    step = train_step.Trainer.step
-
-    def ticking_step(trainer: Any, *arguments: Any) -> None:
-        nonlocal ticks
-        ticks += 1
-        step(trainer, *arguments)
-
-    def ticks_of_the_table(habit: str, *cells: str) -> None:
-        nonlocal ticks
-        if habit == "habit":  # the header
-            ticks = 0
-
-    monkeypatch.setattr(train_step.Trainer, "step", ticking_step)
-    monkeypatch.setattr(train_ablate, "print_row", ticks_of_the_table)
-    monkeypatch.setattr(train_ablate, "time", argparse.Namespace(perf_counter=lambda: float(ticks)))
-    habits = ["set_to_none", "pinned", "debug"]  # the second one cannot be timed here
-    flags = ["--workers", "0", "--steps", "1", "--rounds", "3", "--ablate", *habits]
-    train.main([*TINY, "--photos", str(photos), *flags])
-
-    shown = capsys.readouterr().out
-    expected = f"2 habits x 2 sides, each with 2.0 s of set-up and {6 * 3} steps of 1000 ms"
-    assert f"takes about {ticks} s: {expected}\n" in shown
-    assert ticks == 2 * 2 * (2 + 6 * 3)
 
 
 def test_peak_memory_counts_what_is_alive_at_once() -> None:

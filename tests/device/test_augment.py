@@ -14,7 +14,7 @@ import albumentations as A
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +71,7 @@ def boxes_of_images(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=50)
 @given(case=boxes_of_images())
 def test_values_are_those_of_albumentations(form: Any, case: dict[str, Any]) -> None:
     """Any box, size, number of channels and strides: the uint8 values of OpenCV within one grey level."""
@@ -86,6 +87,7 @@ def test_values_are_those_of_albumentations(form: Any, case: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_values_are_right_without_avx2() -> None:
     """The test above passes with the kernels that torch uses on other CPUs."""
     name = test_values_are_those_of_albumentations.__name__
@@ -99,6 +101,7 @@ def test_values_are_right_without_avx2() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25)
 @given(case=boxes_of_images())
 def test_floats_are_not_rounded_to_whole_numbers(form: Any, dtype: torch.dtype, case: dict[str, Any]) -> None:
     """Float images keep their dtype, and have OpenCV's float32 values to the precision of both."""
@@ -126,6 +129,8 @@ def test_layout_and_strides_are_kept(transform: Any, memory_format: torch.memory
     assert expected.is_contiguous()
     assert result.is_contiguous(memory_format=memory_format)
     assert torch.equal(result, expected.permute(0, 3, 1, 2))
+    result.zero_()
+    assert torch.equal(hwc, some_images(5, 20, 30, 3))  # the caller's images are read only
 
 
 @given(p=st.sampled_from([0.0, 0.5, 1.0]), streams=streams, dtype=st.sampled_from([torch.uint8, torch.int32]))
@@ -139,16 +144,6 @@ def test_a_flip_reverses_whole_rows(p: float, streams: BatchStreams, dtype: torc
 
     assert all(one != other for one, other in zip(flipped, kept, strict=True))
     assert p == 0.5 or all(flipped if p else kept)
-
-
-@pytest.mark.parametrize("transform", [RandomResizedCrop(6), RandomHorizontalFlip(0.0)])
-def test_the_batch_is_not_changed(transform: Any) -> None:
-    """The caller's images are read only, and share no memory with the result."""
-    images = some_images(2, 6, 6, 3)
-    before = images.clone()
-    transform(images).zero_()
-
-    assert torch.equal(images, before)
 
 
 class Operators(TorchDispatchMode):
@@ -210,9 +205,14 @@ ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25
 def test_boxes_are_those_of_albumentations(
     image_size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float], streams: BatchStreams
 ) -> None:
-    """The same uniform draws give the same boxes, the central one after ten failures included."""
+    """The same uniform draws give the same boxes, in the image; after ten failures the central one."""
     uniforms = streams.uniforms(20, NUM_DRAWS)
     boxes = draw_boxes(uniforms, image_size, scale, ratio)
+    top, left, height, width = boxes
+    assert (np.minimum(top, left) >= 0).all()
+    assert (np.minimum(height, width) >= 1).all()
+    assert (top + height <= image_size[0]).all()
+    assert (left + width <= image_size[1]).all()
     theirs = A.RandomResizedCrop((8, 8), scale=scale, ratio=ratio)
 
     for number in range(20):
@@ -223,21 +223,6 @@ def test_boxes_are_those_of_albumentations(
             assert min(height, width) == 1  # albumentations gives a box without pixels, and fails
         else:
             assert (left, top, left + width, top + height) == expected
-
-
-@given(image_size=st.tuples(st.integers(1, 900), st.integers(1, 900)), ratio=ratios, streams=streams)
-def test_boxes_lie_inside_the_image(
-    image_size: tuple[int, int], ratio: tuple[float, float], streams: BatchStreams
-) -> None:
-    """At least one pixel, and no pixel outside."""
-    boxes = draw_boxes(streams.uniforms(50, NUM_DRAWS), image_size, SCALE, ratio)
-    top, left, height, width = boxes
-
-    assert np.array_equal(boxes, np.floor(boxes))
-    assert (np.minimum(top, left) >= 0).all()
-    assert (np.minimum(height, width) >= 1).all()
-    assert (top + height <= image_size[0]).all()
-    assert (left + width <= image_size[1]).all()
 
 
 # --- fusing -----------------------------------------------------------------------------------------------
@@ -305,7 +290,6 @@ def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make:
     assert all(result[part] is batch[part] for part in parts if part != where)
 
 
-@pytest.mark.parametrize("transform", [RandomResizedCrop(4), RandomHorizontalFlip()])
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
@@ -314,16 +298,12 @@ def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make:
         ((5, 6, 3), r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(transform: Any, shape: tuple[int, ...], message: str) -> None:
-    """The error names the shape, and what was expected."""
-    with pytest.raises(ValueError, match=message) as caught:
-        transform(some_images(*shape))
-
-    assert str(shape) in str(caught.value)
-
-
-def test_a_layout_that_is_named_is_not_checked_for_known_channels() -> None:
-    """Seven channels are cropped if the user says where they are."""
+def test_shapes_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str) -> None:
+    """The error names the shape, and what was expected; with a named layout any channels will do."""
+    for transform in (RandomResizedCrop(4), RandomHorizontalFlip()):
+        with pytest.raises(ValueError, match=message) as caught:
+            transform(some_images(*shape))
+        assert str(shape) in str(caught.value)
     assert RandomResizedCrop(4, layout="HWC")(some_images(2, 5, 6, 7)).shape == (2, 4, 4, 7)
     assert RandomResizedCrop(4, layout="CHW")(some_images(2, 7, 6, 5)).shape == (2, 7, 4, 4)
 
@@ -346,7 +326,6 @@ def test_other_images_are_refused(batch: Any, error: type[Exception], message: s
     ("make", "error", "message"),
     [
         (lambda: RandomResizedCrop("224"), TypeError, "size should be an int, or .* got '224'"),
-        (lambda: RandomResizedCrop((1, 2, 3)), TypeError, "size should be an int, or"),
         (lambda: RandomResizedCrop(0), ValueError, "size should be at least 1 pixel, but got 0"),
         (
             lambda: RandomResizedCrop(4, scale=(0.5, 1.5)),
@@ -354,10 +333,8 @@ def test_other_images_are_refused(batch: Any, error: type[Exception], message: s
             "scale should be two numbers .* at most 1",
         ),
         (lambda: RandomResizedCrop(4, scale=(0.0, 1.0)), ValueError, "scale should be two numbers above 0"),
-        (lambda: RandomResizedCrop(4, scale=0.5), ValueError, "scale should be two numbers above 0"),
         (lambda: RandomResizedCrop(4, ratio=(2, 1)), ValueError, "ratio should be two numbers above 0"),
         (lambda: RandomHorizontalFlip(1.5), ValueError, "p should be a probability from 0 to 1, but got 1.5"),
-        (lambda: RandomHorizontalFlip("half"), TypeError, "p should be a probability .* got 'half'"),
         (lambda: RandomHorizontalFlip(None), TypeError, "p should be a probability .* got None"),  # type: ignore[arg-type]
         (lambda: RandomHorizontalFlip(layout="NCHW"), ValueError, "layout should be one of auto, HWC, CHW"),
     ],
@@ -368,33 +345,18 @@ def test_arguments_out_of_their_range_are_refused(make: Any, error: type[Excepti
         make()
 
 
-def test_an_argument_that_is_a_whole_batch_is_not_printed_in_full() -> None:
-    """The class in the place of a transform is called with each batch; the error stays short."""
-    with pytest.raises(TypeError, match="size should be an int") as caught:
-        RandomResizedCrop([some_images(2, 40, 40, 3)])  # type: ignore[arg-type]
-
-    assert len(str(caught.value)) < 400
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_and_pickles_draw_the_same(clone: Any) -> None:
-    """They have no state: copies with torch's generator in one state give one result."""
+    """They have no state: with torch's generator in one state they give one result, and two calls differ."""
     module = torch.nn.Sequential(RandomResizedCrop(6), RandomHorizontalFlip())
-    images = some_images(4, 9, 9, 3)
+    images = some_images(4, 40, 40, 3)
     torch.manual_seed(1)
     expected = module(images)
     torch.manual_seed(1)
 
     assert module.state_dict() == {}
     assert torch.equal(clone(module)(images), expected)
-
-
-def test_by_hand_two_calls_differ() -> None:
-    """Outside a loader each call draws from torch's default generator."""
-    images = some_images(4, 40, 40, 3)
-    crop = RandomResizedCrop(6)
-
-    assert not torch.equal(crop(images), crop(images))
+    assert not torch.equal(module(images), expected)
 
 
 # --- in a loader ------------------------------------------------------------------------------------------
@@ -415,10 +377,3 @@ def test_a_list_is_applied_in_its_order() -> None:
     )
 
     assert torch.equal(next(iter(loader)), expected)
-
-
-@pytest.mark.parametrize("transform", [[RandomResizedCrop(4), 3], [None], 3])
-def test_a_list_of_other_things_is_refused(transform: Any) -> None:
-    """The error says that callables were expected."""
-    with pytest.raises(ValueError, match="a callable, or a list of callables"):
-        DataLoader(some_images(4, 8, 8, 3), device="cpu", device_transform=transform)

@@ -151,18 +151,6 @@ def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pyt
     assert [after[name] for name in older] == [before[name] for name in older]
 
 
-def test_blocks_nest() -> None:
-    """An inner block ends in the outer one's state."""
-    before = state()
-    with tune_backends(tf32=True, cudnn_benchmark=True):
-        outer = state()
-        with tune_backends(tf32=False, cudnn_benchmark=False):
-            assert state() != outer
-        assert state() == outer
-
-    assert state() == before
-
-
 def test_it_decorates_a_function_for_each_of_its_calls() -> None:
     """A decorated function runs with the switches set, every time."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import gc
+import contextlib
 import logging
 import multiprocessing
-import pickle
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,15 +16,18 @@ from fastload import DataLoader
 from fastload.epochs import on_device, with_workers
 from fastload.system import logs
 from tests.device.fake import FakeBackend
+from tests.device.loaders import Loader, on
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 WAYS: list[dict[str, Any]] = [
     {},
     {"num_workers": 2, "persistent_workers": True},
     {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 1, "in_order": False},
 ]
 IMAGES = datasets.Made(datasets.image, 22)
 quietly = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
@@ -62,7 +62,7 @@ def doubled(batch: Any) -> Any:
 
 @quietly
 @pytest.mark.parametrize("pin_memory", [False, True])
-@pytest.mark.parametrize("way", WAYS[:2], ids=str)
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=str)
 def test_batches_on_the_device_are_those_of_the_host(
     fake: FakeBackend, way: dict[str, Any], pin_memory: bool
 ) -> None:
@@ -138,21 +138,6 @@ def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> No
     fake.check()
 
 
-@quietly
-def test_pin_memory_adds_no_thread_and_no_copy(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With device= the copies ahead see to pinned memory alone, also where there is an accelerator."""
-    for module in (torch.accelerator, torch.cuda):  # torch 2.6 asks the latter
-        monkeypatch.setattr(module, "is_available", lambda: True)
-    loader = DataLoader(IMAGES, 4, num_workers=1, device="cuda", pin_memory=True)
-    iterator = iter(loader)
-    next(iterator)
-
-    assert "fastload-pin" not in {thread.name for thread in threading.enumerate()}
-    assert fake.num_pinned_copies == 0
-    del iterator
-    fake.check()
-
-
 def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads have no slots: with pin_memory=True the copy into pinned memory is theirs, not the caller's."""
     names: list[str] = []
@@ -169,16 +154,6 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
     with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
         assert len(list(loader)) == 6
     assert names == ["fastload-worker-0"] * 6
-    fake.check()
-
-
-def test_torchs_own_iterator_delivers_to_the_device_too(fake: FakeBackend) -> None:
-    """A loader whose work is left to torch (in_order=False) has its batches copied all the same."""
-    with DataLoader(IMAGES, 4, num_workers=1, in_order=False, device="cuda") as loader:
-        batches = list(loader)
-        fake.drain()
-
-        assert numbers(batches) == [0, 4, 8, 12, 16, 20]
     fake.check()
 
 
@@ -238,15 +213,10 @@ def test_a_transform_needs_a_device_and_must_be_callable(arguments: dict[str, An
         DataLoader(IMAGES, **arguments)
 
 
-def test_the_cpu_by_name_is_the_loader_as_it_was() -> None:
-    """device="cpu" without a transform adds nothing."""
-    assert type(iter(DataLoader(IMAGES, device="cpu"))) is type(iter(DataLoader(IMAGES)))
-
-
 # --- where it stands --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any]) -> None:
     """After each batch the state is that of a loader without a device, and brings the rest back."""
 
@@ -267,6 +237,7 @@ def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[st
 
     assert states[-1]["_iterator_finished"] is False
     with make(device="cuda", **way) as again:
+        next(iter(again))  # an epoch that is left
         again.load_state_dict(states[4])
         batches = list(again)
         fake.drain()
@@ -275,7 +246,7 @@ def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[st
     fake.check()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, Any]) -> None:
     """Batches before the error come first, who goes on gets those behind it, and the state follows."""
     with DataLoader(datasets.Made(datasets.raises), 4, device="cuda", **way) as loader:
@@ -318,22 +289,6 @@ def test_an_error_of_the_transform_comes_at_its_batch(fake: FakeBackend) -> None
 
 
 # --- its life ---------------------------------------------------------------------------------------------
-
-
-def test_an_epoch_may_be_left(fake: FakeBackend) -> None:
-    """After a break the next epoch begins at the beginning, and counts from there."""
-    with DataLoader(IMAGES, 4, device="cuda", **WAYS[1]) as loader:
-        for _ in range(2):
-            for _ in loader:
-                break
-        loader.set_epoch(7)
-        batches = list(loader)
-        fake.drain()
-
-        assert numbers(batches) == [0, 4, 8, 12, 16, 20]
-        assert loader.state_dict()["epoch"] == 7
-        assert loader.state_dict()["_num_yielded"] == 6
-    fake.check()
 
 
 def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> None:
@@ -381,41 +336,64 @@ def test_a_closed_loader_ends_its_iterator_at_once(
     fake.check()
 
 
-def test_a_loader_that_is_forgotten_takes_all_with_it(fake: FakeBackend) -> None:
-    """Nothing of ours keeps a loader or its copies alive; the leak guard looks for its workers."""
-    loader = DataLoader(IMAGES, 4, num_workers=2, persistent_workers=True, device="cuda")
-    next(iter(loader))
-    del loader
-    gc.collect()
-
-    assert fake.num_waiting_copies == 0
-    assert fake.registered == {}
-    fake.check()
+# --- modes of the caller ---------------------------------------------------------------------------------
 
 
-def test_frameworks_may_build_it_again(fake: FakeBackend) -> None:
-    """From its public attributes, by copy, and by pickle."""
-    loader = DataLoader(IMAGES, 4, device="cuda", device_transform=doubled)
-    next(iter(loader))
-    arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
-    for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
-        del arguments[name]
-    again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
-
-    assert (again.device, again.device_transform) == ("cuda", doubled)
-    for twin in (again, copy.copy(loader), pickle.loads(pickle.dumps(loader))):
-        batches = list(twin)
-        fake.drain()
-        assert batches[0][0].dtype is torch.float32
-    fake.check()
+MODES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+    contextlib.nullcontext,
+    torch.inference_mode,
+    lambda: torch.autocast("cpu", torch.bfloat16),
+]
 
 
-def test_a_transform_may_be_a_module(without_cuda: None) -> None:
-    """Normalize on images as they come, channels-last."""
-    normalize = fastload.transforms.Normalize([0.5] * 3, [0.25] * 3)
-    loader = DataLoader(IMAGES, 4, device="auto", device_transform=normalize)
-    images, _ = next(iter(loader))
-    exact = (np.stack([datasets.image(n)[0] for n in range(4)]) / 255 - 0.5) / 0.25
+@pytest.fixture(params=["ahead", "when asked"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One to which batches are copied ahead, and one where they are transformed when the caller asks."""
+    if request.param == "ahead":
+        backend = FakeBackend()
+        monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
+        return "cuda"
+    return "cpu"
 
-    np.testing.assert_allclose(images.numpy(), exact.transpose(0, 3, 1, 2), atol=1e-5)
-    assert images.is_contiguous(memory_format=torch.channels_last)
+
+@pytest.mark.parametrize("mode", MODES, ids=["none", "inference_mode", "autocast"])
+def test_a_transform_runs_in_no_mode_of_the_caller(device: str, mode: Any) -> None:
+    """It has neither gradients nor inference mode nor autocast, whoever asks for the batch, and when."""
+    seen: list[tuple[bool, bool, torch.dtype]] = []
+
+    def transform(batch: Any) -> Any:
+        pixels = batch[0].float().reshape(4, -1)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (pixels @ pixels.T).dtype
+        seen.append(modes)
+        return pixels
+
+    iterator = iter(DataLoader(IMAGES, 4, device=device, device_transform=transform))
+    with mode():
+        first = next(iterator)
+    later = list(iterator)
+
+    assert seen == [(False, False, torch.float32)] * 6
+    assert not any(batch.is_inference() for batch in [first, *later])
+
+
+def test_batches_ahead_can_be_trained_on_after_a_look_in_inference_mode() -> None:
+    """What was pulled by a next() in inference mode and comes later is no inference tensor."""
+    fake = FakeBackend()
+    iterator = iter(on(fake, Loader(4)))
+    with torch.inference_mode():
+        next(iterator)
+
+    assert [batch.is_inference() for batch in iterator] == [False] * 3
+
+
+def test_an_error_of_a_transform_says_what_it_was_given(device: str) -> None:
+    """The note names the device, and what the loader does not do for a module."""
+
+    def transform(batch: Any) -> Any:
+        raise ValueError("as the user wrote it")
+
+    with pytest.raises(ValueError, match="as the user wrote it") as caught:
+        next(iter(DataLoader(IMAGES, 4, device=device, device_transform=transform)))
+
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised by device_transform, which gets whole batches on cpu")

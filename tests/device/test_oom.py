@@ -369,36 +369,17 @@ def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
 @given(fits=st.integers(1, 300), start=st.integers(1, 300), limit=st.integers(1, 300))
 def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) -> None:
     """The answer fits, one more does not or is past the limit, whatever the start."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        find_batch_size(OutOfMemoryAbove(0), numbered, start=start, limit=max(start, limit))
+    assert "one sample does not fit" in caught.value.__notes__[0]
     step = OutOfMemoryAbove(fits)
     start = min(start, limit)
 
     assert find_batch_size(step, numbered, start=start, limit=limit) == min(fits, limit)
-    assert len(step.sizes) <= 2 * limit.bit_length() + 1
-    assert len(set(step.sizes)) == len(step.sizes)
-
-
-def test_running_out_while_the_batch_is_made_counts() -> None:
-    """A batch that cannot be made on the device is one that does not fit."""
-
-    def make(size: int) -> int:
-        if size > 6:
-            raise torch.OutOfMemoryError
-        return size
-
-    assert find_batch_size(lambda size: None, make) == 6
-
-
-def test_one_sample_that_does_not_fit_raises() -> None:
-    """There is no answer then: torch's error comes out with a note."""
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        find_batch_size(OutOfMemoryAbove(0), numbered, start=8)
-
-    assert "one sample does not fit" in caught.value.__notes__[0]
-
-
-def test_a_start_that_does_not_fit_is_halved() -> None:
-    """The search goes down before it goes up."""
-    step = OutOfMemoryAbove(3)
-
-    assert find_batch_size(step, numbered, start=16) == 3
-    assert step.sizes[:3] == [16, 8, 4]
+    while_made = find_batch_size(
+        lambda size: None, lambda size: step(numbered(size)), start=start, limit=limit
+    )
+    assert while_made == min(fits, limit)
+    tried = step.sizes[: len(step.sizes) // 2]
+    assert len(tried) <= 2 * limit.bit_length() + 1
+    assert len(set(tried)) == len(tried)

@@ -20,12 +20,6 @@ def numbered(index: int) -> Any:
     return np.full((4, 4, 3), index, np.uint8), index
 
 
-def missing_seven(index: int) -> Any:
-    if index == 7:
-        raise ValueError("seven")
-    return numbered(index)
-
-
 @pytest.fixture
 def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Pretend that there is an accelerator: "pinning" copies, and notes the thread that did it."""
@@ -72,12 +66,6 @@ def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> 
 
     assert seen[-1] == [10, 11]
     assert next(iterator)[1].tolist() == [14, 15]
-
-
-def test_an_error_of_the_dataset_comes_through_the_thread(pinned_in: list[str]) -> None:
-    """With torch's text."""
-    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker process 1"):
-        list(fastload.DataLoader(datasets.Made(missing_seven, 12), 1, num_workers=2))
 
 
 def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -> None:

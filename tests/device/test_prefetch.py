@@ -1,14 +1,17 @@
-"""The prefetcher on the fake device: order, lifetimes, errors."""
+"""The prefetcher on the fake device: order, lifetimes, errors; any consumer, and any order of the work."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import random
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastload.device import copies
 from fastload.errors import LoaderClosedError
@@ -16,10 +19,7 @@ from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, Stumbles, batch, on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-
-# --- what comes out ---------------------------------------------------------------------------------------
+    from collections.abc import Callable, Iterator
 
 
 @pytest.mark.parametrize(("length", "depth"), [(0, 1), (2, 5), (7, 2)])
@@ -41,9 +41,9 @@ def test_depth_batches_are_under_way_behind_the_one_handed_out() -> None:
     fake, loader = FakeBackend(), Loader(6)
     iterator = iter(on(fake, loader, depth=2))
     assert loader.num_pulled == 0
-    pulled = [(loader.num_pulled, fake.num_copies) for _ in iterator]
+    found = [(loader.num_pulled, fake.num_copies, fake.num_device_alive) for _ in iterator]
 
-    assert pulled == [(3, 3), (4, 4), (5, 5), (6, 6), (6, 6), (6, 6)]
+    assert found == [(3, 3, 3), (4, 4, 3), (5, 5, 3), (6, 6, 3), (6, 6, 2), (6, 6, 1)]
     fake.check()
 
 
@@ -98,15 +98,6 @@ def test_the_stream_that_is_current_at_hand_over_is_the_consumers() -> None:
     fake.check()
 
 
-def test_pinned_memory_is_read_in_place() -> None:
-    """Tensors that are pinned already are not copied on the host; others are, once."""
-    fake = FakeBackend()
-    list(on(fake, [fake.pinned(batch(0)), batch(1)]))
-
-    assert fake.num_pinned_copies == 1
-    fake.check()
-
-
 def test_pageable_memory_is_let_go_once_it_is_pinned() -> None:
     """The loader's own memory, a lent slot for instance, is free before the batch is even handed out."""
     fake = FakeBackend()
@@ -156,17 +147,6 @@ def test_host_memory_that_waits_is_bounded() -> None:
 
     assert most == 4
     assert fake.num_waiting_copies == 0
-    fake.check()
-
-
-def test_device_memory_is_not_held() -> None:
-    """The prefetcher keeps no device tensor that it has handed over."""
-    fake = FakeBackend()
-    iterator = iter(on(fake, Loader(10), depth=2))
-    for _ in range(5):
-        next(iterator)
-
-    assert fake.num_device_alive == 2
     fake.check()
 
 
@@ -233,21 +213,6 @@ def test_an_error_comes_out_after_the_batches_before_it() -> None:
     fake.check()
 
 
-def test_a_generator_that_raised_is_over() -> None:
-    """After an error of a source that cannot go on, the iteration ends."""
-
-    def source() -> Iterator[torch.Tensor]:
-        yield batch(0)
-        raise ValueError("broken file")
-
-    iterator = iter(on(FakeBackend(), source()))
-    next(iterator)
-
-    with pytest.raises(ValueError, match="broken file"):
-        next(iterator)
-    assert list(iterator) == []
-
-
 def test_nothing_is_pulled_past_an_error_before_it_was_raised() -> None:
     """Whether the loader is asked again after an error is the caller's decision."""
     loader = Stumbles(6, {1: KeyError(1)})
@@ -255,19 +220,6 @@ def test_nothing_is_pulled_past_an_error_before_it_was_raised() -> None:
     next(iterator)
 
     assert next(loader.numbers) == 2
-
-
-def test_an_interrupt_comes_out_at_once_and_closes_the_iterator() -> None:
-    """KeyboardInterrupt does not wait for its turn; the iterator never goes on with a batch missing."""
-    fake = FakeBackend()
-    iterator = iter(on(fake, Stumbles(4, {1: KeyboardInterrupt()})))
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    with pytest.raises(LoaderClosedError):
-        next(iterator)
-    fake.drain()
-
-    fake.check()
 
 
 class _Late:
@@ -408,3 +360,100 @@ def test_objects_with_a_to_of_their_own_are_moved_without_blocking() -> None:
     assert moved == ("moved", fake.device, True)
     assert graph.asked == [fake.device]
     fake.check()
+
+
+# --- any consumer, any order of the device's work --------------------------------------------------------
+
+
+class Consumer:
+    """Takes batches and holds, drops, aliases and reads them; the device gets on as ``choose`` says."""
+
+    def __init__(self, fake: FakeBackend, depth: int, choose: Callable[[int], int]) -> None:
+        self.fake = fake
+        self.choose = choose
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it should hold
+        self.prefetcher = on(fake, Loader(12, self.make), depth)
+
+    def make(self, number: int) -> dict[str, Any]:
+        x, y = batch(number + 1), torch.arange(number, number + 4, dtype=torch.float32)
+        return {"x": self.fake.pinned(x) if self.choose(2) else x, "n": [number, y]}
+
+    def run(self) -> None:
+        for _ in range(2):
+            for got in self.prefetcher:
+                self.take(got)
+                if self.choose(12) == 11:
+                    break  # abandon the epoch
+        self.held.clear()
+
+    def take(self, got: dict[str, Any]) -> None:
+        number, y = got["n"]
+        expected = torch.arange(number, number + 4, dtype=torch.float32)
+        self.fake.read(got["x"], batch(number + 1))
+        how = self.choose(4)
+        if how == 1:
+            self.held.append((y, expected))
+        elif how == 2:
+            self.held.append((y[1:3], expected[1:3]))  # an alias: the batch itself goes
+        elif how == 3 and self.held:
+            for tensor, content in self.held:  # a late use, on the stream that first had it
+                self.fake.read(tensor, content)
+            del self.held[self.choose(len(self.held)) :]
+        for _ in range(self.choose(3)):
+            stream = self.fake.streams[self.choose(len(self.fake.streams))]
+            for _ in range(self.choose(10)):  # in bursts, so that one stream can be far behind the other
+                self.fake.advance(stream)
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 4))
+def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Random, depth: int) -> None:
+    """Whoever holds, drops, aliases or delays batches reads what was sent, however the streams get on."""
+    fake = FakeBackend()
+    Consumer(fake, depth, choices.randrange).run()
+    fake.check()
+
+
+# --- the fake itself finds what it is there to find -------------------------------------------------------
+
+
+class NoWait(FakeBackend):
+    def wait_event(self, stream: Any, event: Any) -> None: ...
+
+
+class NoRecord(FakeBackend):
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None: ...
+
+
+class NoHostWait(FakeBackend):
+    def is_done(self, event: Any) -> bool:
+        return True
+
+    def synchronize(self, event: Any) -> None: ...
+
+
+class NoPin(FakeBackend):
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        (NoWait, "did not read what the batch held"),
+        (NoRecord, "died that main has to read"),
+        (NoHostWait, "pinned memory died"),
+        (NoPin, "not pinned"),
+    ],
+)
+def test_each_rule_taken_away_is_noticed(broken: type[FakeBackend], found: str) -> None:
+    """Without any one of the prefetcher's steps, the same consumers do find unordered use."""
+    noticed = 0
+    for seed in range(40):
+        fake = broken()
+        Consumer(fake, 2, random.Random(seed).randrange).run()
+        fake.drain()
+        noticed += any(found in violation for violation in fake.violations)
+
+    assert noticed > 10

@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from fastload import DataLoader
 from fastload.device import cuda
 from fastload.device.copies import CopiesAhead
-from fastload.device.prefetch import CUDAPrefetcher
 from fastload.device.registered import RegisteredSlots
 from fastload.epochs import on_device
-from fastload.epochs.with_workers import WorkerIterator
 from fastload.memory.lease import Memory
 from fastload.system import logs
 from tests.device.fake import FakeBackend
@@ -94,17 +92,6 @@ def test_slots_are_read_in_place_and_registered_once(
     assert fake.log.count("unregister") == fake.log.count("register") == num_registered
     assert fake.registered == {}
     fake.check()
-
-
-def test_without_cuda_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU there is no registry, neither by device= nor by a prefetcher."""
-    made: list[Any] = []
-    monkeypatch.setattr(WorkerIterator, "register_slots", lambda *args: made.append(args))
-
-    list(DataLoader(IMAGES, 4, num_workers=1, device="cpu", device_transform=lambda batch: batch))
-    list(CUDAPrefetcher(DataLoader(IMAGES, 4, num_workers=1), device="cpu"))
-
-    assert made == []
 
 
 def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_registered(fake: FakeBackend) -> None:
@@ -294,21 +281,6 @@ def test_memory_is_unregistered_before_it_is_unmapped(fake: FakeBackend, by_clos
     fake.check()
 
 
-def test_memory_that_is_looked_at_is_not_unregistered_early(fake: FakeBackend) -> None:
-    """No slot has it any more, but a copy may still be under way."""
-    slots, old, new = RegisteredSlots(fake, fake.make_stream()), shared_memory(), shared_memory()
-    slots.add(old, [old])
-    lease = old.lease()
-    slots.add(new, [new])
-    assert old.address in fake.registered
-
-    del lease
-    slots.add(shared_memory(), [new])
-    assert old.address not in fake.registered
-    slots.close()
-    fake.check()
-
-
 def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
     """Nothing is unregistered while the device reads it, when the pool is closed in mid-epoch."""
     loader = DataLoader(IMAGES, 4, **PERSISTENT)
@@ -417,21 +389,3 @@ def test_no_consumer_finds_a_slot_that_came_back_early(
         consumer.held.clear()
     assert (fake.num_read_in_place > 0) == (ring_bytes != 4096)  # in which there is room for no second slot
     fake.check()
-
-
-class NoHostWait(FakeBackend):
-    def is_done(self, event: Any) -> bool:
-        return True
-
-    def synchronize(self, event: Any) -> None: ...
-
-
-def test_slots_that_come_back_early_are_noticed() -> None:
-    """Without the wait for the copy's event, the same consumer does read what a worker wrote later."""
-    fake = NoHostWait()
-    consumer = Consumer(fake, lambda limit: 0)
-    with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True) as loader:
-        consumer.run(on(fake, loader))
-        fake.drain()
-
-    assert any("did not read what the batch held" in violation for violation in fake.violations)

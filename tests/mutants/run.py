@@ -67,8 +67,7 @@ TESTS = {
     "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
     f" tests/rng/test_seeding.py {FEW}",
     "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
-    "device/copies.py": "tests/device/test_prefetch.py tests/device/test_prefetch_model.py"
-    " tests/device/test_delivery.py",
+    "device/copies.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",
 }
 # `mutants.quick` takes from hypothesis what a mutant does not need: shrinking, and other examples each time.
 PYTEST = (

@@ -98,13 +98,6 @@ def resize() -> A.Compose:
     return A.Compose([A.Resize(SIDE, SIDE, p=1)])
 
 
-def refusing() -> A.Compose:
-    """A pipeline that draws, and in which one transform sometimes divides its input in place."""
-    return A.Compose(
-        [A.HorizontalFlip(), A.Normalize(normalization="min_max_per_channel", p=0.3), A.RandomCrop(4, 4)]
-    )
-
-
 class Jitter:
     """A transform that draws and then writes to its input."""
 

@@ -151,7 +151,6 @@ def test_with_rng_sample_draws_do_not_depend_on_how_batches_are_made() -> None:
     expected = [dict(epoch) for epoch in drawn(2, rng="sample")]
 
     for options in (
-        {"num_workers": 2},
         {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
         {"num_workers": 2, "worker_method": "thread"},
         {"batch_size": 7},
@@ -252,35 +251,6 @@ def test_a_batch_that_fails_shifts_no_draws(num_workers: int, rng: Any) -> None:
     errors = [item for item in got if isinstance(item, Exception)]
     assert [isinstance(error, OSError) for error in errors] == [True, True]
     assert records.drawn == expected[:4] + expected[12:]
-
-
-def test_torchs_own_iterator_draws_reproducibly() -> None:
-    """Two epochs of a DataPipe: two runs with one seed are equal, and all draws differ."""
-    dataset = torch.utils.data.datapipes.map.SequenceWrapper(list(PIXELS))
-    first = drawn(2, dataset)
-
-    assert first == drawn(2, dataset)
-    assert len({draw for epoch in first for _, draw in epoch}) == 2 * NUM_SAMPLES
-
-
-def test_torchs_own_workers_draw_what_ours_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With rng="sample", on a system that refuses our transport, each sample keeps its draws."""
-    expected = [dict(epoch) for epoch in drawn(2, rng="sample")]
-    monkeypatch.setattr("fastload.loader.process.why_no_processes", lambda: "a test says so")
-
-    found = drawn(2, rng="sample", num_workers=2, persistent_workers=True)
-
-    assert [dict(epoch) for epoch in found] == expected
-
-
-def test_other_transforms_draw_nothing() -> None:
-    """A plain callable is called as ever, and torch's own generator does not move."""
-    before = torch.default_generator.get_state()
-    options: dict[str, Any] = {"device": "cpu", "generator": torch.Generator()}
-    batches = list(DataLoader(PIXELS, 4, device_transform=lambda batch: batch, **options))
-
-    assert torch.equal(torch.default_generator.get_state(), before)
-    assert torch.equal(torch.cat(batches), PIXELS)
 
 
 def test_single_batches_of_the_dataset_draw_for_each_image() -> None:

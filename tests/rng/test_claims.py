@@ -91,6 +91,7 @@ def test_the_same_pixels_in_threads() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_collate_fn_draws_the_same() -> None:
     """With 0, 1 and 2 workers, in threads, with a full cache, with replaced samples, and after a resume."""
     options: dict[str, Any] = {"rng": "sample", "collate_fn": Drawing()}
@@ -109,6 +110,7 @@ def test_a_collate_fn_draws_the_same() -> None:
     assert run(Alone(), num_workers=2, worker_method="thread", **options) == run(Alone(), **options)
 
 
+@pytest.mark.slow
 def test_crops_and_flips_on_the_device_draw_the_same() -> None:
     """With "sample": workers, batch sizes, ranks and resumes; with "worker": workers and resumes."""
     generator = torch.Generator().manual_seed(1)

@@ -51,19 +51,19 @@ class TestStreams:
     @pytest.mark.parametrize("way", WAYS)
     def test_two_workers_draw_different_numbers(self, way: str) -> None:
         """No crop of one worker's batches is repeated by the other's."""
-        batches = run(zoo.Draws(), zoo.CropsBatch(), 4, **WAYS[way], batch_size=1)
+        batches = run(zoo.Corners(), zoo.CropsBatch(), **WAYS[way], batch_size=1)
 
         crops = crops_of(0, batches), crops_of(1, batches)
-        assert len(crops[0]) == len(crops[1]) == 16
+        assert all(crops)
+        assert len(crops[0]) + len(crops[1]) == 24
         assert not set(crops[0]) & set(crops[1])
 
     @pytest.mark.slow
     def test_spawned_workers(self) -> None:
         """They seed the copy of the collate_fn that collates."""
-        options = WAYS["workers"]
-        spawned = run(zoo.Corners(), zoo.CropsBatch(), **options, multiprocessing_context="spawn")
+        spawned = run(zoo.Corners(), zoo.CropsBatch(), num_workers=1, multiprocessing_context="spawn")
 
-        assert spawned == run(zoo.Corners(), zoo.CropsBatch(), **options)
+        assert spawned == run(zoo.Corners(), zoo.CropsBatch(), num_workers=1)
 
     @pytest.mark.parametrize("kind", COLLATES)
     def test_no_worker_draws_what_one_worker_draws(self, kind: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -171,24 +170,6 @@ class TestTheUsersOwn:
         for _ in DataLoader(dataset, 2, rng=rng):
             assert dataset.stand() == before
 
-    def test_a_child_that_was_forked_in_the_middle_of_a_batch(self) -> None:
-        """The child has takeovers of its own: it reads what a thread of its parent is reading."""
-        dataset = zoo.Waits()
-        thread = threading.Thread(target=self._first, args=(dataset, "worker", 0))
-        thread.start()
-        assert dataset.is_in[0].wait(30)
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                dataset.is_blocking = False
-                list(DataLoader(dataset, 1, sampler=[0]))
-                os._exit(0)
-            os._exit(1)
-        dataset.may_go[0].set()
-        thread.join(30)
-
-        assert os.waitpid(pid, 0)[1] == 0
-
     def test_a_child_that_was_forked_while_a_thread_held_the_lock(self) -> None:
         """The child waits for no lock, because no thread of its own holds it."""
         is_held, may_go = threading.Event(), threading.Event()
@@ -225,25 +206,6 @@ def test_a_sample_s_streams_outlive_an_inner_loader(num_workers: int) -> None:
 
 
 class TestCost:
-    def test_one_search_for_each_iterator_and_nothing_for_each_batch(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A dataset without a pipeline is searched when an iterator is made, and not looked at after it."""
-        searches = []
-
-        def count(dataset: Any, seed: int, collate_fn: Any) -> Any:
-            searches.append(seed)
-            return []
-
-        monkeypatch.setattr(module, "pipeline_streams", count)
-        loader = DataLoader(zoo.Draws(), 1)
-        iterator = iter(loader)
-
-        assert len(searches) == 1
-        assert type(iterator._pipelines) is contextlib.nullcontext
-        list(iterator)
-        assert len(searches) == 1
-
     def test_without_albumentations_there_is_no_search(self, interpreter: Interpreter) -> None:
         """A process that has not imported albumentations has no pipelines, and searches for none."""
         program = (

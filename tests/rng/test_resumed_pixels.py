@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from fastload import CachedDataset, DataLoader
+from fastload import DataLoader
 from tests.resume.loaders import through_json
-from tests.rng.draws_zoo import Dice, Jitter, Pictures
+from tests.rng.draws_zoo import Dice
 
 LENGTH = 24
 EPOCHS = 3
@@ -104,24 +104,3 @@ def test_in_a_process_that_is_seeded_otherwise() -> None:
     torch.manual_seed(99)
 
     assert resumed(loader, state, 1) == [whole[1][2:], whole[2]]
-
-
-def test_through_a_cache() -> None:
-    """A run that comes back to a cold cache brings what one with a warm cache brings."""
-
-    def loader_over_a_new_cache() -> DataLoader:
-        dataset = CachedDataset(Pictures(LENGTH), transform=Jitter())
-        return DataLoader(dataset, 4, shuffle=True, generator=seeded(), rng="sample")
-
-    loader = loader_over_a_new_cache()
-    list(loader)
-    iterator = iter(loader)
-    for _ in range(3):
-        next(iterator)
-    state = loader.state_dict()
-    warm = [[part.tolist() for part in batch] for batch in iterator]
-
-    cold = loader_over_a_new_cache()
-    cold.load_state_dict(state)
-
-    assert [[part.tolist() for part in batch] for batch in cold] == warm

@@ -21,6 +21,12 @@ from fastload.workers.channel import Channel, make_channel
 from tests.kit import datasets
 
 
+def _pair() -> tuple[Channel, Channel]:
+    """The parent's end, which never blocks, and that of a worker."""
+    ours, end = make_channel()
+    return ours, Channel(end, blocking=True)
+
+
 def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -36,8 +42,7 @@ def _receive(channel: Any) -> Any:
 def test_a_megabyte_each_way_at_once_blocks_nobody() -> None:
     """Both ends send first and read afterwards."""
     before = _descriptors()
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     got = []
 
     def other_end() -> None:
@@ -59,8 +64,7 @@ def test_a_megabyte_each_way_at_once_blocks_nobody() -> None:
 
 def test_what_a_full_socket_does_not_take_waits_in_the_outbox() -> None:
     """The parent's send never blocks, and nothing is lost or out of order."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     for number in range(500):
         ours.send((number, b"x" * 3000))
     waited = not ours.is_flushed
@@ -98,8 +102,7 @@ def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch:
 
 def test_a_descriptor_arrives_with_its_message() -> None:
     """The receiver maps the sender's memory; the sender keeps its own descriptor."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     segment = Segment.create(100)
     os.pwrite(segment.fd, b"hello", 0)
     theirs.send("slot", segment.fd)
@@ -118,8 +121,7 @@ def test_a_descriptor_arrives_with_its_message() -> None:
 
 def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
     """close() shuts the connection down, not only this process's descriptor."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     wake, waker = os.pipe()
     child = os.fork()
     if child == 0:
@@ -141,8 +143,7 @@ def test_hanging_up_is_seen_though_a_forked_process_keeps_a_copy() -> None:
 def test_descriptors_of_messages_that_were_not_received_are_closed(how: str) -> None:
     """Those that wait in the socket, and those of long messages in the outbox."""
     before = _descriptors()
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     segment = Segment.create(100)
     for _ in range(3):
         theirs.send("slot", segment.fd)
@@ -158,8 +159,7 @@ def test_descriptors_of_messages_that_were_not_received_are_closed(how: str) -> 
 
 def test_a_message_comes_with_its_number() -> None:
     """One after the other, until the other end has gone."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     is_empty_before = ours.receive() is None
     for number in (7, 1 << 40):
         theirs.send(f"message {number}", number=number)
@@ -178,8 +178,7 @@ def test_a_message_comes_with_its_number() -> None:
 @pytest.mark.parametrize("spare_bytes", [-1, 0, 1, 10_000])
 def test_messages_around_the_size_of_the_pipe_arrive_whole_with_a_descriptor(spare_bytes: int) -> None:
     """The last byte that fits, the first one that does not, and far beyond: with the sender's descriptor."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     segment = Segment.create(100)
     overhead = len(pickle.dumps(b"x" * 3000, pickle.HIGHEST_PROTOCOL)) - 3000 + channel._HEADER.size
     message = os.urandom(channel.MESSAGE_BYTES - overhead + spare_bytes)
@@ -207,8 +206,7 @@ def test_an_exception_in_the_middle_of_receiving_leaves_no_descriptor_open(
         raise KeyboardInterrupt
 
     before = _descriptors()
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     segment = Segment.create(100)
     theirs.send(1, segment.fd)
     segment.close()
@@ -230,8 +228,7 @@ def test_a_long_message_that_the_system_writes_and_reads_in_pieces_arrives_whole
     read, write = os.pread, os.pwrite
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 1000), offset))
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:700], offset))
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     message = os.urandom(10_500)
     theirs.send(message)
     got = _receive(ours)
@@ -304,8 +301,7 @@ def test_what_cannot_be_pickled_is_named_by_its_path() -> None:
 
 def test_what_a_process_sent_before_it_ended_arrives_although_it_left_messages_unread() -> None:
     """Linux reports the unread messages as a reset connection first, and once."""
-    ours, end = make_channel()
-    theirs = Channel(end, blocking=True)
+    ours, theirs = _pair()
     ours.send("unread")
     theirs.send("answer", number=5)
     theirs.close()

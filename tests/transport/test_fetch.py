@@ -85,6 +85,7 @@ def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
     return [[int(seed) for seed in loader] for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
     """get_worker_info() has them: one for each worker, and for each epoch whose workers are new."""

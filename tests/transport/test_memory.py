@@ -109,15 +109,6 @@ def test_private_memory_is_given_in_whole_pages(asked_bytes: int, given_bytes: i
     assert memory.address % 4096 == 0
 
 
-def test_private_memory_needs_no_descriptor() -> None:
-    """However much of it there is."""
-    before = os.listdir("/proc/self/fd")
-    memories = [private_memory(4096) for _ in range(3)]
-
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-    assert len(memories) == 3
-
-
 def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)

@@ -111,15 +111,6 @@ def test_a_wait_is_for_as_many_seconds_as_it_says(
 # --- ends ------------------------------------------------------------------------------------------------
 
 
-def test_a_process_has_ended_from_its_end_on(worker: WorkerProcess) -> None:
-    """Before it was cleaned up after, too."""
-    before = worker.has_ended
-    os.kill(worker.process.pid, signal.SIGKILL)
-    wait_for_all([worker], 30)
-
-    assert (before, worker.has_ended) == (False, True)
-
-
 def test_whether_a_process_has_ended_is_told_at_once(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,9 +124,13 @@ def test_whether_a_process_has_ended_is_told_at_once(
 
 
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
-    """It has ended for all who ask; signals and further clean-ups do nothing."""
+    """It has ended for all who ask, and before that too; signals and further clean-ups do nothing."""
+    assert not worker.has_ended
     os.kill(worker.process.pid, signal.SIGKILL)
     ended = wait_for_all([worker], 30)
+    assert worker.has_ended
+    worker.send_signal(signal.SIGTERM)  # its exit code was not taken from the system yet
+    assert worker.exitcode == -signal.SIGKILL
     worker.clean_up()
     worker.send_signal(signal.SIGTERM)
     worker.clean_up()
@@ -143,16 +138,6 @@ def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> N
 
     assert (ended, worker.has_ended, worker.fileno()) == (True, True, -1)
     assert wait_for_all([worker], 0.0)
-
-
-def test_a_signal_to_a_process_that_has_ended_does_nothing(worker: WorkerProcess) -> None:
-    """Also while its exit code was not taken from the system yet."""
-    os.kill(worker.process.pid, signal.SIGKILL)
-    wait_for_all([worker], 30)
-
-    worker.send_signal(signal.SIGTERM)
-
-    assert worker.exitcode == -signal.SIGKILL
 
 
 def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(

@@ -1,22 +1,27 @@
-"""worker_method="thread": the batches of worker processes, from threads of this process."""
+"""worker_method="thread": the batches of worker processes, from threads; what each thread has a copy of."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import gc
 import random
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torch.utils.data import get_worker_info as torch_worker_info
 
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.errors import LoaderClosedError
+from fastload.rng.pipelines import find_pipelines
+from fastload.workers.threads import copies_for_threads
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, read_epoch
 from tests.kit.datasets import SAMPLES
@@ -144,14 +149,6 @@ class CroppedSquares(Squares):
 
 
 class TestRandomNumbers:
-    def test_the_users_pipeline_is_not_touched(self) -> None:
-        """The dataset's own pipeline keeps its generators and their states."""
-        dataset = Crops()
-        before = dataset.transform.py_random.getstate(), dataset.transform.random_generator
-        list(threads(dataset))
-
-        assert (dataset.transform.py_random.getstate(), dataset.transform.random_generator) == before
-
     def test_worker_info(self) -> None:
         """Ours knows threads; torch's is None there, and in a process both say the same."""
         first, *_ = threads(Infos(), batch_size=None, collate_fn=list)
@@ -196,14 +193,6 @@ class TestFaults:
 
         with pytest.raises(kind, match="told to"):
             next(iterator)
-
-    def test_a_worker_init_fn_that_raises_is_the_answer_to_every_batch(self) -> None:
-        """Its error comes at the first batch, and at the second."""
-        iterator = iter(threads(Squares(), worker_init_fn=_refuse))
-
-        for _ in range(2):
-            with pytest.raises(ArithmeticError, match="not today"):
-                next(iterator)
 
     @pytest.mark.parametrize("num_before", [0, 1])
     def test_timeout(self, num_before: int) -> None:
@@ -274,10 +263,6 @@ class TestFaults:
             torch.set_num_threads(before)
 
 
-def _refuse(worker_id: int) -> None:
-    raise ArithmeticError("not today")
-
-
 class Raises(Squares):
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__()
@@ -322,3 +307,126 @@ def test_persistent_threads_end_with_their_loader() -> None:
     gc.collect()
 
     assert reference() is None
+
+
+# --- copies of datasets for threads ----------------------------------------------------------------------
+
+
+def copy_for_thread(dataset: Any) -> Any:
+    ((copied, _),) = copies_for_threads(dataset, None, 1, with_generators=True)
+    return copied
+
+
+class Held:
+    """Images and whatever is random."""
+
+    def __init__(self, value: Any) -> None:
+        self.images = np.zeros((4, 8, 8, 3), np.uint8)
+        self.value = value
+
+    def apply(self, image: Any) -> Any:
+        return image
+
+
+class Slotted:
+    __slots__ = ("empty", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    value: Any
+
+
+class Listed(list[Any]):
+    name = "a list with a name"
+
+
+HOLDERS: dict[str, Any] = {
+    "attribute": Held,
+    "slot": Slotted,
+    "frozen": Frozen,
+    "named tuple": lambda p: Held(Pair(1, p)),
+    "defaultdict": lambda p: Held(collections.defaultdict(list, {"a": p})),
+    "deque": lambda p: Held(collections.deque([p], 4)),
+    "list with attributes": lambda p: Held(Listed([p])),
+    "partial": lambda p: Held(functools.partial(print, p, sep=p)),
+    "method": lambda p: Held(Held(p).apply),
+    "nested": lambda p: Held([{"a": (Held(Slotted(p)),)}]),
+    "subset": lambda p: Subset(Held(p), [0]),
+    "cached": lambda p: CachedDataset(Pictures(3), transform=p),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_the_copy_holds_another_pipeline(name: str) -> None:
+    """However it is held, the copy's pipeline is another object of the same kind."""
+    pipeline = crop()
+    dataset = HOLDERS[name](pipeline)
+
+    copied = copy_for_thread(dataset)
+
+    assert type(copied) is type(dataset)
+    (found,) = find_pipelines(copied)
+    assert found is not pipeline
+    assert repr(found) == repr(pipeline)
+    assert find_pipelines(dataset) == [pipeline]
+
+
+def test_images_are_shared() -> None:
+    """Nothing that is not random takes memory twice; a cache stays the same cache."""
+    alone = Held(None)
+    assert copy_for_thread(alone) is alone
+    dataset = CachedDataset(Held(crop()).images, transform=crop())
+
+    copied = copy_for_thread(dataset)
+
+    assert copied is not dataset
+    assert copied.dataset is dataset.dataset
+    assert copied.cache is dataset.cache
+
+
+def test_one_pipeline_of_two_holders_stays_one() -> None:
+    """Datasets that share a pipeline have copies that share its copy, and none keeps the original."""
+    pipeline = crop()
+    dataset = ConcatDataset(
+        [Held(pipeline).images, Subset(Held(pipeline), [0]), Subset(Held([pipeline]), [0])]
+    )
+
+    _, second, third = copy_for_thread(dataset).datasets
+
+    assert second.dataset.value is third.dataset.value[0]
+    assert second.dataset.value is not pipeline
+
+
+def test_a_circle_is_copied_once() -> None:
+    """A dataset that holds itself has a copy that holds itself."""
+    dataset = Held(crop())
+    dataset.images = {"owner": dataset}
+
+    copied = copy_for_thread(dataset)
+
+    assert copied.images["owner"] is copied
+    assert copied.value is not dataset.value
+
+
+def _by_closure(pipeline: Any) -> Any:
+    return Held(lambda image: pipeline(image=image))
+
+
+def _by_class(pipeline: Any) -> Any:
+    return type("Owner", (Held,), {"transform": pipeline})(None)
+
+
+@pytest.mark.parametrize("hold", [_by_closure, _by_class, lambda p: Held({p})])
+def test_what_cannot_be_replaced_is_refused(hold: Any) -> None:
+    """A pipeline of a function, a class or a set is one for all threads: the error says where it is."""
+    with pytest.raises(ValueError, match=r"(?s)held by .*attribute of the dataset"):
+        copy_for_thread(hold(crop()))
