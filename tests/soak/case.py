@@ -230,6 +230,8 @@ def _settle_mode(case: Case) -> dict[str, Any]:
         changes |= {"order": "shuffle by a generator"}
     if mode in ("interrupts", "torch reads"):
         changes |= {"raises": False}
+    if mode == "interrupts" and case.is_stream:  # what raises inside the user's generator ends it
+        changes |= {"num_workers": max(1, case.num_workers)}
     if mode == "torch reads" and case.method == "thread":
         changes |= {"method": "fork"}
     if mode in ("reads samples", "two threads") and case.is_stream:

@@ -53,9 +53,10 @@ def _start(subject: Subject, loader: fastload.DataLoader) -> tuple[Reader, list[
 
 
 def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
-    """Send a signal to a worker that is still there; after its end another process may have its pid."""
+    """Send a signal to a worker, unless it has ended with its last batch."""
     if not reader.has_ended or reader.case.is_persistent:
-        os.kill(worker, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, number)
 
 
 class _Death:
