@@ -102,7 +102,11 @@ def test_a_file_system_of_the_users_gives_the_same_samples(
 
 @pytest.mark.parametrize(
     ("loader_of", "method"),
-    [(fastload.DataLoader, "fork"), (fastload.DataLoader, "spawn"), (torch.utils.data.DataLoader, "fork")],
+    [
+        (fastload.DataLoader, "fork"),
+        (fastload.DataLoader, "forkserver"),
+        (torch.utils.data.DataLoader, "fork"),
+    ],
 )
 def test_workers_read_it(folder: fastload.ImageFolder, loader_of: Any, method: str) -> None:
     """The parent has used its connections before."""
