@@ -144,7 +144,8 @@ def test_what_is_no_plain_tensor_travels_as_itself() -> None:
 # torch warns at the first strided one in each process
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 
-LAYOUTS = {"strided": torch.strided, "jagged": torch.jagged}
+JAGGED = pytest.param(torch.jagged, id="jagged", marks=pytest.mark.slow)  # it imports torch's compiler
+LAYOUTS = [pytest.param(torch.strided, id="strided"), JAGGED]
 REFUSAL = "not currently supported by the default collate_fn"
 
 
@@ -191,7 +192,12 @@ def told(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("layout", "start_method"), [(torch.strided, "fork"), (torch.jagged, "fork"), (torch.jagged, "spawn")]
+    ("layout", "start_method"),
+    [
+        (torch.strided, "fork"),
+        pytest.param(torch.jagged, "fork", marks=pytest.mark.slow),
+        (torch.jagged, "spawn"),
+    ],
 )
 def test_they_travel_through_workers(layout: torch.layout, start_method: str) -> None:
     """With a collate_fn that keeps them: type, layout, dtype and values are the samples'."""
@@ -205,7 +211,7 @@ def test_they_travel_through_workers(layout: torch.layout, start_method: str) ->
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> None:
     """The batches are those of torch's loader, also without automatic batching."""
     options: Any = {"num_workers": num_workers}
@@ -220,7 +226,7 @@ def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> N
     assert list(map(told, single)) == list(map(told, their_single))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_default_collate_refuses_them(layout: torch.layout) -> None:
     """With torch's error, in a worker as in this process."""
     for kind, num_workers in ((tud.DataLoader, 0), (DataLoader, 0), (DataLoader, 1)):
@@ -230,7 +236,7 @@ def test_default_collate_refuses_them(layout: torch.layout) -> None:
         stop_workers(iterator)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_memory_format_leaves_them(layout: torch.layout) -> None:
     """A nested tensor of three-dimensional parts counts four dimensions, and is no batch of images."""
     dataset = Nested(layout, rank=3)
