@@ -89,15 +89,17 @@ def test_a_store_that_always_stalls_is_an_error(server: Stalling, monkeypatch: p
 def test_a_slow_request_is_a_warning(
     server: Stalling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It names the URL, and the variable that limits the wait."""
+    """It names the URL, and the variable that limits the wait, which then is to its end."""
     monkeypatch.setattr(attempts, "_SLOW_S", 0.0)
     monkeypatch.setitem(attempts._warned, "at_s", float("-inf"))
     server.faults = ["never answers"]
+    caplog.set_level("INFO", "fastload")
     RemoteFolder(server.url).read("a.bin", len(CONTENT))
 
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"{server.url}/a.bin: no complete answer")
     assert attempts.READ_VARIABLE in warning
+    assert "Timeout" in caplog.messages[1]
 
 
 @pytest.mark.parametrize(
