@@ -136,6 +136,30 @@ def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Pa
             assert "of the ranks of process group" in why
 
 
+class Broken(Images):
+    """A sample that ranks compare cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == probed_indices(LENGTH)[-1]:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+def test_a_compared_sample_that_cannot_be_read_is_no_error_when_a_cache_is_made(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """It is an error for whoever reads it; the ranks share the others."""
+
+    def look(rank: int, store: Path) -> tuple[Any, Any]:
+        join(rank, store)
+        ds = CachedDataset(Broken(LENGTH))
+        return ds, ds.cache.origin.pid
+
+    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
+
+    assert len({rank.answer() for rank in ranks}) == 1
+
+
 def test_each_sample_is_read_once_but_those_that_are_compared(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
