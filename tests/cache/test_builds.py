@@ -178,7 +178,7 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     builder(Source(version=version))
     before, again = builder.content(), Source(version=version)
 
-    assert builder(again).num_shards == 3
+    assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
     assert builder.content() == before
     if builder.way in ("here", "by_shards"):
         assert sum(again.reads) == (version is None) * (1 if builder.way == "here" else 3)
@@ -194,6 +194,17 @@ def test_finished_shards_are_not_read_again(builder: Builder) -> None:
     assert builder(again).verify() == []
     assert again.reads[1:9] + again.reads[10:13] == [0] * 11
     assert min(again.reads[13:]) == 1
+
+
+@pytest.mark.parametrize("way", ["by_shards", "by_tasks"])
+def test_one_way_goes_on_with_what_another_began(way: str, tmp_path: Path) -> None:
+    """Shards that one process has finished are not built again."""
+    with builder_in(tmp_path, "here") as here, builder_in(tmp_path, way) as other:
+        here.stopped()
+        again = Source()
+
+        assert other(again).verify() == []
+        assert again.reads[1:9] == [0] * 8
 
 
 DIFFERENCES: list[tuple[Source, dict[str, Any], str]] = [
