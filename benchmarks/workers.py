@@ -1,6 +1,6 @@
 """Threads against processes, where each is at its best: batches a second.
 
-Question: which `worker_method` for which dataset? Four datasets: JPEG files whose decoding releases the GIL
+Question: which `worker_type` for which dataset? Four datasets: JPEG files whose decoding releases the GIL
 (Pillow), the same with an albumentations pipeline, decoded images behind a cache, and pure Python that holds
 the GIL throughout. Each with 1 and 2 workers, persistent, one epoch before measuring.
 
@@ -90,7 +90,7 @@ def make(dataset: Any, batch_size: int, num_workers: int, method: Any) -> fastlo
         shuffle=True,
         num_workers=num_workers,
         persistent_workers=True,
-        worker_method=method,
+        worker_type=method,
     )
 
 

@@ -94,7 +94,7 @@ class DataLoader(LoaderSettings):
             a resume, and so are the draws of a `collate_fn`, which continue those of the last sample of its
             batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
             `__getitems__`.
-        worker_method: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
+        worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
             threads; each thread gets its own copies of the pipelines in the dataset and in the
             `collate_fn` (with ``rng="sample"`` also of their generators), and `iter(loader)` raises
@@ -168,7 +168,7 @@ class DataLoader(LoaderSettings):
         ring_bytes: int | float | str = "auto",
         seed_pipelines: bool = True,
         rng: Literal["worker", "sample"] = "worker",
-        worker_method: Literal["process", "thread"] = "process",
+        worker_type: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
@@ -279,7 +279,7 @@ class DataLoader(LoaderSettings):
     def _host_iterator(self) -> Any:
         if self._looks_for_generators:
             self._looks_for_generators = False
-            in_threads = self.worker_method == "thread" and self.num_workers > 0
+            in_threads = self.worker_type == "thread" and self.num_workers > 0
             warn_of_unseeded(self.dataset, vars(self)["collate_fn"], in_threads=in_threads)
         reason = self._why_torch()
         iterator: Any
@@ -303,7 +303,7 @@ class DataLoader(LoaderSettings):
     def _refuse_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            'worker_method="thread"': self.worker_method == "thread",
+            'worker_type="thread"': self.worker_type == "thread",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"restart_workers={self.restart_workers}": self.restart_workers > 0,
         }
@@ -319,7 +319,7 @@ class DataLoader(LoaderSettings):
             return None
         if not self.in_order:
             return "in_order=False"
-        if self.worker_method == "thread":
+        if self.worker_type == "thread":
             return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:

@@ -518,7 +518,7 @@ def test_arguments_of_workers_want_workers(option: dict[str, Any]) -> None:
     ("dataset", "options"),
     [
         (Opened(), {"worker_init_fn": opened}),
-        (Counted(), {"worker_method": "thread", "prefetch_factor": 2}),
+        (Counted(), {"worker_type": "thread", "prefetch_factor": 2}),
     ],
     ids=["init", "threads"],
 )

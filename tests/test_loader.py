@@ -31,7 +31,7 @@ EXTRAS = {
     "ring_bytes",
     "seed_pipelines",
     "rng",
-    "worker_method",
+    "worker_type",
     "device",
     "batch_transform",
     "device_transform",
@@ -225,7 +225,7 @@ NOT_IMAGES = {
     [
         {},
         {"num_workers": 2},
-        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "worker_type": "thread"},
         {"num_workers": 1, "in_order": False},
         {"num_workers": 2, "device": "cpu", "device_transform": lambda batch: batch},
         {"batch_size": None},

@@ -129,7 +129,7 @@ def test_the_memory_format_is_not_lost(num_workers: int) -> None:
         {},
         {"num_workers": 2},
         {"num_workers": 1, "in_order": False},
-        {"num_workers": 1, "worker_method": "thread"},
+        {"num_workers": 1, "worker_type": "thread"},
     ],
     ids=["local", "workers", "torch's", "threads"],
 )

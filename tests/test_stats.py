@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 WAYS: list[dict[str, Any]] = [
     {},
     {"num_workers": 2},
-    {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2, "worker_type": "thread"},
     {"num_workers": 2, "in_order": False},
     {"num_workers": 1, "device": "cpu", "device_transform": torch.clone},
 ]

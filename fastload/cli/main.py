@@ -96,7 +96,7 @@ def run(
         str | None,
         typer.Option(help="Deliver batches on this device, such as cuda or auto; default: as in torch."),
     ] = None,
-    worker_method: Annotated[
+    worker_type: Annotated[
         WorkerMethod | None, typer.Option(help="What makes batches; default: process, as in torch.")
     ] = None,
     seed_pipelines: Annotated[
@@ -112,7 +112,7 @@ def run(
     """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    all words after SCRIPT belong to the script. --rng, --device, --worker-method and --seed-pipelines apply
+    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-pipelines apply
     to every loader of the script. At the end, a line on standard error says how many loaders were replaced,
     and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
@@ -122,7 +122,7 @@ def run(
     given: dict[str, Any] = {
         "rng": rng and rng.value,
         "device": device,
-        "worker_method": worker_method and worker_method.value,
+        "worker_type": worker_type and worker_type.value,
         "seed_pipelines": seed_pipelines,
     }
     install.watch(

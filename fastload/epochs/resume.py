@@ -368,7 +368,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if loader._dataset_kind == _DatasetKind.Iterable:
         return True
-    shares = loader.num_workers > 0 and getattr(loader, "worker_method", "process") == "thread"
+    shares = loader.num_workers > 0 and getattr(loader, "worker_type", "process") == "thread"
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 

@@ -82,7 +82,7 @@ class WorkerIterator(HostIterator):
         recorder = recorder_of(loader)
         ring_bytes = parse_ring_bytes(loader.ring_bytes)
         self._pool: Pool | ThreadPool
-        if loader.worker_method == "thread":
+        if loader.worker_type == "thread":
             finish = _pinning(self._pin_memory_device) if self._pin_memory else None
             self._pool = ThreadPool(job, self._prefetch_factor, ring_bytes, finish, recorder.add)
         else:

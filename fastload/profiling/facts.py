@@ -42,7 +42,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "persistent_workers": loader.persistent_workers,
         "pin_memory": loader.pin_memory,
         "is_fastload": ours is not None and isinstance(loader, ours.DataLoader),
-        "worker_method": getattr(loader, "worker_method", "process"),
+        "worker_type": getattr(loader, "worker_type", "process"),
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,

@@ -95,7 +95,7 @@ class LoaderReport:
     def lines_of_text(self) -> list[str]:
         """This report as lines of text."""
         settings = self.settings
-        kind = "threads" if settings["worker_method"] == "thread" else "workers"
+        kind = "threads" if settings["worker_type"] == "thread" else "workers"
         samples = "" if settings["num_samples"] is None else f", {settings['num_samples']:,} samples"
         loader = f"{self.dataset}{samples}, batch_size={settings['batch_size']}"
         loops = f"{self.num_batches:,} batches, {self.num_epochs} epochs, {self.total_s:,.1f} s"

@@ -290,7 +290,7 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
 
 def _threads(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     workers = timeline.facts["num_workers"]
-    if workers < 2 or timeline.facts["worker_method"] == "thread":
+    if workers < 2 or timeline.facts["worker_type"] == "thread":
         return
     threads = mean([seconds(batch.process_cpu_ns) for batch in timeline.warm]) / max(timeline.make_s, 1e-9)
     if threads > 1.3 and threads * workers > 1.2 * model.num_cpus:

@@ -76,7 +76,7 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any, *, in_threads: bool) -> None
                 f'rng="sample" does not seed {search.path(generator)}, which all worker threads share: '
                 f"{held.fixed_by!r:.80} holds it, so what it draws has no fixed order. Keep it in an "
                 "attribute of the dataset, of a transform, or of an object that is the collate_fn; draw from "
-                'fastload.sample_generator(); or use worker_method="process"'
+                'fastload.sample_generator(); or use worker_type="process"'
             )
 
 

@@ -218,7 +218,7 @@ class AutoWorkers:
             return
         if process.current_process().daemon:
             self._is_due = False
-            number = self._least if loader.worker_method == "process" else self.number
+            number = self._least if loader.worker_type == "process" else self.number
             self._say(number, "not measured, because this process is a daemon and may not start another one")
             return
         began_s = time.perf_counter()
@@ -266,7 +266,7 @@ class AutoWorkers:
             if not receiver.poll(_START_LIMIT_S):
                 return f"its process took more than {_START_LIMIT_S:.0f} s to start"
             receiver.recv()
-            is_free = loader.worker_method == "thread" or loader.persistent_workers
+            is_free = loader.worker_type == "thread" or loader.persistent_workers
             start_s = 0.0 if is_free else time.perf_counter() - began_s
             return self._follow(receiver, Model(Cost(0.0, 0.0), length, rank_cpus(), start_s))
         except EOFError:

@@ -35,7 +35,7 @@ class Options:
     ring_bytes: int | float | str = "auto"
     seed_pipelines: bool = True
     rng: str = "worker"
-    worker_method: str = "process"
+    worker_type: str = "process"
     device: str | int | torch.device | None = None
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
@@ -51,7 +51,7 @@ class Options:
                 "None or torch.channels_last",
             ),
             "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
-            "worker_method": (self.worker_method in ("process", "thread"), '"process" or "thread"'),
+            "worker_type": (self.worker_type in ("process", "thread"), '"process" or "thread"'),
             "on_error": (
                 self.on_error in ("raise", "replace") or callable(self.on_error),
                 '"raise", "replace" or a function',
@@ -97,12 +97,12 @@ class Options:
         if self.rng == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        if self.worker_method == "thread" and loader.multiprocessing_context is not None:
+        if self.worker_type == "thread" and loader.multiprocessing_context is not None:
             raise ValueError(
-                'multiprocessing_context is for worker processes, but worker_method is "thread": omit one'
+                'multiprocessing_context is for worker processes, but worker_type is "thread": omit one'
             )
         needs_map = {
-            'worker_method="thread"': self.worker_method == "thread",
+            'worker_type="thread"': self.worker_type == "thread",
             "on_error": self.on_error != "raise",
             "restart_workers": self.restart_workers > 0,
             'num_workers="auto"': is_auto,

@@ -1,4 +1,4 @@
-"""Worker threads instead of worker processes: `worker_method="thread"`.
+"""Worker threads instead of worker processes: `worker_type="thread"`.
 
 Threads are for code that releases the GIL, and for Python without a GIL: nothing is pickled, and a batch is
 passed as an object. Rules:
@@ -297,7 +297,7 @@ class _Copier:
             raise ValueError(
                 "each worker thread needs its own copy of every albumentations pipeline, and one is held by "
                 f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
-                'of an object that is the collate_fn, or use worker_method="process"'
+                'of an object that is the collate_fn, or use worker_type="process"'
             )
         twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may refer to it
         if isinstance(value, dict):

@@ -95,7 +95,7 @@ def assert_same_batches(found: list[Any], expected: list[Any]) -> None:
 WAYS: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "worker_type": "thread"},
 }
 
 

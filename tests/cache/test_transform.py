@@ -308,7 +308,7 @@ def test_a_function_of_an_image_is_told_of_the_whole_sample() -> None:
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_the_note_comes_from_workers(method: Any) -> None:
     """The error that a worker sends carries the note."""
-    loader = DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1, worker_method=method)
+    loader = DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1, worker_type=method)
 
     with pytest.raises(AttributeError) as caught:
         next(iter(loader))
@@ -462,11 +462,11 @@ def test_the_transform_may_be_replaced_while_threads_read() -> None:
 
 @pytest.mark.parametrize("normalization", ["min_max_per_channel", "standard"])
 def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
-    """worker_method="thread" gives what a pipeline gives on plain arrays, also if it refuses at first."""
+    """worker_type="thread" gives what a pipeline gives on plain arrays, also if it refuses at first."""
     dataset = FloatImages(24)
     pipeline = A.Compose([A.Normalize(normalization=normalization), A.HorizontalFlip(p=1)])
     loader = DataLoader(
-        CachedDataset(dataset, pipeline), batch_size=None, num_workers=3, worker_method="thread"
+        CachedDataset(dataset, pipeline), batch_size=None, num_workers=3, worker_type="thread"
     )
     for _ in range(2):
         for index, image in enumerate(loader):

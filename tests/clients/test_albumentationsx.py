@@ -101,7 +101,7 @@ class Augment:  # in an attribute, so that each thread can have its own
 
 
 found = []
-ways = [{}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "worker_method": "thread"}]
+ways = [{}, {"num_workers": 1}, {"num_workers": 2}, {"num_workers": 2, "worker_type": "thread"}]
 for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), cache="ram")):
     for way in ways:
         generator = torch.Generator().manual_seed(3)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WAYS: list[dict[str, Any]] = [
     {},
     {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 2, "worker_method": "thread"},
+    {"num_workers": 2, "worker_type": "thread"},
     {"num_workers": 1, "in_order": False},
 ]
 IMAGES = datasets.Made(datasets.image, 22)
@@ -150,7 +150,7 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
         monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(with_workers, "_accelerator_index", lambda: None)
     monkeypatch.setattr(with_workers, "pin_batch", pin)
-    options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread", "pin_memory": True}
+    options: dict[str, Any] = {"num_workers": 1, "worker_type": "thread", "pin_memory": True}
     with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
         assert len(list(loader)) == 6
     assert names == ["fastload-worker-0"] * 6
@@ -262,7 +262,7 @@ def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, 
 
         fake.drain()
         plain = ["batch" if isinstance(item, torch.Tensor) else item for item in came]
-        is_local = not way or "worker_method" in way
+        is_local = not way or "worker_type" in way
         odd = datasets.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
         assert plain == ["batch", ValueError, KeyError, odd, "batch", "batch"]
         assert came[4].tolist() == [[16], [17], [18], [19]]

@@ -21,7 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
     "processes": {"num_workers": 2},
     "spawned": {"num_workers": 1, "multiprocessing_context": "forkserver"},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "worker_type": "thread"},
 }
 EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 TWO_MODES = pytest.mark.parametrize("mode", ["no workers", "processes"])

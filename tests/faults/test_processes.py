@@ -93,7 +93,7 @@ def test_threads_that_cannot_be_started_leave_none_behind(
 
     monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
     method = "process" if name == "fastload-pin" else "thread"
-    loader = fastload.DataLoader(datasets.Made(zoo.array, 24), 4, num_workers=3, worker_method=method)
+    loader = fastload.DataLoader(datasets.Made(zoo.array, 24), 4, num_workers=3, worker_type=method)
     num_threads = torch.get_num_threads()
 
     with pytest.raises(RuntimeError, match="can't start new thread"):

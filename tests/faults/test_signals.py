@@ -184,7 +184,7 @@ class Injection:
 KINDS: dict[str, dict[str, Any]] = {
     "processes": {"num_workers": 2},
     "one process": {"num_workers": 1, "prefetch_factor": 1},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "worker_type": "thread"},
     "no workers": {"num_workers": 0},
     "pinned": {"num_workers": 2},
 }

@@ -129,7 +129,7 @@ def left_behind_for_long(before):
 
 def read_two_epochs(in_worker=None, is_long=False, **options):
     before = open_files(), names_in_shm()
-    if "worker_method" not in options:
+    if "worker_type" not in options:
         options.setdefault("multiprocessing_context", "fork")
     loader = zoo.make_loader("raises", "nowhere", **options)
     if in_worker is not None:
@@ -217,7 +217,7 @@ ROWS = {
         "exited with code 1",
     ),
     "no threads for worker threads": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_method='thread')",
+        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_type='thread')",
         [],
         ("RuntimeError", "can't start new thread"),
     ),

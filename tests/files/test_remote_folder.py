@@ -160,14 +160,14 @@ def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(
     assert values([first, *iterator]) == [list(range(start, start + 4)) for start in range(0, SIZE, 4)]
 
 
-@pytest.mark.parametrize("worker_method", ["process", "thread"])
+@pytest.mark.parametrize("worker_type", ["process", "thread"])
 def test_each_file_is_read_once_in_an_epoch(
-    url: str, faulty: type[FaultyFileSystem], worker_method: Any
+    url: str, faulty: type[FaultyFileSystem], worker_type: Any
 ) -> None:
     """What was announced is what is taken."""
-    options: Any = {} if worker_method == "thread" else {"multiprocessing_context": "fork"}
+    options: Any = {} if worker_type == "thread" else {"multiprocessing_context": "fork"}
     dataset = Counting(fastload.ImageFolder(url), faulty)
-    loader = fastload.DataLoader(dataset, 4, num_workers=2, worker_method=worker_method, **options)
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, worker_type=worker_type, **options)
 
     reads = torch.cat([counts for _, counts in loader])
 

@@ -63,7 +63,7 @@ def stop(loader: Any) -> None:
     [
         ("torch", {"num_workers": 0}),
         ("fastload", {"num_workers": 1}),
-        ("fastload", {"num_workers": 1, "worker_method": "thread"}),
+        ("fastload", {"num_workers": 1, "worker_type": "thread"}),
     ],
 )
 def test_two_loaders_at_once(kind: str, options: dict[str, Any], is_in_threads: bool) -> None:

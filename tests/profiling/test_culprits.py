@@ -186,8 +186,8 @@ def test_workers_of_new_interpreters_are_watched(kind: str, method: str) -> None
 
 
 def test_worker_threads_are_watched() -> None:
-    """Each thread of worker_method="thread" is a worker."""
-    loader = fastload.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH, num_workers=2, worker_method="thread")
+    """Each thread of worker_type="thread" is a worker."""
+    loader = fastload.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH, num_workers=2, worker_type="thread")
 
     report = profiled(loader)
     loader.close()

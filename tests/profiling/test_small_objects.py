@@ -147,7 +147,7 @@ def test_profile_notes_the_copies_of_spawned_workers() -> None:
     [
         (lambda: fastload.SharedList(dicts()), {}),
         (dicts, {"num_workers": 0}),
-        (dicts, {"num_workers": 1, "worker_method": "thread"}),
+        (dicts, {"num_workers": 1, "worker_type": "thread"}),
         (lambda: [{"label": 1}] * NUM_ITEMS, {}),
     ],
     ids=["SharedList", "no workers", "threads", "one object"],

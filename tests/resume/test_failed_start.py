@@ -73,7 +73,7 @@ UNPICKLABLE: dict[str, Any] = {"hook": lambda: 0, "multiprocessing_context": "sp
 FAULTS: list[Any] = [
     *(pytest.param({}, fault, id=f"local, {name}") for name, fault in SAMPLERS.items()),
     *(
-        pytest.param({"num_workers": 2, "worker_method": method}, SAMPLERS[f"sampler, {name}"])
+        pytest.param({"num_workers": 2, "worker_type": method}, SAMPLERS[f"sampler, {name}"])
         for method, name in [("process", "iter"), ("process", "other indices"), ("thread", "too short")]
     ),
     pytest.param({}, Fault(AssertionError, timeout=5), id="local, timeout"),
@@ -112,7 +112,7 @@ def test_a_loaded_state_stays_loaded(options: dict[str, Any], fault: Fault) -> N
 )
 def test_persistent_workers_stay_where_they_were(method: Any, fault: Fault) -> None:
     """A failed reset of workers that persist changes nothing, and they serve the next iter()."""
-    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "worker_method": method}
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "worker_type": method}
     state, rest = interrupted(**options)
     with make(**options) as loader:
         list(loader)

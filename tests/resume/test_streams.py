@@ -260,10 +260,10 @@ def test_its_state_needs_the_same_number_of_workers() -> None:
 
 def test_worker_threads_share_the_dataset() -> None:
     """A state has none of the dataset's then, and any number of threads resumes."""
-    _, state = cut(loader_of(Counting, 2, 4, worker_method="thread"), 5)
+    _, state = cut(loader_of(Counting, 2, 4, worker_type="thread"), 5)
 
     assert state["dataset_states"] is None
-    assert len(resumed_batches(loader_of(Counting, 3, 4, worker_method="thread"), state)) == 8
+    assert len(resumed_batches(loader_of(Counting, 3, 4, worker_type="thread"), state)) == 8
 
 
 # --- torchdata's argument ---------------------------------------------------------------------------------

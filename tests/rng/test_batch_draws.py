@@ -152,7 +152,7 @@ def test_with_rng_sample_draws_do_not_depend_on_how_batches_are_made() -> None:
 
     for options in (
         {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3},
-        {"num_workers": 2, "worker_method": "thread"},
+        {"num_workers": 2, "worker_type": "thread"},
         {"batch_size": 7},
         {"in_order": False},
     ):

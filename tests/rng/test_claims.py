@@ -86,7 +86,7 @@ def test_the_same_pixels_for_any_number_of_workers() -> None:
 
 def test_the_same_pixels_in_threads() -> None:
     """Four threads draw what no worker draws."""
-    assert run(Alone(), 2, rng="sample", num_workers=4, worker_method="thread") == run(
+    assert run(Alone(), 2, rng="sample", num_workers=4, worker_type="thread") == run(
         Alone(), 2, rng="sample"
     )
 
@@ -107,7 +107,7 @@ def test_a_collate_fn_draws_the_same() -> None:
     replaced = {**options, "on_error": "replace", "error_budget": 1.0}
     assert run(Unreadable(), **replaced) == run(Unreadable(), num_workers=2, **replaced)
     options["collate_fn"] = Drawing(shared=False)
-    assert run(Alone(), num_workers=2, worker_method="thread", **options) == run(Alone(), **options)
+    assert run(Alone(), num_workers=2, worker_type="thread", **options) == run(Alone(), **options)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.rng.draws_zoo import Randomizable
 
 WAYS: dict[str, Any] = {
     "workers": {"num_workers": 2},
-    "threads": {"num_workers": 2, "worker_method": "thread"},
+    "threads": {"num_workers": 2, "worker_type": "thread"},
     "torch's workers": {"num_workers": 2, "in_order": False},
     "torch's workers, channels last": {
         "num_workers": 2,
@@ -160,7 +160,7 @@ class TestThreads:
     def test_each_thread_has_its_own_pipeline(self, rng: Any) -> None:
         """No two threads call the same pipeline, and none calls the user's; other objects stay shared."""
         batch = Noting()
-        list(DataLoader(zoo.Corners(), 1, num_workers=2, worker_method="thread", collate_fn=batch, rng=rng))
+        list(DataLoader(zoo.Corners(), 1, num_workers=2, worker_type="thread", collate_fn=batch, rng=rng))
 
         callers: dict[int, set[int]] = {}
         for worker, pipeline in batch.calls:

@@ -36,7 +36,7 @@ from tests.rng.generators_zoo import (
 WORKERS: list[Any] = [
     pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="fork"),
     pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
-    pytest.param({"num_workers": 3, "worker_method": "thread"}, id="threads"),
+    pytest.param({"num_workers": 3, "worker_type": "thread"}, id="threads"),
     pytest.param({"num_workers": 2, "in_order": False}, id="torch's iterator"),
 ]
 
@@ -58,7 +58,7 @@ def run(dataset: Any, epochs: int = 2, **options: Any) -> list[Any]:
 def test_workers_draw_what_the_parent_draws(options: dict[str, Any], caplog: Any) -> None:
     """For every kind of generator, with workers of any kind, in two epochs; no warning is given."""
     dataset = Drawn(*every_kind())
-    if "worker_method" not in options:  # threads share a set
+    if "worker_type" not in options:  # threads share a set
         dataset.more = Holder({random.Random(1)})
     expected = run(dataset)
 
@@ -131,9 +131,9 @@ def cached() -> Any:
     [
         (subset, {"num_workers": 2, "in_order": False}),
         (concatenated, {"num_workers": 2}),
-        (nested, {"num_workers": 2, "worker_method": "thread"}),
+        (nested, {"num_workers": 2, "worker_type": "thread"}),
         (partial, {"num_workers": 2}),
-        (cached, {"num_workers": 2, "worker_method": "thread"}),
+        (cached, {"num_workers": 2, "worker_type": "thread"}),
     ],
 )
 def test_wherever_it_is_held(make: Any, options: dict[str, Any]) -> None:
@@ -154,14 +154,14 @@ def test_a_collate_fn_draws_anew_for_each_batch(options: dict[str, Any]) -> None
 def test_a_generator_that_both_hold_is_one() -> None:
     """What the dataset and the collate_fn share is one object in threads, too."""
     results = []
-    for options in ({}, {"num_workers": 2, "worker_method": "thread"}):
+    for options in ({}, {"num_workers": 2, "worker_type": "thread"}):
         shared = np.random.default_rng(1)
         results.append(run(Drawn(shared), collate_fn=Mixing(shared), **options))
 
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "worker_method": "thread"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "worker_type": "thread"}], ids=str)
 def test_the_users_generators_are_as_they_were(options: dict[str, Any]) -> None:
     """Between batches the user's own generators go on as if no sample had been read."""
     generators, twins = every_kind(), every_kind()
@@ -272,12 +272,12 @@ class TestWarnings:
 
     def test_what_threads_share(self, caplog: Any) -> None:
         """A generator that a method finds in its module cannot be copied for each thread."""
-        options = {"num_workers": 2, "worker_method": "thread"}
+        options = {"num_workers": 2, "worker_type": "thread"}
         (text,) = self.warned(caplog, DrawsFromModule(), **options)
 
         assert text.startswith('rng="sample" does not seed dataset.__getitem__.module_generator, which all ')
         assert "<function DrawsFromModule.__getitem__" in text
-        assert 'worker_method="process"' in text
+        assert 'worker_type="process"' in text
 
     def test_paths_name_every_kind_of_holder(self, caplog: Any) -> None:
         """Keys, positions, slots, closures and the arguments of partials."""
@@ -295,6 +295,6 @@ class TestWarnings:
         """A generator in the module of a library, which may name its files with it, is left alone."""
         module = sys.modules[DrawsFromModule.__module__]
         monkeypatch.setattr(module, "__file__", "/lib/python3/site-packages/library.py")
-        options = {"num_workers": 2, "worker_method": "thread"}
+        options = {"num_workers": 2, "worker_type": "thread"}
 
         assert self.warned(caplog, DrawsFromModule(), **options) == []

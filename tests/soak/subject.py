@@ -115,7 +115,7 @@ class Subject:
             memory_format=torch.channels_last if case.channels_last else None,
             ring_bytes=case.ring_bytes,
             rng=case.rng,  # type: ignore[arg-type]
-            worker_method="thread" if is_thread else "process",
+            worker_type="thread" if is_thread else "process",
             device=case.device,
             batch_transform=datasets.passed_on if case.is_transformed else None,
             device_transform=datasets.on_device if case.device else None,

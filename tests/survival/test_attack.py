@@ -195,7 +195,7 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
 def test_without_a_garbage_collector_an_error_of_a_thread_keeps_no_iterator(no_gc: None) -> None:
     """The error keeps its own traceback into the dataset, and the iterator goes all the same."""
     dataset = datasets.Made(attack_zoo.bad_seventh)
-    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, worker_method="thread"))
+    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, worker_type="thread"))
     alive = weakref.ref(iterator)
     with pytest.raises(ValueError, match="seven") as caught:
         list(iterator)

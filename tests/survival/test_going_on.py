@@ -308,7 +308,7 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
         raise raised
 
     method = "thread" if num_workers else "process"
-    loader = fastload.DataLoader(datasets.Made(read, 6), 2, num_workers=num_workers, worker_method=method)
+    loader = fastload.DataLoader(datasets.Made(read, 6), 2, num_workers=num_workers, worker_type=method)
     iterator = iter(loader)
     for _ in range(3):
         with pytest.raises(ValueError, match="unreadable"):

@@ -72,7 +72,7 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {
         "processes": {"num_workers": 2},
         "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
-        "threads": {"num_workers": 2, "worker_method": "thread"},
+        "threads": {"num_workers": 2, "worker_type": "thread"},
         "torch": {"num_workers": 1, "in_order": False},
     }[request.param]
 
@@ -120,7 +120,7 @@ def test_whole_batches_without_collation_are_transformed() -> None:
 @pytest.mark.parametrize("workers", ["processes", "threads"], indirect=True)
 def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> None:
     """With rng="sample", a function that draws from the global generators gives the same in any worker."""
-    is_thread = "worker_method" in workers
+    is_thread = "worker_type" in workers
     expected = epoch_of(rng="sample", batch_transform=noisy, num_workers=0)
     assert len({float(images.sum()) for images, _ in expected}) == len(expected)
 

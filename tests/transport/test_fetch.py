@@ -135,7 +135,7 @@ def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch
 
 @pytest.mark.parametrize(
     "options",
-    [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "worker_method": "thread"}],
+    [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}],
     ids=["no workers", "process", "thread"],
 )
 @pytest.mark.parametrize("collate_fn", [None, fetch_zoo.raises_frozen], ids=["dataset", "collate_fn"])

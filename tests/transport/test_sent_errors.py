@@ -20,7 +20,7 @@ KINDS = [
 WORKERS = [
     pytest.param({"multiprocessing_context": "fork"}, id="fork"),
     pytest.param({"multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
-    pytest.param({"worker_method": "thread"}, id="thread"),
+    pytest.param({"worker_type": "thread"}, id="thread"),
 ]
 
 

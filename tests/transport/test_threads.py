@@ -1,4 +1,4 @@
-"""worker_method="thread": the batches of worker processes, from threads; what each thread has a copy of."""
+"""worker_type="thread": the batches of worker processes, from threads; what each thread has a copy of."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def threads(dataset: Any, **options: Any) -> DataLoader:
-    return DataLoader(dataset, worker_method="thread", **{"batch_size": 4, "num_workers": 2, **options})
+    return DataLoader(dataset, worker_type="thread", **{"batch_size": 4, "num_workers": 2, **options})
 
 
 def fastload_threads() -> list[str]:
@@ -241,7 +241,7 @@ class TestFaults:
             "class Data:\n"
             "    def __len__(self): return 1000\n"
             "    def __getitem__(self, index): return index\n"
-            "iterator = iter(fastload.DataLoader(Data(), 4, num_workers=2, worker_method='thread'))\n"
+            "iterator = iter(fastload.DataLoader(Data(), 4, num_workers=2, worker_type='thread'))\n"
             "next(iterator)\n"
         )
         done = interpreter.run(program)
@@ -280,27 +280,27 @@ class TestRefusals:
             def __iter__(self) -> Any:
                 return iter(())
 
-        with pytest.raises(ValueError, match=r"^worker_method=.thread. needs a map-style dataset, whose"):
+        with pytest.raises(ValueError, match=r"^worker_type=.thread. needs a map-style dataset, whose"):
             threads(Stream())
-        with pytest.raises(ValueError, match=r"worker_method=\"thread\".*in_order=False"):
+        with pytest.raises(ValueError, match=r"worker_type=\"thread\".*in_order=False"):
             iter(threads(Squares(), in_order=False))
 
     @pytest.mark.parametrize(
         ("options", "named"),
         [
-            ({"worker_method": "fiber"}, "'fiber'"),
+            ({"worker_type": "fiber"}, "'fiber'"),
             ({"multiprocessing_context": "spawn"}, "multiprocessing_context"),
         ],
     )
     def test_settings(self, options: dict[str, Any], named: str) -> None:
         """What does not go together is named."""
         with pytest.raises(ValueError, match=named):
-            DataLoader(Squares(), **{"num_workers": 1, "worker_method": "thread", **options})
+            DataLoader(Squares(), **{"num_workers": 1, "worker_type": "thread", **options})
 
 
 def test_persistent_threads_end_with_their_loader() -> None:
     """The threads do not keep the loader alive."""
-    loader = fastload.DataLoader([1, 2, 3], num_workers=2, worker_method="thread", persistent_workers=True)
+    loader = fastload.DataLoader([1, 2, 3], num_workers=2, worker_type="thread", persistent_workers=True)
     assert len(list(loader)) == 3
     reference = weakref.ref(loader)
     del loader

@@ -100,7 +100,7 @@ def test_a_forked_process_has_no_such_children() -> None:
 
 def test_threads_and_no_workers() -> None:
     """Threads are no processes: the list is empty. Without workers there is no attribute, as in torch."""
-    iterator = iterator_of(num_workers=2, worker_method="thread")
+    iterator = iterator_of(num_workers=2, worker_type="thread")
     assert iterator._workers == []
     iterator.close()
     for local in (iterator_of(), iterator_of(device="cpu", device_transform=list), iter(tud.DataLoader([1]))):
